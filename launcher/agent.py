@@ -1,0 +1,311 @@
+"""`python -m hvdlite_launcher.agent`: one host's workers, from their start until nothing of them is left.
+
+It reads commands on stdin and writes events on stdout (see `protocol`), and decides nothing but this: when
+its stdin ends, the launcher is done or gone, and every process that came from here is killed, the job's
+directory removed. One thread, one loop, nothing that blocks: a launcher that does not read holds up the
+workers' output, but never the end of the job."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import IO
+
+from . import tree
+from .errors import LauncherError, ProtocolError
+from .plan import host_environment, job_dir, peer_lost_file
+from .protocol import (
+    Decoder,
+    Exited,
+    Message,
+    Output,
+    Refused,
+    SignalRanks,
+    Started,
+    StartJob,
+    Stream,
+    encode,
+)
+
+_READ_BYTES = 1 << 16
+_OUTGOING_BYTES = 1 << 18  # with more than this unsent, the workers' pipes are left to fill
+_PIPE_BYTES = 1 << 20
+
+
+@dataclass
+class Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    pipes: dict[Stream, IO[bytes]] = field(default_factory=dict)  # those not yet at their end
+
+
+class Agent:
+    """The loop over three file descriptors: commands in, events out, and the signals we get, as bytes."""
+
+    def __init__(self, commands: int, events: int, signals: int, *, adopts: bool) -> None:
+        """``adopts``: orphans among our descendants become our children, so that none is out of sight."""
+        self._commands = commands
+        self._events = events
+        self._signals = signals
+        self._adopts = adopts
+        self._decoder = Decoder()
+        self._outgoing = bytearray()
+        self._selector = selectors.DefaultSelector()
+        self._workers: dict[int, Worker] = {}  # by pid, those that run
+        self._groups: list[int] = []  # of all workers ever
+        self._forwarders: dict[int, Callable[[], object]] = {}  # by the file descriptor that they read
+        self._held_up = False
+        self._job_dir: str | None = None
+        self._over = False
+
+    def run(self) -> None:
+        """Until the launcher hangs up or a signal tells us to; then kill, tidy up and return."""
+        self._listen(self._commands, self._read_commands)
+        self._listen(self._signals, self._read_signals)
+        os.set_blocking(self._events, False)
+        try:
+            while not self._over:
+                for key, _ in self._selector.select():
+                    key.data()
+                self._flush()
+        finally:
+            self._end()
+
+    def _listen(self, fd: int, react: Callable[[], object]) -> None:
+        os.set_blocking(fd, False)
+        self._selector.register(fd, selectors.EVENT_READ, react)
+
+    def _end(self) -> None:
+        if not self._adopts:  # the groups may hold children of the dead, which no list of descendants shows
+            for group in self._groups:
+                tree.signal_group(group, signal.SIGKILL)
+        everything_ended = tree.kill_descendants()
+        if self._job_dir is not None:
+            shutil.rmtree(self._job_dir, ignore_errors=True)
+        if not everything_ended:
+            raise LauncherError("some processes of the job could not be killed")
+
+    # ------------------------------------------------------- from the launcher
+
+    def _read_commands(self) -> None:
+        data = os.read(self._commands, _READ_BYTES)
+        self._over = not data
+        for message in self._decoder.feed(data):
+            match message:
+                case StartJob():
+                    self._start(message)
+                case SignalRanks():
+                    self._signal(message)
+                case _:
+                    raise ProtocolError("the launcher sent what only an agent says")
+
+    def _start(self, job: StartJob) -> None:
+        self._job_dir = job_dir(job.token, tempfile.gettempdir())
+        os.mkdir(self._job_dir, 0o700)
+        cores = _usable_cores()
+        loopback = None if "GLOO_SOCKET_IFNAME" in job.environment else _loopback_interface()
+        set_up = tree.dying_with_parent()
+        for rank, own in job.workers.items():
+            environment = host_environment(
+                job.environment, own, job_dir=self._job_dir, cores=cores, loopback=loopback
+            )
+            try:
+                process = subprocess.Popen(
+                    job.command,
+                    cwd=job.cwd,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    bufsize=0,
+                    start_new_session=True,
+                    preexec_fn=set_up,  # noqa: PLW1509  # this process has no threads
+                )
+            except OSError as error:
+                self._send(_refusal(job, environment, error))
+                return
+            self._send(Started(rank, process.pid))
+            self._watch(Worker(rank, process))
+
+    def _watch(self, worker: Worker) -> None:
+        assert worker.process.stdout is not None
+        assert worker.process.stderr is not None
+        self._workers[worker.process.pid] = worker
+        self._groups.append(worker.process.pid)
+        worker.pipes = {"stdout": worker.process.stdout, "stderr": worker.process.stderr}
+        for stream, pipe in worker.pipes.items():
+            forward = self._forwarders[pipe.fileno()] = partial(self._forward, worker, stream)
+            self._listen(pipe.fileno(), forward)
+
+    def _signal(self, command: SignalRanks) -> None:
+        for pid, worker in self._workers.items():
+            if worker.rank not in command.ranks:
+                continue
+            if command.signum == signal.SIGKILL:
+                tree.kill_tree(pid)
+            else:
+                tree.signal_group(pid, command.signum)
+
+    # ------------------------------------------------------------ from workers
+
+    def _forward(self, worker: Worker, stream: Stream, *, limit: int = _READ_BYTES) -> int:
+        """Pass on what the worker wrote; the number of bytes, 0 if nothing was there."""
+        pipe = worker.pipes.get(stream)
+        if pipe is None:
+            return 0
+        try:
+            data = os.read(pipe.fileno(), limit)
+        except BlockingIOError:
+            return 0
+        if data:
+            self._send(Output(worker.rank, stream, data))
+        else:
+            del worker.pipes[stream], self._forwarders[pipe.fileno()]
+            if not self._held_up:
+                self._selector.unregister(pipe)
+            pipe.close()
+        return len(data)
+
+    def _read_signals(self) -> None:
+        received = os.read(self._signals, 4096)
+        if any(signum != signal.SIGCHLD for signum in received):
+            self._over = True
+        for pid, returncode in tree.reap()[0]:
+            worker = self._workers.pop(pid, None)
+            if worker is None:
+                continue  # an orphan that we adopted
+            worker.process.returncode = returncode
+            self._drain(worker)
+            peer_lost = self._job_dir is not None and os.path.exists(
+                peer_lost_file(self._job_dir, worker.rank)
+            )
+            self._send(Exited(worker.rank, returncode, peer_lost))
+
+    def _drain(self, worker: Worker) -> None:
+        """Pass on all that a dead worker wrote, which is what its pipes can hold.
+
+        Not what comes until their end: a child of the worker's may keep them open, or write for ever.
+        """
+        for stream, pipe in list(worker.pipes.items()):
+            left = _capacity_bytes(pipe)
+            while left > 0 and (count := self._forward(worker, stream, limit=left)):
+                left -= count
+
+    # --------------------------------------------------------- to the launcher
+
+    def _send(self, message: Message) -> None:
+        self._outgoing += encode(message)
+
+    def _flush(self) -> None:
+        """Write what the launcher takes now. While too much is left, the workers' pipes are not read."""
+        try:
+            while self._outgoing:
+                del self._outgoing[: os.write(self._events, self._outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:  # nobody listens any more
+            self._over = True
+            return
+        waits = self._events in self._selector.get_map()
+        if self._outgoing and not waits:
+            self._selector.register(self._events, selectors.EVENT_WRITE, self._flush)
+        elif waits and not self._outgoing:
+            self._selector.unregister(self._events)
+        hold_up = len(self._outgoing) > _OUTGOING_BYTES
+        if hold_up != self._held_up:
+            self._held_up = hold_up
+            for fd, forward in self._forwarders.items():
+                if hold_up:
+                    self._selector.unregister(fd)
+                else:
+                    self._selector.register(fd, selectors.EVENT_READ, forward)
+
+
+# -------------------------------------------------------------- this host
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _loopback_interface() -> str | None:
+    import psutil  # noqa: PLC0415  # costs 20 ms, needless where the user names the interface
+
+    interfaces = psutil.net_if_addrs()
+    for loopback in ("127.0.0.1", "::1"):
+        for name, addresses in interfaces.items():
+            if any(address.address == loopback for address in addresses):
+                return name
+    return None
+
+
+def _capacity_bytes(pipe: IO[bytes]) -> int:
+    return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) if sys.platform == "linux" else 1 << 16
+
+
+def _refusal(job: StartJob, environment: Mapping[str, str], error: OSError) -> Refused:
+    """What a shell would say, and its exit code."""
+    program = job.command[0]
+    if not os.path.isdir(job.cwd):
+        return Refused(f"{job.cwd}: the working directory does not exist here", 1)
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        why, exit_code = "command not found", 127
+        # Found, and still not: what its first line names is missing.
+        if found := shutil.which(program, path=environment.get("PATH")):
+            why, exit_code = f"{found} names an interpreter that was not found", 126
+    elif os.path.isdir(os.path.join(job.cwd, program)):
+        why, exit_code = "is a directory", 126
+    elif error.errno == errno.ENOEXEC:
+        why, exit_code = "is not a program, nor a script whose first line is #! and its interpreter", 126
+    else:
+        why, exit_code = (error.strerror or str(error)).lower(), 126
+    if program.endswith(".py") and os.path.isfile(os.path.join(job.cwd, program)):
+        why += f"; did you mean: python {program}?"
+    return Refused(f"{program or repr(program)}: {why}", exit_code)
+
+
+def _signals_as_bytes() -> int:
+    """Have each signal that matters written to a pipe as one byte, and give the end to read."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # An ignored one (nohup) stays so, here and in the workers.
+        if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, lambda *_: None)
+    return read_end
+
+
+def main() -> int:
+    adopts = tree.adopt_orphans()
+    # Nothing that is started or that prints shall find the wire as its own stdin or stdout.
+    commands, events = os.dup(0), os.dup(1)
+    with open(os.devnull, "r+b") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(events, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    try:
+        Agent(commands, events, _signals_as_bytes(), adopts=adopts).run()
+    except LauncherError as error:
+        print(f"hvdlite-run: agent: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""The command line of hvdlite-run: what the user may say, and one line for what cannot be done.
+
+What happens then is in `job`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .errors import LauncherError, UsageError
+from .hosts import Host, only_this_machine, parse_hosts
+from .plan import plan_slots
+
+# Written by hand: argparse words it differently from one Python to the next.
+HELP = """\
+usage: hvdlite-run [-np N] [-H HOSTS] [--grace SECONDS] [--verbose] [--] COMMAND [ARGUMENT ...]
+
+Run COMMAND in N workers, each with a rank, and show what they print. When one fails, the others are ended,
+its last words are shown again, and its exit code is hvdlite-run's.
+
+  -np N, --num-proc N   how many workers; without it, one for each slot of -H
+  -H, --hosts HOSTS     where they may run, as host:slots,host:slots; so far only this machine: localhost:4.
+                        Without it, localhost:N
+  --grace SECONDS       how long workers may take to end after SIGTERM or Ctrl-C before they are killed (3)
+  --verbose             say what is done: which rank runs where, its pid, signals sent
+  --version             print the version
+  -h, --help            print this
+
+Flags after COMMAND are its own. For example:
+
+  hvdlite-run -np 4 python train.py --epochs 10
+"""
+
+_WITH_VALUE = ("-np", "--num-proc", "-H", "--hosts", "--grace")
+_EXAMPLE = "hvdlite-run -np 4 python train.py"
+# A worker's grace; with PEER_LOST_S in `supervise` it keeps a failed job's end below 5 s.
+_GRACE_S = 3.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run hvdlite-run with these arguments and give its exit code."""
+    _open_standard_streams()
+    try:
+        return _run(sys.argv[1:] if argv is None else argv)
+    except LauncherError as error:
+        print(f"hvdlite-run: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:  # before the job handles it
+        return 130
+
+
+def _run(argv: Sequence[str]) -> int:
+    flags, command = split_command(argv)
+    parser = _parser()
+    options, unknown = parser.parse_known_args(flags)
+    if options.help:
+        print(HELP, end="")
+        return 0
+    if options.version:
+        print(f"hvdlite-run {_version()}")
+        return 0
+    if unknown:
+        raise UsageError(_unknown_flag(unknown[0], parser))
+    if options.num_proc is None and options.hosts is None:
+        raise UsageError(f"how many workers? Say -np N, such as: {_EXAMPLE}")
+    if not command:
+        raise UsageError(f"no command to run; it follows the flags, such as: {_EXAMPLE}")
+    hosts = (Host("localhost", options.num_proc),) if options.hosts is None else parse_hosts(options.hosts)
+    slots = plan_slots(only_this_machine(hosts), options.num_proc)
+
+    from .job import run_job  # noqa: PLC0415  # so that --help and wrong flags are answered at once
+
+    return run_job(slots, command, grace=options.grace, verbose=options.verbose)
+
+
+def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The launcher's own flags, and the command: from the first word that is no flag, or after ``--``."""
+    i = 0
+    while i < len(argv) and argv[i].startswith("-") and argv[i] != "--":
+        i += 2 if argv[i] in _WITH_VALUE else 1
+    flags, command = list(argv[:i]), list(argv[i:])
+    return flags, command[1:] if command[:1] == ["--"] else command
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="hvdlite-run", add_help=False, allow_abbrev=False)
+    parser.add_argument("-np", "--num-proc", type=_positive)
+    parser.add_argument("-H", "--hosts")
+    parser.add_argument("--grace", type=_seconds, default=_GRACE_S)
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--version", action="store_true")
+    parser.add_argument("-h", "--help", action="store_true")
+    return parser
+
+
+def _positive(text: str) -> int:
+    # Not int() alone: it takes " 4_0 ", and a number that no machine can run.
+    if not (text.isascii() and text.isdigit() and 0 < len(text) <= 6 and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers, such as 4")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds up to a day, such as 10")
+    return seconds
+
+
+def _unknown_flag(flag: str, parser: _Parser) -> str:
+    import difflib  # noqa: PLC0415  # only for this message
+
+    name = flag.partition("=")[0]
+    known = [option for action in parser._actions for option in action.option_strings]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    hint = f"did you mean {close[0]}?" if close else "see hvdlite-run --help"
+    return f"unknown flag {name}; {hint}"
+
+
+def _version() -> str:
+    from importlib import metadata  # noqa: PLC0415  # costs 20 ms, needless for a job
+
+    try:
+        return metadata.version("hvdlite")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _open_standard_streams() -> None:
+    """Where the caller closed one (``>&-``), have /dev/null there: no pipe of ours may take its number."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(fd)

@@ -1,0 +1,127 @@
+"""One job from its plan to its exit code: starts the agents, joins them to the supervisor, and leaves
+nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Collection, Iterator, Sequence
+from queue import Empty, SimpleQueue
+from threading import Semaphore
+
+from . import tree
+from .errors import UsageError
+from .output import Screen
+from .plan import Slot, job_dir, slot_environment
+from .protocol import Event, Interrupted, ScreenDone, SignalRanks, StartJob
+from .remote import RemoteAgent
+from .supervise import Supervisor
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_AGENT_S = 15.0  # for an agent to end all that runs on its host
+
+
+def run_job(slots: Sequence[Slot], command: Sequence[str], *, grace: float, verbose: bool = False) -> int:
+    """Run ``command`` in every slot and give the launcher's exit code. ``grace`` is in seconds.
+
+    This process adopts what the job leaves behind, and handles INT, TERM and HUP meanwhile: it must have no
+    other children, and this must be its main thread.
+    """
+    events: SimpleQueue[Event] = SimpleQueue()
+    screen = Screen(events)
+    log = screen.say if verbose else _say_nothing
+    token = os.urandom(8).hex()
+    tree.adopt_orphans()
+    with _signals_as_events(events), _Agents(slots, events, screen.room, token) as agents:
+        for slot in slots:
+            log(f"rank {slot.rank}: {slot.host.name}, local rank {slot.local_rank} of {slot.local_size}")
+        agents.start(command, _working_directory())
+        supervisor = Supervisor(slots, signal_ranks=agents.signal, screen=screen, log=log, grace=grace)
+        outcome = supervisor.run(events)
+        agents.end()
+        log("no process of the job is left")
+        if outcome.report:
+            screen.say(outcome.report)
+        screen.close()
+        _wait_for_screen(events, timeout_s=0.2 if outcome.gave_up else None)
+    return outcome.exit_code
+
+
+class _Agents:
+    """The agents of all hosts; on leaving, whatever happened, nothing of the job is left."""
+
+    def __init__(
+        self, slots: Sequence[Slot], events: SimpleQueue[Event], room: Semaphore, token: str
+    ) -> None:
+        self._slots = slots
+        self._events = events
+        self._room = room
+        self._token = token
+        self._agents: list[RemoteAgent] = []
+
+    def __enter__(self) -> _Agents:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def start(self, command: Sequence[str], cwd: str) -> None:
+        for host in dict.fromkeys(slot.host for slot in self._slots):
+            self._agents.append(RemoteAgent(host, self._events, room=self._room))
+        size = len(self._slots)
+        for agent in self._agents:
+            workers = {
+                slot.rank: slot_environment(slot, size) for slot in self._slots if slot.host == agent.host
+            }
+            agent.send(StartJob(self._token, tuple(command), cwd, dict(os.environ), workers))
+
+    def signal(self, ranks: Collection[int], signum: int) -> None:
+        for agent in self._agents:
+            agent.send(SignalRanks(tuple(ranks), signum))
+
+    def end(self) -> None:
+        """Hang up on all, wait until they are gone, and do their work here for any that was lost."""
+        agents, self._agents = self._agents, []
+        for agent in agents:
+            agent.hang_up()
+        exit_codes = [agent.wait(_AGENT_S) for agent in agents]
+        if any(exit_codes):
+            import tempfile  # noqa: PLC0415  # costs 10 ms, and agents are seldom lost
+
+            tree.kill_descendants()
+            shutil.rmtree(job_dir(self._token, tempfile.gettempdir()), ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _signals_as_events(events: SimpleQueue[Event]) -> Iterator[None]:
+    # An ignored one (nohup, a script's background job) stays ignored, here and in the workers.
+    caught = [signum for signum in _SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
+    # SimpleQueue.put may interrupt itself, which is what a handler does.
+    before = {
+        signum: signal.signal(signum, lambda signum, _: events.put(Interrupted(signum))) for signum in caught
+    }
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _wait_for_screen(events: SimpleQueue[Event], timeout_s: float | None) -> None:
+    """Until all is written, or the user will not wait for a screen that stands still."""
+    with contextlib.suppress(Empty):
+        while not isinstance(events.get(timeout=timeout_s), ScreenDone | Interrupted):
+            pass
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the working directory does not exist any more") from None
+
+
+def _say_nothing(_: str) -> None:
+    pass

@@ -1,0 +1,176 @@
+"""What the workers wrote, as whole lines on the launcher's stdout and stderr: ``[rank]<stdout>:text``.
+
+Bytes pass as they are. A line that its worker never finished is finished when the worker ends. A carriage
+return alone, as in a progress bar, ends a line too; where it goes to a terminal, the newest such line is
+drawn in place below all others, so that a bar moves as it would without the launcher. Of several bars the
+newest is seen.
+
+A thread of its own writes, so that a screen that stands still (Ctrl-S, a pager) never holds up what is
+decided."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from queue import SimpleQueue
+
+from .protocol import Event, Output, ScreenDone, ScreenFailed, Stream
+
+MAX_LINE_BYTES = 1 << 20  # a longer one is shown in pieces
+ROOM = 64  # pieces of output that may wait to be written
+
+# A bar wider than the terminal is cut there, or its second row would stay when it is erased.
+_ERASE, _UNWRAPPED, _WRAPPED = b"\r\x1b[K", b"\x1b[?7l", b"\x1b[?7h"
+
+_PIECE = re.compile(rb"([^\r\n]*)(\r\n|\n|\r)")
+
+
+@dataclass
+class Lines:
+    """Makes whole lines of one worker's bytes; ``bar`` is the one in progress, if bars are drawn in place."""
+
+    prefix: bytes
+    in_place: bool
+    bar: bytes = b""
+    _rest: bytearray = field(default_factory=bytearray)
+
+    def feed(self, data: bytes) -> bytes:
+        """The lines that ``data`` completes, each with the prefix."""
+        if b"\r" in data or b"\r" in self._rest:
+            return self._with_bars(data)
+        head, newline, rest = data.rpartition(b"\n")
+        if not newline:
+            self._rest += data
+            return self.finish() if len(self._rest) > MAX_LINE_BYTES else b""
+        # The flood goes this way: a search and a replace, no loop.
+        lines = b"".join((self.prefix, self._rest, head.replace(b"\n", b"\n" + self.prefix), b"\n"))
+        self._rest = bytearray(rest)
+        self.bar = b""
+        return lines
+
+    def _with_bars(self, data: bytes) -> bytes:
+        text = bytes(self._rest) + data
+        lines = []
+        start = 0
+        for match in _PIECE.finditer(text):
+            if match.end() == len(text) and match[2] == b"\r":
+                break  # the next byte may be its \n
+            start = match.end()
+            body, end = match.groups()
+            if end != b"\r":
+                lines.append(self.prefix + body + end)
+                self.bar = b""
+            elif not body.strip():
+                self.bar = b""
+            elif self.in_place:
+                self.bar = self.prefix + body
+            else:
+                lines.append(self.prefix + body + b"\n")
+        self._rest = bytearray(text[start:])
+        return b"".join(lines)
+
+    def finish(self) -> bytes:
+        """The unfinished last line, finished."""
+        rest = bytes(self._rest).rstrip(b"\r") or self.bar.removeprefix(self.prefix)
+        self._rest.clear()
+        self.bar = b""
+        return self.prefix + rest + b"\n" if rest else b""
+
+
+class Screen:
+    """The launcher's stdout and stderr. A failure to write is an event; so is the end, `ScreenDone`."""
+
+    def __init__(
+        self,
+        events: SimpleQueue[Event],
+        *,
+        stdout: int = 1,
+        stderr: int = 2,
+        environ: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._events = events
+        self._fds: dict[Stream, int] = {"stdout": stdout, "stderr": stderr}
+        self._in_place = {s: os.isatty(fd) and environ.get("TERM") != "dumb" for s, fd in self._fds.items()}
+        self._coloured = not environ.get("NO_COLOR")
+        self._lines: dict[tuple[int, Stream], Lines] = {}
+        self._newest_bar: tuple[Stream, Lines] | None = None  # the one that stands on the terminal
+        self._failed: set[Stream] = set()
+        self.room = threading.Semaphore(ROOM)
+        self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        threading.Thread(target=self._work, daemon=True, name="screen").start()
+
+    def show(self, output: Output) -> None:
+        self._todo.put(partial(self._show, output))
+
+    def finish(self, rank: int) -> None:
+        """Complete what ``rank`` left unfinished."""
+        self._todo.put(partial(self._finish, rank))
+
+    def say(self, text: str) -> None:
+        """A word of the launcher's own."""
+        self._todo.put(partial(self._say, text))
+
+    def close(self) -> None:
+        self._todo.put(None)
+
+    # ------------------------------------------------------- in the own thread
+
+    def _work(self) -> None:
+        while (task := self._todo.get()) is not None:
+            task()
+        for rank, _ in list(self._lines):
+            self._finish(rank)
+        self._events.put(ScreenDone())
+
+    def _show(self, output: Output) -> None:
+        lines = self._lines.get((output.rank, output.stream))
+        if lines is None:
+            prefix = self._prefix(output.rank, output.stream)
+            lines = self._lines[output.rank, output.stream] = Lines(prefix, self._in_place[output.stream])
+        self._write(output.stream, lines.feed(output.data), lines)
+        self.room.release()
+
+    def _finish(self, rank: int) -> None:
+        for stream in self._fds:
+            if lines := self._lines.pop((rank, stream), None):
+                self._write(stream, lines.finish(), lines)
+
+    def _say(self, text: str) -> None:
+        self._write("stderr", f"hvdlite-run: {text}\n".encode(errors="surrogateescape"))
+
+    def _prefix(self, rank: int, stream: Stream) -> bytes:
+        prefix = f"[{rank}]<{stream}>:"
+        if self._in_place[stream] and self._coloured:
+            prefix = f"\x1b[{31 + rank % 6}m{prefix}\x1b[0m"
+        return prefix.encode()
+
+    def _write(self, stream: Stream, text: bytes, source: Lines | None = None) -> None:
+        """Write whole lines; if a bar is in progress, ``source``'s or an older one, it stays below them."""
+        newest = self._newest_bar
+        if source is not None and source.bar:
+            newest = stream, source
+        if newest is not None and not newest[1].bar:
+            newest = None
+        if self._newest_bar is not None:
+            self._put(self._newest_bar[0], _ERASE)
+        self._newest_bar = newest
+        self._put(stream, text)
+        if newest is not None:
+            self._put(newest[0], _UNWRAPPED + newest[1].bar + _WRAPPED)
+
+    def _put(self, stream: Stream, data: bytes) -> None:
+        fd = self._fds[stream]
+        rest = memoryview(data)
+        while rest and stream not in self._failed:
+            try:
+                rest = rest[os.write(fd, rest) :]
+            except BlockingIOError:  # whoever shares it with us made it so
+                select.select([], [fd], [])
+            except OSError as error:
+                self._failed.add(stream)
+                self._events.put(ScreenFailed(stream, error))

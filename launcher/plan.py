@@ -1,0 +1,107 @@
+"""Which rank runs where, and the environment that tells it so. Pure: nothing is started or looked up here.
+
+The variables are the public contract between hvdlite-run and hvdlite (or any other program that is launched):
+
+    HVDLITE_RANK HVDLITE_SIZE               among all workers
+    HVDLITE_LOCAL_RANK HVDLITE_LOCAL_SIZE   among those on this host
+    HVDLITE_CROSS_RANK HVDLITE_CROSS_SIZE   among the hosts that have this local rank
+    HVDLITE_HOST                            this host, as the user named it
+    HVDLITE_STORE                           where the workers meet: a file:// URI, for torch's FileStore
+    HVDLITE_JOB_DIR                         a directory of the job's own on this host, removed at its end
+
+A worker that ends only because it lost a peer leaves an empty file ``rank.<rank>.peer-lost`` in HVDLITE_JOB_DIR
+before it does, and is then not taken for the cause.
+
+Set too unless the user did: OMP_NUM_THREADS (the cores of the host shared out among its workers),
+PYTHONUNBUFFERED=1, and, if all workers are on one host, GLOO_SOCKET_IFNAME (the loopback interface).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from .errors import UsageError
+from .hosts import Host
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One worker's place. ``rank`` is global, ``local_rank`` within its host, ``cross_rank`` among hosts."""
+
+    rank: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    host: Host
+
+
+def plan_slots(hosts: tuple[Host, ...], size: int | None = None) -> tuple[Slot, ...]:
+    """Fill the hosts in order with ``size`` ranks, or with as many as they have slots."""
+    total = sum(host.slots for host in hosts)
+    if size is None:
+        size = total
+    if size > total:
+        raise UsageError(
+            f"-np {size} is more than the {total} slots of -H; give a host more, as in host:{size}"
+        )
+    local_sizes = list(_fill(hosts, size))
+    cross_sizes = Counter(local_rank for local_size in local_sizes for local_rank in range(local_size))
+    cross_ranks: Counter[int] = Counter()
+    slots: list[Slot] = []
+    for host, local_size in zip(hosts, local_sizes, strict=True):
+        for local_rank in range(local_size):
+            cross_rank, cross_size = cross_ranks[local_rank], cross_sizes[local_rank]
+            slots.append(Slot(len(slots), local_rank, local_size, cross_rank, cross_size, host))
+            cross_ranks[local_rank] += 1
+    return tuple(slots)
+
+
+def _fill(hosts: tuple[Host, ...], size: int) -> Iterator[int]:
+    for host in hosts:
+        taken = min(host.slots, size)
+        size -= taken
+        yield taken
+
+
+def slot_environment(slot: Slot, size: int) -> dict[str, str]:
+    """The variables that say which of ``size`` workers this one is."""
+    return {
+        "HVDLITE_RANK": str(slot.rank),
+        "HVDLITE_SIZE": str(size),
+        "HVDLITE_LOCAL_RANK": str(slot.local_rank),
+        "HVDLITE_LOCAL_SIZE": str(slot.local_size),
+        "HVDLITE_CROSS_RANK": str(slot.cross_rank),
+        "HVDLITE_CROSS_SIZE": str(slot.cross_size),
+        "HVDLITE_HOST": slot.host.name,
+    }
+
+
+def host_environment(
+    given: Mapping[str, str], own: Mapping[str, str], *, job_dir: str, cores: int, loopback: str | None
+) -> dict[str, str]:
+    """A worker's whole environment: what the user ``given``, its ``own`` slot's variables, and its host's.
+
+    ``cores`` are those its host lets the job use; ``loopback`` is the interface's name there, if it has one.
+    """
+    local_size = int(own["HVDLITE_LOCAL_SIZE"])
+    unless_set = {"OMP_NUM_THREADS": str(max(1, cores // local_size)), "PYTHONUNBUFFERED": "1"}
+    if loopback is not None and local_size == int(own["HVDLITE_SIZE"]):
+        # Or gloo would resolve the hostname, which often fails, and leave the machine's inside.
+        unless_set["GLOO_SOCKET_IFNAME"] = loopback
+    store = PurePath(job_dir, "store").as_uri()
+    return {**unless_set, **given, **own, "HVDLITE_STORE": store, "HVDLITE_JOB_DIR": job_dir}
+
+
+def job_dir(token: str, tmp: str) -> str:
+    """The private directory of the job named ``token`` on a host whose temporary directory is ``tmp``."""
+    return os.path.join(os.path.abspath(tmp), f"hvdlite-{token}")
+
+
+def peer_lost_file(job_dir: str, rank: int) -> str:
+    """What worker ``rank`` leaves behind to say that it ends only because it lost a peer."""
+    return os.path.join(job_dir, f"rank.{rank}.peer-lost")

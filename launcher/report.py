@@ -1,0 +1,85 @@
+"""The words at the end of a job that failed: who failed first, how, and the end of what it wrote to stderr.
+
+Who that is decides `supervise`.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+_TAIL_LINES = 50
+_TAIL_BYTES = 64 << 10
+
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+
+
+class Tail:
+    """The last of what a worker wrote, at most so many bytes."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def add(self, data: bytes) -> None:
+        self._data += data
+        if len(self._data) > 2 * _TAIL_BYTES:
+            del self._data[:-_TAIL_BYTES]
+
+    def lines(self) -> list[str]:
+        """The last traceback and what follows it; without one, the last lines."""
+        text = bytes(self._data[-_TAIL_BYTES:]).decode(errors="backslashreplace")
+        lines = [line.rsplit("\r", 1)[-1] for line in text.replace("\r\n", "\n").rstrip().split("\n")]
+        return [] if lines == [""] else lines[max(_begin(lines), len(lines) - _TAIL_LINES) :]
+
+
+def _begin(lines: list[str]) -> int:
+    """Where the last traceback begins, with those that led to it; 0 if there is none."""
+    for i in range(len(lines) - 1, -1, -1):
+        if lines[i].startswith(_TRACEBACK):
+            before = [line for line in lines[:i] if line]
+            if not before or before[-1] not in _CHAINED:
+                return i
+    return 0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The worker that failed first."""
+
+    rank: int
+    host: str
+    pid: int
+    returncode: int
+    stderr: list[str]
+
+    @property
+    def exit_code(self) -> int:
+        return shell_code(self.returncode)
+
+    def __str__(self) -> str:
+        who = f"rank {self.rank} on {self.host} (pid {self.pid})"
+        if self.returncode < 0:
+            how = f"was the first to fail, killed by {signal_name(-self.returncode)}"
+            if self.returncode == -signal.SIGKILL:
+                how += " (the system does that when memory runs out)"
+        else:
+            how = f"failed first, with exit code {self.returncode}"
+        if not self.stderr:
+            return f"{who} {how}. It wrote nothing to stderr."
+        return "\n    ".join([f"{who} {how}. The end of its stderr:", *self.stderr])
+
+
+def shell_code(returncode: int) -> int:
+    """As a shell gives it: 128 + n for signal n."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"

@@ -1,0 +1,203 @@
+"""The one loop that decides: when the job ends, who was the cause, and what the launcher's exit code is.
+
+    events ──► Supervisor.run ──► signals to ranks, text to the screen, an Outcome
+
+A job ends by itself when every worker has. It is ended when a worker fails, the launcher is signalled, or
+its output cannot be written: the others get a signal, then a grace to end, then SIGKILL. The first cause
+stands; what happens to ranks after they were signalled is never one. No thread, process or clock of its
+own: tests replay scripts."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+from .plan import Slot
+from .protocol import Event, Exited, Interrupted, Lost, Output, Refused, ScreenDone, ScreenFailed, Started
+from .report import Failure, Tail, shell_code, signal_name
+
+# A worker that says it only lost a peer is the cause only if no other fails for this long: the peer whose
+# sockets closed may need it to be gone. Together with the grace it stays below the 5 s that a failed job may last.
+PEER_LOST_S = 1.5
+# Given after SIGKILL for the ends to be reported; hanging up on the agents then ends what still runs.
+GIVE_UP_S = 1.0
+
+
+class Screen(Protocol):
+    """Where text goes; `output.Screen`."""
+
+    def show(self, output: Output) -> None: ...
+    def finish(self, rank: int) -> None: ...
+    def say(self, text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the job ended. ``report`` is the last word on the screen; ``gave_up``: some did not end."""
+
+    exit_code: int = 0
+    report: str = ""
+    gave_up: bool = False
+
+
+class Supervisor:
+    def __init__(
+        self,
+        slots: Collection[Slot],
+        *,
+        signal_ranks: Callable[[Collection[int], int], None],
+        screen: Screen,
+        log: Callable[[str], None],
+        grace: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``grace``: seconds from the first signal to SIGKILL. ``log`` takes what only the curious want."""
+        self._host: Mapping[int, str] = {slot.rank: slot.host.name for slot in slots}
+        self._signal_ranks = signal_ranks
+        self._screen = screen
+        self._log = log
+        self._grace = grace
+        self._clock = clock
+        self._running = set(self._host)
+        self._pids: dict[int, int] = {}
+        self._stderr = {rank: Tail() for rank in self._host}
+        self._done: list[int] = []  # ranks that ended well, in order
+        self._suspect: Exited | None = None
+        self._outcome: Outcome | None = None
+        self._gave_up = False
+        self._alarm: tuple[float, Callable[[], None]] | None = None
+
+    def run(self, events: SimpleQueue[Event]) -> Outcome:
+        """Decide until nothing runs any more."""
+        while self._running and not self._gave_up:
+            try:
+                event = events.get(timeout=self._time_left())
+            except Empty:
+                self._ring()
+                continue
+            self._on(event)
+        if self._suspect is not None:
+            self._blame(self._suspect)
+        outcome = self._outcome or Outcome()
+        return Outcome(outcome.exit_code, outcome.report, self._gave_up)
+
+    def _on(self, event: Event) -> None:
+        match event:
+            case Output():
+                if event.stream == "stderr":
+                    self._stderr[event.rank].add(event.data)
+                self._screen.show(event)
+            case Started():
+                self._pids[event.rank] = event.pid
+                self._log(f"rank {event.rank} is pid {event.pid} on {self._host[event.rank]}")
+            case Exited():
+                self._screen.finish(event.rank)
+                self._running.discard(event.rank)
+                self._log(f"rank {event.rank} ended with exit code {shell_code(event.returncode)}")
+                self._judge(event)
+            case Refused():
+                self._decide(Outcome(event.exit_code, event.why))
+                self._running.clear()  # what started will not be told how it ends; hanging up ends it
+            case Lost():
+                self._running = {rank for rank in self._running if self._host[rank] != event.host}
+                self._decide(Outcome(1, f"lost {event.host}: {event.why}; its workers are being killed"))
+                self._end(signal.SIGTERM)
+            case Interrupted():
+                self._interrupt(event.signum)
+            case ScreenFailed():
+                if event.error.errno == errno.EPIPE:
+                    self._decide(Outcome(128 + signal.SIGPIPE))
+                else:
+                    self._decide(Outcome(1, f"cannot write to {event.stream}: {event.error.strerror}"))
+                self._end(signal.SIGTERM)
+            case ScreenDone():
+                raise AssertionError("the screen was closed before the job's end")
+
+    # ------------------------------------------------------------- judgements
+
+    def _judge(self, end: Exited) -> None:
+        if self._outcome is not None:
+            return
+        if end.returncode == 0:
+            self._done.append(end.rank)
+        elif end.peer_lost:
+            if self._suspect is None:
+                self._suspect = end
+                self._set_alarm(PEER_LOST_S, self._settle)
+        else:
+            self._blame(end)
+            self._end(signal.SIGTERM)
+
+    def _settle(self) -> None:
+        """No peer has failed by itself: the one that lost it is all we can name."""
+        if self._suspect is not None:
+            self._blame(self._suspect)
+            self._end(signal.SIGTERM)
+
+    def _blame(self, end: Exited) -> None:
+        rank = end.rank
+        failure = Failure(
+            rank, self._host[rank], self._pids.get(rank, 0), end.returncode, self._stderr[rank].lines()
+        )
+        report = str(failure)
+        if end.peer_lost and self._done:
+            ranks = ", ".join(map(str, self._done))
+            report = f"rank {ranks} had ended with exit code 0 before the others were done\n{report}"
+        self._decide(Outcome(shell_code(end.returncode), report))
+
+    def _interrupt(self, signum: int) -> None:
+        if self._outcome is not None:  # the user does not want to wait for the grace
+            self._kill()
+            return
+        self._decide(Outcome(128 + signum))
+        self._end(signum)
+        if signum == signal.SIGINT and self._running and self._grace:
+            self._screen.say(
+                f"SIGINT passed on; what still runs in {self._grace:g} s is killed (Ctrl-C again: at once)"
+            )
+
+    def _decide(self, outcome: Outcome) -> None:
+        """The first cause stands."""
+        self._suspect = None
+        self._outcome = self._outcome or outcome
+
+    # ----------------------------------------------------------------- ending
+
+    def _end(self, signum: int) -> None:
+        """Signal what runs; SIGKILL follows after the grace. A second call changes neither."""
+        if self._alarm is not None and self._alarm[1] != self._settle:
+            return
+        if not self._running:
+            return
+        if self._grace == 0:
+            self._kill()
+            return
+        self._log(f"{signal_name(signum)} to ranks {sorted(self._running)}, SIGKILL in {self._grace:g} s")
+        self._signal_ranks(sorted(self._running), signum)
+        self._set_alarm(self._grace, self._kill)
+
+    def _kill(self) -> None:
+        self._log(f"SIGKILL to ranks {sorted(self._running)}")
+        self._signal_ranks(sorted(self._running), signal.SIGKILL)
+        self._set_alarm(GIVE_UP_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self._gave_up = True
+
+    # ------------------------------------------------------------------ alarm
+
+    def _set_alarm(self, delay_s: float, action: Callable[[], None]) -> None:
+        """At most one is set: each step of an end follows from the one before."""
+        self._alarm = self._clock() + delay_s, action
+
+    def _time_left(self) -> float | None:
+        return None if self._alarm is None else max(0.0, self._alarm[0] - self._clock())
+
+    def _ring(self) -> None:
+        if self._alarm is not None:
+            self._alarm[1]()
