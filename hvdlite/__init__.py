@@ -1,0 +1,78 @@
+"""
+hvdlite: two lines around an optimizer, and its gradients are averaged over all ranks.
+
+    import hvdlite as hvd
+
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+What is public is here, and made elsewhere; modules import only what stands before them:
+
+    errors < topology < plan < bucket < compression < collective < world < operations < replicate
+           < sparse < reducer < arguments < optimizer
+"""
+
+from .collective import Average, ReduceOp, Sum
+from .compression import Compression, Compressor
+from .errors import (
+    CommunicationError,
+    GradientError,
+    HvdliteError,
+    LaunchEnvironmentError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+)
+from .operations import allgather, allreduce, barrier, broadcast
+from .optimizer import DistributedOptimizer
+from .replicate import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from .world import (
+    cross_rank,
+    cross_size,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+
+__all__ = [
+    "Average",
+    "CommunicationError",
+    "Compression",
+    "Compressor",
+    "DistributedOptimizer",
+    "GradientError",
+    "HvdliteError",
+    "LaunchEnvironmentError",
+    "MismatchError",
+    "NotInitializedError",
+    "PeerLostError",
+    "ReduceOp",
+    "Sum",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "cross_rank",
+    "cross_size",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+]

@@ -1,0 +1,166 @@
+"""
+A bucket in memory: one flat buffer, the views of it that are the gradients, and what has arrived.
+
+    param.grad ── take ── view of the buffer      (nothing to pack: the gradient lives there)
+    seal: zeros for what did not arrive, flags for the others ── all-reduce elsewhere ── give back
+
+What a bucket holds is decided in `plan`; when it travels, in `reducer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .errors import GradientError
+from .plan import BucketPlan, Slice
+
+
+class Home(Protocol):
+    """Where a gradient is kept between backward and step."""
+
+    def take(self, slot: Slot, /) -> None: ...
+    def arrive(self, slot: Slot, /) -> None: ...
+
+
+class Slot:
+    """One parameter's place in a bucket, and how far it is in this step."""
+
+    __slots__ = ("arrived", "home", "name", "param", "passes", "piece", "sparse", "view")
+
+    def __init__(self, home: Home, piece: Slice, param: Tensor) -> None:
+        self.home = home
+        self.piece = piece
+        self.name = piece.spec.name
+        self.param = param
+        # The gradient's place in the flat buffer; None until the bucket takes memory.
+        self.view: Tensor | None = None
+        self.passes = 0
+        self.arrived = False
+        self.sparse = False
+
+    def forget(self) -> None:
+        """Begin anew: nothing of this step has been seen."""
+        self.passes = 0
+        self.arrived = False
+        self.sparse = False
+
+
+class Bucket:
+    """The gradients of some parameters as one flat tensor, and the flags that travel with them."""
+
+    def __init__(self, plan: BucketPlan, params: Sequence[Tensor], *, densify: bool = False) -> None:
+        self.plan = plan
+        self.asleep = plan.asleep
+        # The sleeping buckets that this one's flags wake.
+        self.sleepers: list[Bucket] = []
+        # Whether sparse gradients travel as dense ones, instead of another way.
+        self._densify = densify
+        self.slots = [Slot(self, piece, param) for piece, param in zip(plan.slices, params, strict=True)]
+        self._buffer: Tensor | None = None
+        self._missing = len(self.slots)
+
+    @property
+    def buffer(self) -> Tensor:
+        """The flat buffer; its memory is taken when it is first asked for."""
+        if self._buffer is None:
+            plan = self.plan
+            self._buffer = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
+            for slot in self.slots:
+                spec = slot.piece.spec
+                slot.view = self._buffer.as_strided(spec.shape, spec.stride, slot.piece.start)
+        return self._buffer
+
+    @property
+    def full(self) -> bool:
+        """Whether every gradient that is to come in this step has come."""
+        return self._missing == 0
+
+    def expect(self) -> None:
+        """Begin a step: wait for the parameters that require a gradient now."""
+        self._missing = sum(1 for slot in self.slots if slot.param.requires_grad)
+
+    def arrive(self, slot: Slot) -> None:
+        """Count this gradient as complete."""
+        slot.arrived = True
+        if slot.param.requires_grad:
+            self._missing -= 1
+
+    def take(self, slot: Slot) -> None:
+        """Make ``param.grad`` the view of the buffer, with the value that it has now.
+
+        A sparse gradient stays where it is, and its flag will say so.
+        """
+        buffer, view, param = self.buffer, slot.view, slot.param
+        assert view is not None, "the buffer sets the views"
+        grad = param.grad
+        if grad is view or grad is None:
+            return
+        if grad.layout != torch.strided:
+            slot.sparse = True
+            return
+        if grad.dtype != buffer.dtype or grad.device != buffer.device:
+            raise GradientError(
+                f"parameter {slot.name!r} had dtype {buffer.dtype} on {buffer.device} when the optimizer was "
+                f"wrapped and has a gradient of {grad.dtype} on {grad.device} now: move or convert the model "
+                "before hvd.DistributedOptimizer(...)"
+            )
+        view.copy_(grad.detach())
+        param.grad = view
+
+    def seal(self) -> Tensor:
+        """The flat buffer, ready to travel: no stale values, and the flags of this rank set."""
+        buffer = self.buffer
+        used = [self._fill(slot) for slot in self.slots]
+        tail = buffer[self.plan.grad_numel :]
+        if all(used) and not self.sleepers and not any(slot.sparse for slot in self.slots):
+            # Filled in place, without a copy from the host: the usual case stays asynchronous on a GPU.
+            tail[: len(used)].fill_(1)
+            tail[len(used) :].zero_()
+        else:
+            sparse = [slot.arrived and slot.sparse for slot in self.slots]
+            wake = [sleeper.asleep and sleeper.needed for sleeper in self.sleepers]
+            tail.copy_(torch.tensor([*used, *sparse, *wake], dtype=buffer.dtype))
+        return buffer
+
+    def _fill(self, slot: Slot) -> bool:
+        """Make sure that the slice holds this rank's share; whether it has one."""
+        if not slot.arrived and slot.param.grad is not None:
+            # Half an accumulation, or a gradient that no backward of ours made: it counts as it is.
+            self.take(slot)
+            slot.arrived = True
+        assert slot.view is not None, "the buffer sets the views"
+        if slot.arrived and not slot.sparse:
+            return True
+        if slot.arrived and self._densify and slot.param.grad is not None:
+            slot.view.copy_(slot.param.grad.to_dense())
+            return True
+        slot.view.zero_()
+        return False
+
+    @property
+    def needed(self) -> bool:
+        """Whether this rank has, or will have, a gradient for it in this step."""
+        return any(slot.param.requires_grad or slot.param.grad is not None for slot in self.slots)
+
+    @property
+    def locally_complete(self) -> bool:
+        """Whether this rank gave a dense gradient for every slice, and so need not ask who else did."""
+        return all(slot.arrived and not slot.sparse for slot in self.slots)
+
+    def read_flags(self) -> list[tuple[Slot, bool, bool]]:
+        """After the all-reduce: for every slot whether any rank used it, and whether any had it sparse.
+
+        On a GPU this waits for the device, so ask only where the answer is needed.
+        """
+        count = len(self.slots)
+        tail = self.buffer[self.plan.grad_numel :].abs().tolist()
+        return [(slot, tail[i] > 0, tail[count + i] > 0) for i, slot in enumerate(self.slots)]
+
+    def read_wake(self) -> list[bool]:
+        """After the all-reduce: which of the `sleepers` some rank needs."""
+        start = self.plan.grad_numel + 2 * len(self.slots)
+        return [value > 0 for value in self.buffer[start:].abs().tolist()]

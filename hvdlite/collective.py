@@ -1,0 +1,214 @@
+"""
+The ranks that communicate together, and the collectives that everything else is made of.
+
+    Group (rank, size, hosts) ── Engine: a torch.distributed process group, or nobody else ── Work
+
+A group is handed to whoever communicates; nothing here is global. Which group is the whole job's is
+known to `world`. Errors of the engine leave here as hvdlite's own, with the rank, the host and what was
+under way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import CommunicationError, MismatchError, PeerLostError, says_peer_lost
+
+
+class ReduceOp(IntEnum):
+    """How an all-reduce combines the ranks; the numbers are Horovod's."""
+
+    Average = 0
+    Sum = 1
+
+
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+
+
+class EngineWork(Protocol):
+    """What an engine returns at once for an operation that it has begun."""
+
+    def wait(self) -> object: ...
+    def is_completed(self) -> bool: ...
+
+
+class Engine(Protocol):
+    """The part of `torch.distributed.ProcessGroup` that hvdlite is built on."""
+
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork: ...
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork: ...
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork: ...
+
+
+class AloneEngine:
+    """The engine of a rank that has no others: every collective is done as it begins."""
+
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
+        return _Done()
+
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
+        return _Done()
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            output[0].copy_(tensor)
+        return _Done()
+
+
+class _Done:
+    def wait(self) -> None:
+        return
+
+    def is_completed(self) -> bool:
+        return True
+
+
+class Work:
+    """A collective under way. `wait` returns when its tensors may be read, or raises what went wrong."""
+
+    def __init__(self, group: Group, work: EngineWork, what: str) -> None:
+        self._group = group
+        self._work = work
+        self._what = what
+
+    def wait(self) -> None:
+        """Block until done; on a GPU the current stream waits instead of the host."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._group.error_of(self._what, error) from error
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work.is_completed()
+
+
+class Group:
+    """Ranks that call the same collectives in the same order.
+
+    Every method must be called by all ranks of the group; those that return a `Work` return at once,
+    the others wait for all ranks.
+    """
+
+    def __init__(self, engine: Engine, rank: int, size: int, hosts: Sequence[str]) -> None:
+        self.engine = engine
+        self.rank = rank
+        self.size = size
+        self.hosts = tuple(hosts)
+        # Backward passes (autograd's numbers) whose gradients some optimizer has stepped with. A GAN's
+        # two optimizers share a group: what one generator step leaves behind in the discriminator is
+        # recognised by it. A few suffice: gradients do not stay pending for long.
+        self.stepped_backwards: deque[int] = deque(maxlen=64)
+
+    def describe_rank(self, rank: int) -> str:
+        """Such as ``rank 3 (node2)``."""
+        return f"rank {rank} ({self.hosts[rank]})"
+
+    def error_of(self, what: str, error: BaseException) -> CommunicationError:
+        """The engine's error as hvdlite's own."""
+        where = f"{what} failed on {self.describe_rank(self.rank)}"
+        if says_peer_lost(error):
+            return PeerLostError(
+                f"{where} because another rank has gone; what ended that rank is the cause, "
+                f"look for its own error. ({_first_line(error)})"
+            )
+        return CommunicationError(f"{where}: {_first_line(error)}")
+
+    def all_reduce(self, tensor: Tensor, what: str) -> Work:
+        """Sum a contiguous tensor over all ranks, in place."""
+        # The sum is what fresh options ask for.
+        options = dist.AllreduceOptions()
+        try:
+            work = self.engine.allreduce([tensor], options)
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        return Work(self, work, what)
+
+    def broadcast(self, tensor: Tensor, root_rank: int, what: str) -> Work:
+        """Overwrite a contiguous tensor with the root's; any dtype, since it travels as bytes."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root_rank
+        options.rootTensor = 0
+        try:
+            work = self.engine.broadcast([as_bytes(tensor)], options)
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        return Work(self, work, what)
+
+    def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
+        """The flat bytes of every rank's contiguous tensor, in rank order; sizes may differ."""
+        mine = as_bytes(tensor)
+        sizes = self._all_gather_even(torch.tensor([mine.numel()], dtype=torch.int64), what)
+        counts = [int(size.item()) for size in sizes]
+        longest = max(counts)
+        padded = mine
+        if mine.numel() < longest:
+            padded = mine.new_zeros(longest)
+            padded[: mine.numel()].copy_(mine)
+        if longest == 0:
+            return [mine.new_empty(0) for _ in counts]
+        gathered = self._all_gather_even(padded, what)
+        return [part[:count] for part, count in zip(gathered, counts, strict=True)]
+
+    def all_gather_object(self, value: object, what: str) -> list[Any]:
+        """Every rank's picklable object, in rank order. Only ranks of the same job are ever unpickled."""
+        data = pickle.dumps(value)
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return [unpickle(part) for part in self.all_gather(mine, what)]
+
+    def agree(self, value: object, what: str) -> list[Any] | None:
+        """None if every rank passed an equal value (by its repr), else all values in rank order.
+
+        Costs 32 bytes per rank where all agree, which is always but for a mistake.
+        """
+        digest = hashlib.sha256(repr(value).encode()).digest()
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        parts = self._all_gather_even(mine, what)
+        if all(torch.equal(part, parts[0]) for part in parts):
+            return None
+        return self.all_gather_object(value, what)
+
+    def require_agreement(self, value: object, what: str, argument: str) -> None:
+        """Raise a MismatchError on every rank unless all of them passed an equal value."""
+        values = self.agree(value, what)
+        if values is not None:
+            other = next(i for i, item in enumerate(values) if repr(item) != repr(values[0]))
+            raise MismatchError(
+                f"{what}: {argument} is {values[0]!r} on {self.describe_rank(0)} and {values[other]!r} on "
+                f"{self.describe_rank(other)}: every rank must pass the same"
+            )
+
+    def _all_gather_even(self, tensor: Tensor, what: str) -> list[Tensor]:
+        outputs = [torch.empty_like(tensor) for _ in range(self.size)]
+        try:
+            work = self.engine.allgather([outputs], [tensor])
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        Work(self, work, what).wait()
+        return outputs
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory as a flat tensor of bytes, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def unpickle(data: Tensor) -> Any:
+    """The object in a flat tensor of bytes on the CPU."""
+    # Without numpy, which torch does not require, and without a Python int per byte.
+    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

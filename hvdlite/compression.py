@@ -1,0 +1,81 @@
+"""
+What a bucket looks like on the wire: `Compression.none`, `.fp16`, `.bf16`.
+
+    bucket ── compress (scale, then one cast) ── wire ── summed over ranks ── decompress ── bucket
+
+The seam is `Compressor`: two methods on whole flat buffers. Parameters and optimizer state keep their
+dtype; only what travels is smaller.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@runtime_checkable
+class Compressor(Protocol):
+    """Turns a flat buffer into what is summed across ranks, and back."""
+
+    def compress(self, buffer: Tensor, scale: float) -> Tensor:
+        """The wire: ``buffer * scale``, perhaps in fewer bytes. May be ``buffer`` itself, changed."""
+        ...
+
+    def decompress(self, wire: Tensor, out: Tensor, scale: float) -> None:
+        """Write ``wire * scale`` into ``out``, the buffer that ``compress`` was given."""
+        ...
+
+
+class NoCompression:
+    """The bucket travels as it is; the wire is the bucket's own memory."""
+
+    def compress(self, buffer: Tensor, scale: float) -> Tensor:
+        return buffer if scale == 1.0 else buffer.mul_(scale)
+
+    def decompress(self, wire: Tensor, out: Tensor, scale: float) -> None:
+        if wire is not out:
+            out.copy_(wire)
+        if scale != 1.0:
+            out.mul_(scale)
+
+    def __repr__(self) -> str:
+        return "Compression.none"
+
+
+class CastCompression(NoCompression):
+    """The bucket travels in a narrower floating dtype; buckets that are no wider travel as they are.
+
+    Scaling comes before the cast, in the bucket's own precision: an average of values that fit the wire
+    does not overflow it, and each value is rounded once.
+    """
+
+    def __init__(self, dtype: torch.dtype, name: str) -> None:
+        self.dtype = dtype
+        self._name = name
+
+    def compress(self, buffer: Tensor, scale: float) -> Tensor:
+        scaled = buffer if scale == 1.0 else buffer.mul_(scale)
+        return scaled.to(self.dtype) if buffer.element_size() > self.dtype.itemsize else scaled
+
+    def __repr__(self) -> str:
+        return self._name
+
+
+class Compression:
+    """The compressions that come with hvdlite; anything with the two methods of `Compressor` will do."""
+
+    none = NoCompression()
+    fp16 = CastCompression(torch.float16, "Compression.fp16")
+    bf16 = CastCompression(torch.bfloat16, "Compression.bf16")
+
+
+def check_compression(compression: object) -> Compressor:
+    """The compressor, or a TypeError that lists the ones there are."""
+    if isinstance(compression, Compressor) and not isinstance(compression, type):
+        return compression
+    raise TypeError(
+        f"compression={compression!r} is not a compression: use hvd.Compression.none, hvd.Compression.fp16 "
+        "or hvd.Compression.bf16, or an object with compress(buffer, scale) and decompress(wire, out, scale)"
+    )

@@ -1,0 +1,314 @@
+"""
+The two lines' second half: an optimizer that steps with averaged gradients.
+
+    loss.backward() ── Reducer (hooks) ── step: synchronize, then the wrapped optimizer's own step
+
+`DistributedOptimizer` wraps an instance and leaves it whole: state, schedulers and step hooks stay with
+it. Arguments are checked here; how gradients become averages is in `reducer`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arguments import check_groups, check_named_parameters, check_positive_int, names_of_added_group
+from .collective import Average, Group, ReduceOp
+from .compression import Compression, Compressor, check_compression
+from .errors import GradientError
+from .reducer import Reducer, Settings
+from .world import current_world
+
+DEFAULT_BUCKET_CAP_MB = 25.0
+
+MEBIBYTE = 2**20
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Wraps an optimizer so that ``step()`` uses gradients averaged over all ranks.
+
+    Every rank must construct it, with the same arguments and a model of the same shapes (a `MismatchError`
+    names the first parameter that differs), and must call ``step()`` equally often.
+
+    ``optimizer``: any of `torch.optim` but LBFGS, or a subclass of `torch.optim.Optimizer`. It is wrapped,
+    not copied: its state, its LR schedulers and its hooks go on working.
+
+    ``named_parameters``: ``model.named_parameters()``; names make messages readable and must be unique.
+
+    ``compression``: what travels, see `Compression`. Parameters and optimizer state keep their dtype.
+
+    ``backward_passes_per_step``: how many backward passes add to a gradient before it is averaged. They
+    are summed, not averaged, as in Horovod. A ``step()`` that comes early, at the end of an epoch, averages
+    what there is.
+
+    ``op``: ``hvd.Average`` or ``hvd.Sum``.
+
+    ``gradient_predivide_factor``: f scales by 1/f before the sum and by f/size after it; only for
+    ``Average``. 1.0 scales by 1/size before the sum.
+
+    ``groups``: gradients that travel together: a number of groups of neighbouring parameters, or lists of
+    parameters. Others are grouped by size.
+
+    ``sparse_as_dense``: average sparse gradients as dense ones instead of gathering their rows. They are
+    sparse again when the optimizer sees them.
+
+    ``process_set``: the ranks that take part; None is all.
+
+    ``bucket_cap_mb``: gradients travel in buckets of at most so many MiB, each as soon as it is full.
+
+    An average is bit-identical on all ranks, and from run to run.
+    """
+
+    # GradScaler is to unscale the averages itself before it decides whether to step.
+    _step_supports_amp_scaling = False
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        compression: Compressor = Compression.none,
+        backward_passes_per_step: int = 1,
+        op: ReduceOp = Average,
+        gradient_predivide_factor: float = 1.0,
+        groups: int | Sequence[Sequence[Tensor]] | None = None,
+        sparse_as_dense: bool = False,
+        process_set: Group | None = None,
+        *,
+        bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
+    ) -> None:
+        # Not Optimizer.__init__: groups, state and hooks are the wrapped optimizer's, see the properties.
+        self._optimizer = _check_optimizer(optimizer)
+        settings = Settings(
+            check_compression(compression),
+            _check_op(op),
+            _check_predivide(gradient_predivide_factor, op),
+            _check_cap(bucket_cap_mb),
+            bool(sparse_as_dense),
+        )
+        check_positive_int(backward_passes_per_step, "backward_passes_per_step")
+        named = check_named_parameters(optimizer, named_parameters)
+        named_groups = check_groups(groups, named)
+        group = process_set or current_world().group
+        self._uses_the_world = process_set is None
+        self._names = [name for name, _ in named]
+        self._skipping = False
+        self._connect(Reducer(group, settings, backward_passes_per_step), named, named_groups)
+        group.require_agreement(
+            (*settings.signature(), backward_passes_per_step, named_groups),
+            "hvd.DistributedOptimizer",
+            "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, passes per step, groups)",
+        )
+        self._reducer.compare_with_other_ranks()
+
+    def _connect(self, reducer: Reducer, named: Sequence[tuple[str, Tensor]], groups: Sequence[Sequence[str]]) -> None:
+        self._reducer = reducer
+        self._named_groups = groups
+        reducer.add_params(named, groups)
+        # Parameters outlive their optimizer; the hooks on them must not.
+        finalizer = weakref.finalize(self, reducer.close)
+        finalizer.atexit = False
+
+    def close(self) -> None:
+        """Remove every hook from the parameters; backward then communicates nothing."""
+        self._reducer.close()
+
+    # -- gradients
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is the average over all ranks. Every rank must call it.
+
+        For clipping and the like::
+
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+        A second call before the next backward does nothing, and ``step()`` without ``skip_synchronize``
+        does not average again either.
+        """
+        self._reducer.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let ``step()`` inside use the gradients as they are; call `synchronize` before."""
+        earlier, self._skipping = self._skipping, True
+        try:
+            yield
+        finally:
+            self._skipping = earlier
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside only add to the gradients; the next one outside averages the sum."""
+        with self._reducer.only_accumulating():
+            yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes make a step; on every rank, between two steps."""
+        check_positive_int(passes, "backward_passes_per_step")
+        self._reducer.backward_passes_per_step = passes
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As PyTorch's. A GradientError where gradients are on their way, since they would be lost."""
+        self._reducer.require_nothing_pending(
+            "zero_grad() was called after backward() and before step() or synchronize(),",
+            "call step() first. If these gradients are not wanted at all, compute them under "
+            "`with optimizer.no_sync():`, or freeze the parameters meanwhile",
+        )
+        self._optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Wait for the averages, then take the wrapped optimizer's step. Every rank must call it.
+
+        A ``closure`` is called once; its gradients are averaged before they are used. What it returns,
+        its own rank's loss, is returned.
+        """
+        if closure is not None:
+            result = self._optimizer.step(self._averaging(closure))
+        else:
+            self._prepare_step()
+            result = self._optimizer.step()
+        self._reducer.stepped()
+        return result
+
+    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def average_after() -> Any:
+            loss = closure()
+            self._prepare_step()
+            return loss
+
+        return average_after
+
+    def _prepare_step(self) -> None:
+        if not self._skipping:
+            self._reducer.synchronize()
+        elif self._reducer.has_arrivals:
+            raise GradientError(
+                "step() was called in skip_synchronize() while gradients are on their way between the ranks: "
+                "call synchronize() before, or leave skip_synchronize() away"
+            )
+
+    # -- what belongs to the wrapped optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's parameter groups.
+
+        Reading them waits for gradients that are on their way: GradScaler.unscale_ and clipping by group
+        reach the gradients through here, without a call of `synchronize`.
+        """
+        if self._reducer.has_arrivals and not self._skipping:
+            self._reducer.synchronize()
+        return self._optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._optimizer.param_groups = value
+
+    @property
+    def state(self) -> Any:
+        """The wrapped optimizer's state."""
+        return self._optimizer.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        self._optimizer.state = value
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The wrapped optimizer's defaults."""
+        return self._optimizer.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, so that checkpoints do not depend on the wrapping."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The wrapped optimizer's. Load on every rank, or on one and `broadcast_optimizer_state`."""
+        self._optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As PyTorch's, and average its gradients too. Every rank must call it; it waits for all."""
+        self._reducer.require_nothing_pending("add_param_group() was called", "call step() first")
+        self._optimizer.add_param_group(param_group)
+        named = names_of_added_group(self._optimizer, self._names)
+        self._names += [name for name, _ in named]
+        self._reducer.add_params(named)
+        self._reducer.compare_with_other_ranks()
+
+    def __getattr__(self, name: str) -> Any:
+        # Whatever else the wrapped optimizer has: its step hooks' registration, a subclass's own methods.
+        if name == "_optimizer":
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer over {self._reducer.group.size} ranks of\n{self._optimizer!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self._uses_the_world:
+            raise TypeError(
+                "a DistributedOptimizer with a process_set of its own cannot be pickled: pickle state_dict()"
+            )
+        return {
+            "optimizer": self._optimizer,
+            "names": self._names,
+            "groups": self._named_groups,
+            "settings": self._reducer.settings,
+            "backward_passes_per_step": self._reducer.backward_passes_per_step,
+        }
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        """Wrap the unpickled optimizer anew, in the world as it is now.
+
+        Talks to no other rank: where one alone unpickles, to look at it, nothing hangs. The ranks compare
+        their models at the first gradient.
+        """
+        self._optimizer = pickled["optimizer"]
+        self._uses_the_world = True
+        self._names = pickled["names"]
+        self._skipping = False
+        params = [param for entry in self._optimizer.param_groups for param in entry["params"]]
+        reducer = Reducer(current_world().group, pickled["settings"], pickled["backward_passes_per_step"])
+        self._connect(reducer, list(zip(self._names, params, strict=True)), pickled["groups"])
+
+
+def _check_optimizer(optimizer: object) -> torch.optim.Optimizer:
+    if isinstance(optimizer, DistributedOptimizer):
+        raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "torch.optim.LBFGS cannot be wrapped: it calls its closure a varying number of times per step, and "
+            "every call would have to be averaged on all ranks; use SGD, AdamW or another first-order optimizer"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
+    return optimizer
+
+
+def _check_op(op: object) -> ReduceOp:
+    for known in ReduceOp:
+        if op == known:
+            return known
+    raise ValueError(f"op={op!r} is not one that gradients can be combined by: use hvd.Average or hvd.Sum")
+
+
+def _check_predivide(factor: float, op: ReduceOp) -> float:
+    if not isinstance(factor, (int, float)) or not factor > 0:
+        raise ValueError(f"gradient_predivide_factor={factor!r} is not a positive number")
+    if factor != 1.0 and op != Average:
+        # Horovod's words.
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    return float(factor)
+
+
+def _check_cap(bucket_cap_mb: float) -> int:
+    if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not a positive number of MiB")
+    return max(1, int(bucket_cap_mb * MEBIBYTE))

@@ -1,0 +1,234 @@
+"""
+The world: the one group of all ranks, and the one module variable of hvdlite.
+
+    init: launcher's variables, or torch.distributed as it stands, or nobody else ── World ── rank(), size(), …
+
+Only this module knows that there is a current world; everything below is handed its `Group`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+
+from .collective import AloneEngine, Engine, Group
+from .errors import LaunchEnvironmentError, MismatchError, NotInitializedError, says_peer_lost
+from .topology import Seat, Topology, read_seat, seats_to_topology
+
+DEFAULT_TIMEOUT_S = 300.0
+
+_GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of the job, and how to leave them."""
+
+    topology: Topology
+    group: Group
+    leave: Callable[[], None]
+
+
+_world: World | None = None
+_generation = itertools.count()
+
+
+def init(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    """Find this process's place among the others and connect to them.
+
+    Every rank must call it, and each waits for all. Does nothing where it has been called already; after
+    `shutdown` it may be called again.
+
+    The place comes from hvdlite-run, from torchrun (or whoever sets ``RANK``, ``WORLD_SIZE``,
+    ``MASTER_ADDR`` and ``MASTER_PORT``), or from `torch.distributed` where the program has initialised it:
+    that is adopted with its choice of backend, given a group of hvdlite's own, and never destroyed here.
+    A plain ``python train.py`` is one rank that needs no network. CUDA tensors travel over NCCL, CPU
+    tensors over gloo.
+
+    ``timeout_s``: a collective that another rank does not join for this long raises
+    `CommunicationError`.
+    """
+    global _world  # noqa: PLW0603 - the one module variable that rank(), size() and the rest read
+    if _world is not None:
+        return
+    if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        raise ValueError(f"timeout_s={timeout_s!r} is not a positive number of seconds")
+    timeout = timedelta(seconds=timeout_s)
+    if dist.is_available() and dist.is_initialized():
+        _world = _adopt(timeout)
+    else:
+        seat = read_seat(os.environ)
+        _world = _alone() if seat is None else _connect(seat, timeout)
+    atexit.register(_shutdown_at_exit)
+
+
+def shutdown() -> None:
+    """Leave the other ranks. Waits for nobody; does nothing where `init` was not called."""
+    global _world
+    atexit.unregister(_shutdown_at_exit)
+    leaving, _world = _world, None
+    if leaving is not None:
+        leaving.leave()
+
+
+def is_initialized() -> bool:
+    """Whether `init` has been called, and `shutdown` has not been called since."""
+    return _world is not None
+
+
+def current_world() -> World:
+    """The world, or a NotInitializedError that says what to call."""
+    if _world is None:
+        # The first words are Horovod's, which users search for.
+        raise NotInitializedError(
+            "Horovod has not been initialized; use hvd.init(). (hvdlite: call hvd.init() once, at the "
+            "start of the program, on every rank)"
+        )
+    return _world
+
+
+def rank() -> int:
+    """This process's number among all, from 0."""
+    return current_world().topology.rank
+
+
+def size() -> int:
+    """How many processes train together."""
+    return current_world().topology.size
+
+
+def local_rank() -> int:
+    """This process's number among those of its host, from 0: the GPU to use."""
+    return current_world().topology.local_rank
+
+
+def local_size() -> int:
+    """How many processes run on this host."""
+    return current_world().topology.local_size
+
+
+def cross_rank() -> int:
+    """This host's number among the hosts that have this local rank, from 0."""
+    return current_world().topology.cross_rank
+
+
+def cross_size() -> int:
+    """How many hosts have this local rank."""
+    return current_world().topology.cross_size
+
+
+def _alone() -> World:
+    seat = Seat(rank=0, size=1, node="", host=socket.gethostname(), local_rank=0)
+    return _world_of(seat, AloneEngine(), leave=lambda: None)
+
+
+def _connect(seat: Seat, timeout: timedelta) -> World:
+    backend = _GLOO_AND_NCCL if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    if seat.store_url is None:
+        dist.init_process_group(backend, init_method="env://", rank=seat.rank, world_size=seat.size, timeout=timeout)
+    else:
+        # A prefix of its own for every init, so that one after a shutdown does not read the first one's keys.
+        store = PrefixStore(f"init{next(_generation)}", _open_store(seat.store_url, seat.size, timeout))
+        dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
+    return _world_of(seat, _default_group(), leave=_destroy_default_group)
+
+
+def _adopt(timeout: timedelta) -> World:
+    """A group of our own beside the program's: its collectives cannot get between ours."""
+    configured = str(dist.get_backend_config())
+    # The program's choice for CUDA tensors stays (gloo lets two ranks share a GPU); CPU tensors need gloo.
+    cuda = next((item.partition(":")[2] for item in configured.split(",") if item.startswith("cuda:")), None)
+    backend = f"cpu:gloo,cuda:{cuda}" if cuda not in (None, "undefined") else "gloo"
+    engine = dist.new_group(backend=backend, timeout=timeout)
+    told = read_seat(os.environ)
+    host = socket.gethostname()
+    seat = Seat(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        node=host if told is None else told.node,
+        host=host if told is None else told.host,
+        local_rank=None if told is None else told.local_rank,
+    )
+    return _world_of(seat, engine, leave=lambda: _destroy_group(engine))
+
+
+def _world_of(seat: Seat, engine: Engine, leave: Callable[[], None]) -> World:
+    group = Group(engine, seat.rank, seat.size, [f"host of rank {rank}" for rank in range(seat.size)])
+    introductions = group.all_gather_object((seat, _own_version()), "hvd.init()")
+    seats = [introduced for introduced, _ in introductions]
+    topology = seats_to_topology(seat.rank, seats)
+    group.hosts = topology.hosts
+    for other, (_, other_version) in enumerate(introductions):
+        if other_version != introductions[0][1]:
+            raise MismatchError(
+                f"hvdlite is version {introductions[0][1]} on {group.describe_rank(0)} and {other_version} on "
+                f"{group.describe_rank(other)}: install the same version everywhere"
+            )
+    return World(topology, group, leave)
+
+
+def _open_store(url: str, size: int, timeout: timedelta) -> Store:
+    scheme, separator, path = url.partition("://")
+    if scheme != "file" or not separator or not path:
+        raise LaunchEnvironmentError(
+            f"HVDLITE_STORE={url!r} is not a store that this hvdlite knows (file:///path): "
+            "hvdlite-run and the hvdlite that the workers import must be the same version"
+        )
+    store = FileStore(path, size)
+    store.set_timeout(timeout)
+    return store
+
+
+def _default_group() -> Engine:
+    group = dist.group.WORLD
+    assert group is not None, "init_process_group has just made it"
+    return group
+
+
+def _destroy_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _destroy_group(group: dist.ProcessGroup) -> None:
+    # Gone already where the program destroyed its own default group first.
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def _own_version() -> str:
+    try:
+        return version("hvdlite")
+    except PackageNotFoundError:
+        return "of a source tree"
+
+
+def _shutdown_at_exit() -> None:
+    # The interpreter leaves the exception that ends the program here before it runs exit handlers.
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        shutdown()
+        return
+    # A rank that dies of an exception keeps its connections until the process is gone. Closed here, they
+    # would let the others fail, and be taken for the cause, before this rank's own end is seen.
+    if says_peer_lost(error):
+        _leave_note_that_a_peer_was_lost(os.environ)
+
+
+def _leave_note_that_a_peer_was_lost(environ: Mapping[str, str]) -> None:
+    """Let hvdlite-run tell a rank that dies of another's death from the one that died first."""
+    directory = environ.get("HVDLITE_JOB_DIR")
+    if directory is not None and Path(directory).is_dir():
+        Path(directory, f"rank.{environ['HVDLITE_RANK']}.peer-lost").touch()
