@@ -111,15 +111,20 @@ class Agent:
                     raise ProtocolError("the launcher sent what only an agent says")
 
     def _start(self, job: StartJob) -> None:
-        self._job_dir = job_dir(job.token, tempfile.gettempdir())
-        os.mkdir(self._job_dir, 0o700)
+        if self._job_dir is not None:
+            raise ProtocolError("the launcher started a second job")
+        try:
+            path = job_dir(job.token, tempfile.gettempdir())
+            os.mkdir(path, 0o700)
+        except OSError as error:
+            self._send(Refused(f"cannot make a directory for the job: {error}", 1))
+            return
+        self._job_dir = path
         cores = _usable_cores()
         loopback = None if "GLOO_SOCKET_IFNAME" in job.environment else _loopback_interface()
         set_up = tree.dying_with_parent()
         for rank, own in job.workers.items():
-            environment = host_environment(
-                job.environment, own, job_dir=self._job_dir, cores=cores, loopback=loopback
-            )
+            environment = host_environment(job.environment, own, job_dir=self._job_dir, cores=cores, loopback=loopback)
             try:
                 process = subprocess.Popen(
                     job.command,
@@ -187,9 +192,7 @@ class Agent:
                 continue  # an orphan that we adopted
             worker.process.returncode = returncode
             self._drain(worker)
-            peer_lost = self._job_dir is not None and os.path.exists(
-                peer_lost_file(self._job_dir, worker.rank)
-            )
+            peer_lost = self._job_dir is not None and os.path.exists(peer_lost_file(self._job_dir, worker.rank))
             self._send(Exited(worker.rank, returncode, peer_lost))
 
     def _drain(self, worker: Worker) -> None:
@@ -258,23 +261,25 @@ def _capacity_bytes(pipe: IO[bytes]) -> int:
 
 def _refusal(job: StartJob, environment: Mapping[str, str], error: OSError) -> Refused:
     """What a shell would say, and its exit code."""
-    program = job.command[0]
+    program = job.command[0] if job.command else ""
     if not os.path.isdir(job.cwd):
         return Refused(f"{job.cwd}: the working directory does not exist here", 1)
-    if isinstance(error, FileNotFoundError | NotADirectoryError):
+    path = os.path.join(job.cwd, program)
+    found = os.path.isfile(path) if "/" in program else shutil.which(program, path=environment.get("PATH"))
+    if not program or isinstance(error, FileNotFoundError | NotADirectoryError):
         why, exit_code = "command not found", 127
-        # Found, and still not: what its first line names is missing.
-        if found := shutil.which(program, path=environment.get("PATH")):
-            why, exit_code = f"{found} names an interpreter that was not found", 126
-    elif os.path.isdir(os.path.join(job.cwd, program)):
+        if found:
+            why, exit_code = "the interpreter that its first line names was not found", 126
+    elif os.path.isdir(path):
         why, exit_code = "is a directory", 126
     elif error.errno == errno.ENOEXEC:
         why, exit_code = "is not a program, nor a script whose first line is #! and its interpreter", 126
     else:
         why, exit_code = (error.strerror or str(error)).lower(), 126
-    if program.endswith(".py") and os.path.isfile(os.path.join(job.cwd, program)):
+    if program.endswith(".py") and os.path.isfile(path):
         why += f"; did you mean: python {program}?"
-    return Refused(f"{program or repr(program)}: {why}", exit_code)
+    name = program if program.isprintable() and program else repr(program)
+    return Refused(f"{name}: {why}", exit_code)
 
 
 def _signals_as_bytes() -> int:

@@ -16,7 +16,7 @@ _EXAMPLE = "such as node1:4"
 
 _ITEM = re.compile(
     r"(?:(?P<user>[^\s@:,\[\]]+)@)?"
-    r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+(?:%[\w.-]+)?)\]|(?P<name>[\w.][\w.-]*))"
+    r"(?:\[(?P<ipv6>[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?)\]|(?P<name>[\w.][\w.-]*))"
     r"(?::(?P<slots>[0-9]+))?",
     re.ASCII,
 )
@@ -46,9 +46,7 @@ def _parse_item(item: str) -> Host:
     match = _ITEM.fullmatch(item)
     if match is None:
         if item.count(":") > 1 and "[" not in item:
-            raise UsageError(
-                f"-H: {item!r} is not host:slots; an IPv6 address goes in brackets, such as [fd00::1]:4"
-            )
+            raise UsageError(f"-H: {item!r} is not host:slots; an IPv6 address goes in brackets, such as [fd00::1]:4")
         raise UsageError(f"-H: {item!r} is not host:slots, {_EXAMPLE}")
     digits = (match["slots"] or "1").lstrip("0")
     if not digits:
@@ -62,9 +60,7 @@ def only_this_machine(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
     """All of them as one host, if all name this machine; the first that does not is a `UsageError`."""
     for host in hosts:
         if not _is_this_machine(host):
-            raise UsageError(
-                f"-H: {host.name!r} is another host; so far only this machine can be launched on"
-            )
+            raise UsageError(f"-H: {host.name!r} is another host; so far only this machine can be launched on")
     return (replace(hosts[0], slots=sum(host.slots for host in hosts)),)
 
 

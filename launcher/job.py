@@ -52,9 +52,7 @@ def run_job(slots: Sequence[Slot], command: Sequence[str], *, grace: float, verb
 class _Agents:
     """The agents of all hosts; on leaving, whatever happened, nothing of the job is left."""
 
-    def __init__(
-        self, slots: Sequence[Slot], events: SimpleQueue[Event], room: Semaphore, token: str
-    ) -> None:
+    def __init__(self, slots: Sequence[Slot], events: SimpleQueue[Event], room: Semaphore, token: str) -> None:
         self._slots = slots
         self._events = events
         self._room = room
@@ -68,13 +66,11 @@ class _Agents:
         self.end()
 
     def start(self, command: Sequence[str], cwd: str) -> None:
-        for host in dict.fromkeys(slot.host for slot in self._slots):
-            self._agents.append(RemoteAgent(host, self._events, room=self._room))
         size = len(self._slots)
-        for agent in self._agents:
-            workers = {
-                slot.rank: slot_environment(slot, size) for slot in self._slots if slot.host == agent.host
-            }
+        for host in dict.fromkeys(slot.host for slot in self._slots):
+            workers = {slot.rank: slot_environment(slot, size) for slot in self._slots if slot.host == host}
+            agent = RemoteAgent(host, workers.keys(), self._events, room=self._room)
+            self._agents.append(agent)
             agent.send(StartJob(self._token, tuple(command), cwd, dict(os.environ), workers))
 
     def signal(self, ranks: Collection[int], signum: int) -> None:
@@ -99,9 +95,7 @@ def _signals_as_events(events: SimpleQueue[Event]) -> Iterator[None]:
     # An ignored one (nohup, a script's background job) stays ignored, here and in the workers.
     caught = [signum for signum in _SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
     # SimpleQueue.put may interrupt itself, which is what a handler does.
-    before = {
-        signum: signal.signal(signum, lambda signum, _: events.put(Interrupted(signum))) for signum in caught
-    }
+    before = {signum: signal.signal(signum, lambda signum, _: events.put(Interrupted(signum))) for signum in caught}
     try:
         yield
     finally:

@@ -6,8 +6,8 @@ The variables are the public contract between hvdlite-run and hvdlite (or any ot
     HVDLITE_LOCAL_RANK HVDLITE_LOCAL_SIZE   among those on this host
     HVDLITE_CROSS_RANK HVDLITE_CROSS_SIZE   among the hosts that have this local rank
     HVDLITE_HOST                            this host, as the user named it
-    HVDLITE_STORE                           where the workers meet: a file:// URI, for torch's FileStore
-    HVDLITE_JOB_DIR                         a directory of the job's own on this host, removed at its end
+    HVDLITE_STORE                           where the workers meet: file:// and a path as it is, for FileStore
+    HVDLITE_JOB_DIR                         the job's private directory here, removed at its end
 
 A worker that ends only because it lost a peer leaves an empty file ``rank.<rank>.peer-lost`` in HVDLITE_JOB_DIR
 before it does, and is then not taken for the cause.
@@ -22,7 +22,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePath
 
 from .errors import UsageError
 from .hosts import Host
@@ -46,9 +45,7 @@ def plan_slots(hosts: tuple[Host, ...], size: int | None = None) -> tuple[Slot, 
     if size is None:
         size = total
     if size > total:
-        raise UsageError(
-            f"-np {size} is more than the {total} slots of -H; give a host more, as in host:{size}"
-        )
+        raise UsageError(f"-np {size} is more than the {total} slots of -H; give a host more, as in host:{size}")
     local_sizes = list(_fill(hosts, size))
     cross_sizes = Counter(local_rank for local_size in local_sizes for local_rank in range(local_size))
     cross_ranks: Counter[int] = Counter()
@@ -93,7 +90,7 @@ def host_environment(
     if loopback is not None and local_size == int(own["HVDLITE_SIZE"]):
         # Or gloo would resolve the hostname, which often fails, and leave the machine's inside.
         unless_set["GLOO_SOCKET_IFNAME"] = loopback
-    store = PurePath(job_dir, "store").as_uri()
+    store = f"file://{job_dir}/store"
     return {**unless_set, **given, **own, "HVDLITE_STORE": store, "HVDLITE_JOB_DIR": job_dir}
 
 

@@ -133,9 +133,7 @@ def encode(message: Message) -> bytes:
         return _HEADER.pack(_STREAM_KINDS[message.stream], message.rank, len(message.data)) + message.data
     payload = json.dumps(asdict(message)).encode()
     if len(payload) > MAX_PAYLOAD_BYTES:
-        raise ProtocolError(
-            f"command and environment are {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}"
-        )
+        raise ProtocolError(f"command and environment are {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}")
     return _HEADER.pack(_JSON_KINDS[type(message)], 0, len(payload)) + payload
 
 
@@ -153,9 +151,7 @@ class Decoder:
                 kind, rank, length = _HEADER.unpack_from(self._buffer, start)
                 # Judged by the header alone: garbage must neither be waited for nor be stored.
                 if kind not in _KINDS or length > MAX_PAYLOAD_BYTES:
-                    raise ProtocolError(
-                        f"not a frame of hvdlite's: {bytes(self._buffer[start : start + 40])!r}"
-                    )
+                    raise ProtocolError(f"not a frame of hvdlite's: {bytes(self._buffer[start : start + 40])!r}")
                 body = start + _HEADER.size
                 if len(self._buffer) < body + length:
                     break
@@ -171,14 +167,10 @@ def _decode(kind: int, rank: int, payload: bytes) -> Message:
     try:
         return _from_fields(kind, json.loads(payload))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ProtocolError(
-            f"a frame of kind {kind} does not hold what it should: {payload[:40]!r}"
-        ) from error
+        raise ProtocolError(f"a frame of kind {kind} does not hold what it should: {payload[:40]!r}") from error
 
 
-def _from_fields(
-    kind: int, fields: Any
-) -> Message:  # Any: it is JSON from outside, each field is checked below
+def _from_fields(kind: int, fields: Any) -> Message:  # Any: it is JSON from outside, each field is checked below
     if kind == _JSON_KINDS[Started]:
         return Started(_int(fields["rank"]), _int(fields["pid"]))
     if kind == _JSON_KINDS[Exited]:

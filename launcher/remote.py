@@ -10,11 +10,12 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Collection
 from queue import SimpleQueue
 
 from .errors import ProtocolError
 from .hosts import Host
-from .protocol import Command, Decoder, Event, Lost, Message, Output, encode
+from .protocol import Command, Decoder, Event, Lost, Message, Output, Refused, encode
 
 _READ_BYTES = 1 << 18
 
@@ -28,9 +29,15 @@ def agent_argv(host: Host) -> list[str]:
 class RemoteAgent:
     """A running agent. Its events go to ``events``; hanging up ends everything on its host."""
 
-    def __init__(self, host: Host, events: SimpleQueue[Event], *, room: threading.Semaphore) -> None:
-        """``room`` is how much output may be on its way to the screen; whoever shows some gives it back."""
-        self.host = host
+    def __init__(
+        self, host: Host, ranks: Collection[int], events: SimpleQueue[Event], *, room: threading.Semaphore
+    ) -> None:
+        """``ranks`` are those that it will run.
+
+        ``room`` is how much output may be on its way to the screen; whoever shows some gives it back.
+        """
+        self._host = host
+        self._ranks = ranks
         self._events = events
         self._room = room
         self._process = subprocess.Popen(
@@ -78,11 +85,13 @@ class RemoteAgent:
                     self._pass_on(message)
         except ProtocolError as error:
             why = str(error)
-        self._events.put(Lost(self.host.name, why))
+        self._events.put(Lost(self._host.name, why))
 
     def _pass_on(self, message: Message) -> None:
         if isinstance(message, Command):
-            raise ProtocolError("the agent sent what only a launcher says")
+            raise ProtocolError("its agent sent what only a launcher says")
+        if not isinstance(message, Refused) and message.rank not in self._ranks:
+            raise ProtocolError(f"its agent speaks of rank {message.rank}, which is not there")
         if isinstance(message, Output):
             self._room.acquire()
         self._events.put(message)

@@ -22,7 +22,7 @@ from .protocol import Event, Exited, Interrupted, Lost, Output, Refused, ScreenD
 from .report import Failure, Tail, shell_code, signal_name
 
 # A worker that says it only lost a peer is the cause only if no other fails for this long: the peer whose
-# sockets closed may need it to be gone. Together with the grace it stays below the 5 s that a failed job may last.
+# sockets closed may need it to be gone. With the grace it stays below the 5 s that a failed job may last.
 PEER_LOST_S = 1.5
 # Given after SIGKILL for the ends to be reported; hanging up on the agents then ends what still runs.
 GIVE_UP_S = 1.0
@@ -69,6 +69,7 @@ class Supervisor:
         self._done: list[int] = []  # ranks that ended well, in order
         self._suspect: Exited | None = None
         self._outcome: Outcome | None = None
+        self._ending = False
         self._gave_up = False
         self._alarm: tuple[float, Callable[[], None]] | None = None
 
@@ -105,7 +106,7 @@ class Supervisor:
                 self._running.clear()  # what started will not be told how it ends; hanging up ends it
             case Lost():
                 self._running = {rank for rank in self._running if self._host[rank] != event.host}
-                self._decide(Outcome(1, f"lost {event.host}: {event.why}; its workers are being killed"))
+                self._decide(Outcome(1, f"lost {event.host}: {event.why}. Its workers were killed"))
                 self._end(signal.SIGTERM)
             case Interrupted():
                 self._interrupt(event.signum)
@@ -141,9 +142,7 @@ class Supervisor:
 
     def _blame(self, end: Exited) -> None:
         rank = end.rank
-        failure = Failure(
-            rank, self._host[rank], self._pids.get(rank, 0), end.returncode, self._stderr[rank].lines()
-        )
+        failure = Failure(rank, self._host[rank], self._pids.get(rank, 0), end.returncode, self._stderr[rank].lines())
         report = str(failure)
         if end.peer_lost and self._done:
             ranks = ", ".join(map(str, self._done))
@@ -170,10 +169,9 @@ class Supervisor:
 
     def _end(self, signum: int) -> None:
         """Signal what runs; SIGKILL follows after the grace. A second call changes neither."""
-        if self._alarm is not None and self._alarm[1] != self._settle:
+        if self._ending or not self._running:
             return
-        if not self._running:
-            return
+        self._ending = True
         if self._grace == 0:
             self._kill()
             return

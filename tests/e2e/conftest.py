@@ -1,0 +1,94 @@
+"""Starts hvdlite-run as a user would, and finds every process that came from it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+PATIENCE_S = 30  # for what must happen sooner or later
+TEARDOWN_S = 5  # what the launcher promises
+
+
+class Launch:
+    """One run of hvdlite-run. All that it starts carries a mark in its environment."""
+
+    def __init__(self, tmp: Path, arguments: tuple[str | bytes, ...], env: dict[str, str], **popen) -> None:
+        self._mark = f"HVDLITE_TEST_MARK={uuid.uuid4()}"
+        self.tmp = tmp  # where the job makes its private directory
+        name, _, value = self._mark.partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "hvdlite_launcher", *arguments],
+            env={**os.environ, "TMPDIR": str(tmp), **env, name: value},
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **popen},
+        )
+
+    def ended(self) -> tuple[int, bytes, bytes]:
+        """Its exit code and output, once it has ended."""
+        out, err = self.process.communicate(timeout=PATIENCE_S)
+        return self.process.returncode, out, err
+
+    def processes(self) -> list[psutil.Process]:
+        """All that live and carry the mark: launcher, agent, workers, and what these left behind."""
+        return [process for process in psutil.process_iter() if self._is_marked(process)]
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        try:
+            environ = process.environ()
+            return self._mark == f"HVDLITE_TEST_MARK={environ.get('HVDLITE_TEST_MARK')}" and (
+                process.status() != psutil.STATUS_ZOMBIE
+            )
+        except psutil.Error:
+            return False
+
+    def agent(self) -> psutil.Process:
+        (agent,) = psutil.Process(self.process.pid).children()
+        return agent
+
+    def assert_gone(self) -> None:
+        """Within the promised time from now nothing is left: no process, no directory."""
+        wait_until(lambda: not self.processes() and not self.leftovers(), TEARDOWN_S, self._what_is_left)
+
+    def leftovers(self) -> list[Path]:
+        return list(self.tmp.iterdir())
+
+    def _what_is_left(self) -> str:
+        return f"left: {[(p.pid, p.cmdline()) for p in self.processes()]}, {self.leftovers()}"
+
+    def kill_all(self) -> None:
+        for process in self.processes():
+            process.send_signal(signal.SIGKILL)
+        self.process.communicate()
+
+
+def wait_until(
+    condition: Callable[[], object], timeout_s: float = PATIENCE_S, message: Callable[[], str] = str
+) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at, message()
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+    """``launch("-np", "2", "true")``; a run that a failed test leaves is ended after it."""
+    launched: list[Launch] = []
+
+    def start(*arguments: str | bytes, env: dict[str, str] | None = None, **popen) -> Launch:
+        tmp = tmp_path / f"tmp{len(launched)}"
+        tmp.mkdir()
+        launched.append(Launch(tmp, arguments, env or {}, **popen))
+        return launched[-1]
+
+    yield start
+    for each in launched:
+        each.kill_all()

@@ -1,0 +1,231 @@
+"""hvdlite-run with real processes: what it hands to workers, shows of them, and returns."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+PRINT_ENVIRONMENT = "import os; print(dict(sorted(os.environ.items())))"
+
+
+def test_each_line_says_which_rank_wrote_it_and_where(launch):
+    code, out, err = launch("-np", "2", "sh", "-c", "echo out; echo err >&2").ended()
+    assert code == 0
+    assert sorted(out.splitlines()) == [b"[0]<stdout>:out", b"[1]<stdout>:out"]
+    assert sorted(err.splitlines()) == [b"[0]<stderr>:err", b"[1]<stderr>:err"]
+
+
+def test_the_exit_code_is_that_of_the_first_failure_and_its_traceback_comes_last(launch):
+    program = (
+        "import os, signal, sys\n"
+        "if os.environ['HVDLITE_RANK'] == '0': print('waits', file=sys.stderr); signal.pause()\n"
+        "class Wrong(Exception): pass\n"
+        "sys.excepthook = lambda *e: (sys.__excepthook__(*e), os._exit(3))\n"
+        "raise Wrong('on purpose')"
+    )
+    code, _, err = launch("-np", "2", sys.executable, "-c", program).ended()
+    assert code == 3
+    first, *traceback = err.decode().partition("hvdlite-run: ")[2].splitlines()
+    assert re.fullmatch(
+        r"rank 1 on localhost \(pid \d+\) failed first, with exit code 3\. The end of its stderr:", first
+    )
+    assert traceback[0] == "    Traceback (most recent call last):"
+    assert traceback[-1].endswith("Wrong: on purpose")
+
+
+def test_death_by_a_signal_is_named_and_gives_128_more(launch):
+    code, _, err = launch("-np", "2", "sh", "-c", "kill -SEGV $$").ended()
+    assert code == 139
+    assert b"killed by SIGSEGV" in err
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("pyhton", 127, "pyhton: command not found"),
+        ("", 127, "'': command not found"),
+        ("./train.py", 126, "./train.py: permission denied; did you mean: python ./train.py?"),
+        ("train.py", 127, "train.py: command not found; did you mean: python train.py?"),
+        ("./no-first-line", 126, "./no-first-line: is not a program, nor a script"),
+        ("./no-interpreter", 126, "./no-interpreter: the interpreter that its first line names was not found"),
+        ("/", 126, "/: is a directory"),
+    ],
+)
+def test_a_command_that_cannot_be_started_is_told_as_a_shell_would(launch, tmp_path, command, code, said):
+    for name, text, mode in [
+        ("train.py", "pass", 0o644),
+        ("no-first-line", "echo", 0o755),
+        ("no-interpreter", "#!/no/such", 0o755),
+    ]:
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(mode)
+    job = launch("-np", "2", command, cwd=tmp_path)
+    returned, out, err = job.ended()
+    assert (returned, out) == (code, b"")
+    assert err.decode().startswith(f"hvdlite-run: {said}")
+    assert err.count(b"\n") == 1
+    job.assert_gone()
+
+
+def test_any_argument_reaches_a_worker_unchanged(launch):
+    argument = b"two  spaces 'single' \"double\" $HOME `id` \\ * \xff\nnext line"
+    code, out, _ = launch("-np", "1", sys.executable, "-c", "import sys; print(ascii(sys.argv[1]))", argument).ended()
+    assert code == 0
+    assert out.decode() == f"[0]<stdout>:{os.fsdecode(argument)!a}\n"
+
+
+def test_a_worker_runs_in_the_directory_of_the_launcher_and_reads_nothing(launch, tmp_path):
+    _, out, _ = launch("-np", "1", "sh", "-c", "pwd; cat", cwd=tmp_path).ended()
+    assert out.decode() == f"[0]<stdout>:{tmp_path}\n"
+
+
+def test_modules_in_the_users_directory_do_not_replace_those_of_python(launch, tmp_path):
+    (tmp_path / "selectors.py").write_text("raise SystemExit('not this one')")
+    # Not `python -m`, which itself looks in the directory first.
+    start = "import sys; sys.path.pop(0); from hvdlite_launcher.cli import main; sys.exit(main())"
+    run = subprocess.run(
+        [sys.executable, "-c", start, "-np", "1", "true"], cwd=tmp_path, capture_output=True, check=False
+    )
+    assert (run.returncode, run.stderr) == (0, b"")
+
+
+def _environments(launch, *flags, env=None):
+    code, out, err = launch(*flags, sys.executable, "-c", PRINT_ENVIRONMENT, env=env).ended()
+    assert code == 0, err
+    return [eval(line.partition(b":")[2]) for line in sorted(out.splitlines())]
+
+
+def test_each_worker_is_told_its_place_and_where_to_meet(launch):
+    environments = _environments(launch, "-H", "127.0.0.1:3", "-np", "2")
+    for rank, environment in enumerate(environments):
+        job_dir = environment["HVDLITE_JOB_DIR"]
+        assert {name: value for name, value in environment.items() if name.startswith("HVDLITE_")} == {
+            "HVDLITE_RANK": str(rank),
+            "HVDLITE_SIZE": "2",
+            "HVDLITE_LOCAL_RANK": str(rank),
+            "HVDLITE_LOCAL_SIZE": "2",
+            "HVDLITE_CROSS_RANK": "0",
+            "HVDLITE_CROSS_SIZE": "1",
+            "HVDLITE_HOST": "127.0.0.1",
+            "HVDLITE_STORE": f"file://{job_dir}/store",
+            "HVDLITE_JOB_DIR": job_dir,
+            "HVDLITE_TEST_MARK": environment["HVDLITE_TEST_MARK"],
+        }
+        loopback = psutil.net_if_addrs()[environment["GLOO_SOCKET_IFNAME"]]
+        assert "127.0.0.1" in {address.address for address in loopback}
+        assert environment["PYTHONUNBUFFERED"] == "1"
+
+
+def test_the_jobs_directory_is_private_and_goes_with_the_job(launch):
+    job = launch("-np", "1", "sh", "-c", 'stat -c %a "$HVDLITE_JOB_DIR"; touch "$HVDLITE_JOB_DIR/store"')
+    _, out, _ = job.ended()
+    assert out == b"[0]<stdout>:700\n"
+    assert job.leftovers() == []
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not say which cores are usable")
+def test_the_usable_cores_are_shared_out_unless_the_user_says_otherwise(launch, monkeypatch):
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    (alone,) = _environments(launch, "-np", "1")
+    assert alone["OMP_NUM_THREADS"] == str(cores)
+    (own,) = _environments(launch, "-np", "1", env={"OMP_NUM_THREADS": "7"})
+    assert own["OMP_NUM_THREADS"] == "7"
+
+
+def test_a_reader_that_goes_away_ends_the_job_without_a_word(launch):
+    read_end, write_end = os.pipe()
+    job = launch("-np", "2", "sh", "-c", "yes", stdout=write_end)
+    os.close(write_end)
+    assert os.read(read_end, 1) == b"["
+    os.close(read_end)
+    code, _, err = job.ended()
+    assert (code, err) == (141, b"")
+    job.assert_gone()
+
+
+def test_a_closed_stdout_harms_nobody(launch):
+    command = shlex.join([sys.executable, "-m", "hvdlite_launcher", "-np", "2", "sh", "-c", "echo lost; exit 4"])
+    run = subprocess.run(["sh", "-c", f"{command} >&-"], stderr=subprocess.PIPE, check=False)
+    assert run.returncode == 4
+    assert b"failed first, with exit code 4" in run.stderr
+
+
+def test_a_flood_from_all_ranks_loses_no_line_and_tears_none(launch, tmp_path):
+    lines = 100_000
+    with open(tmp_path / "out", "wb") as out:
+        code, _, _ = launch(
+            "-np", "4", "sh", "-c", f"seq {lines}; exec seq {lines} >&2", stdout=out, stderr=out
+        ).ended()
+    assert code == 0
+    seen = {(rank, stream): 0 for rank in range(4) for stream in ("stdout", "stderr")}
+    for line in (tmp_path / "out").read_text().splitlines():
+        rank, stream, number = re.fullmatch(r"\[(\d)\]<(\w+)>:(\d+)", line).groups()
+        key = int(rank), stream
+        assert int(number) == seen[key] + 1
+        seen[key] += 1
+    assert set(seen.values()) == {lines}
+
+
+def test_what_a_worker_wrote_right_before_its_death_is_shown(launch):
+    program = "head -c 60000 /dev/zero | tr '\\0' x; echo last; kill -9 $$"
+    _, out, _ = launch("-np", "2", "sh", "-c", program).ended()
+    assert b"[0]<stdout>:" + b"x" * 60000 + b"last\n" in out or b"[1]<stdout>:" + b"x" * 60000 + b"last\n" in out
+
+
+def test_bytes_that_are_no_text_pass_unharmed(launch):
+    everything = bytes(byte for byte in range(256) if byte not in b"\r\n")
+    program = f"import os; os.write(1, {everything!r})"
+    _, out, _ = launch("-np", "1", sys.executable, "-c", program).ended()
+    assert out == b"[0]<stdout>:" + everything + b"\n"
+
+
+def test_a_worker_may_close_its_streams(launch):
+    code, out, _ = launch("-np", "2", "sh", "-c", "echo one; exec >&- 2>&-; exit 5").ended()
+    assert code == 5
+    assert b"<stdout>:one\n" in out
+
+
+def test_a_child_that_holds_the_pipes_open_does_not_keep_the_job(launch):
+    job = launch("-np", "2", "sh", "-c", "sleep 1000 & echo done")
+    code, out, _ = job.ended()
+    assert code == 0
+    assert out.count(b"done") == 2
+    job.assert_gone()
+
+
+def test_many_workers_at_once_all_start_and_end(launch):
+    code, out, _ = launch("-np", "64", "sh", "-c", "echo $HVDLITE_RANK").ended()
+    assert code == 0
+    assert sorted(out.splitlines()) == sorted(b"[%d]<stdout>:%d" % (rank, rank) for rank in range(64))
+
+
+def test_verbose_says_what_is_done_but_no_value_of_the_environment(launch):
+    code, _, err = launch("--verbose", "-np", "2", "true", env={"API_KEY": "s3cret"}).ended()
+    assert code == 0
+    assert re.search(rb"hvdlite-run: rank 1: localhost, local rank 1 of 2\n", err)
+    assert re.search(rb"hvdlite-run: rank 1 is pid \d+ on localhost\n", err)
+    assert b"s3cret" not in err
+
+
+def test_neither_command_nor_environment_is_on_the_agents_command_line(launch):
+    job = launch("-np", "1", "sh", "-c", "echo started; exec sleep 1000")
+    assert job.process.stdout.readline() == b"[0]<stdout>:started\n"
+    assert job.agent().cmdline()[1:] == ["-m", "hvdlite_launcher.agent"]
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"\x00" * 64, b"Welcome!\n", b"\x10" + b"\x00" * 8, b"\x10\x00\x00\x00\x00\xff\xff\xff\xff"]
+)
+def test_an_agent_that_is_told_nonsense_says_so_in_one_line_and_ends(garbage):
+    run = subprocess.run(
+        [sys.executable, "-m", "hvdlite_launcher.agent"], input=garbage, capture_output=True, timeout=30, check=False
+    )
+    assert run.returncode == 1
+    assert run.stdout == b""
+    assert run.stderr.startswith(b"hvdlite-run: agent: ")
+    assert run.stderr.count(b"\n") == 1

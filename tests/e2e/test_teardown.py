@@ -1,0 +1,204 @@
+"""Whatever dies, and however: soon nothing of the job is left, and the exit code is right.
+
+Each fault is tried once in the fast part; those of the launcher's promise also twenty times in the slow part.
+"""
+
+import os
+import re
+import signal
+import sys
+
+import psutil
+import pytest
+
+LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt orphans")
+
+TIMES = pytest.mark.parametrize(
+    "time", [0, *(pytest.param(time, marks=pytest.mark.slow) for time in range(1, 20))], ids="try{}".format
+)
+
+SLEEP = "echo ready; exec sleep 1000"
+# Each worker with a child in its group and one in a session of its own.
+WITH_CHILDREN = "sleep 1000 & setsid sleep 1000 & echo ready; wait"
+DEAF = "trap '' TERM INT; echo ready; while :; do sleep 1000; done"
+# A child of init, if nobody adopts it: forked twice, in its own session, its streams its own.
+DAEMON = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for fd in range(3):
+            os.dup2(os.open(os.devnull, os.O_RDWR), fd)
+        time.sleep(1000)
+    os._exit(0)
+os.wait()
+print('ready', flush=True)
+"""
+
+
+def _ready(job, size=2):
+    """Wait until each of ``size`` workers has said so."""
+    seen = set()
+    while len(seen) < size:
+        line = job.process.stdout.readline()
+        assert line, "the job ended before its workers were ready"
+        if match := re.fullmatch(rb"\[(\d+)\]<stdout>:ready\n", line):
+            seen.add(int(match[1]))
+    return job
+
+
+def _worker(job, rank):
+    """The process of this rank, found by its environment among the agent's children."""
+    for process in job.agent().children():
+        if process.environ().get("HVDLITE_RANK") == str(rank):
+            return process
+    raise AssertionError(f"no process of rank {rank}")
+
+
+@TIMES
+def test_a_worker_killed_with_9_ends_the_others_and_is_named(launch, time):
+    job = _ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
+    worker = _worker(job, 1)
+    worker.kill()
+    code, _, err = job.ended()
+    assert code == 137
+    assert f"rank 1 on localhost (pid {worker.pid})".encode() in err
+    job.assert_gone()
+
+
+@TIMES
+def test_a_worker_that_ignores_sigterm_is_gone_in_time(launch, time):
+    job = _ready(launch("-np", "2", "sh", "-c", f"[ $HVDLITE_RANK = 1 ] || {{ {DEAF}; }}; {SLEEP}"))
+    _worker(job, 1).kill()
+    job.assert_gone()
+    assert job.ended()[0] == 137
+
+
+@TIMES
+def test_ctrl_c_ends_the_job(launch, time):
+    job = _ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
+    job.process.send_signal(signal.SIGINT)
+    job.assert_gone()
+    assert job.ended()[0] == 130
+
+
+@TIMES
+def test_a_launcher_killed_with_9_takes_all_along(launch, time):
+    job = _ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
+    job.process.kill()
+    job.assert_gone()
+
+
+@TIMES
+@LINUX_ONLY
+def test_an_agent_killed_with_9_is_named_and_takes_all_along(launch, time):
+    job = _ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
+    job.agent().kill()
+    code, _, err = job.ended()
+    assert code == 1
+    assert err.splitlines()[-1].startswith(b"hvdlite-run: lost localhost: its agent ended unexpectedly")
+    job.assert_gone()
+
+
+@LINUX_ONLY
+def test_launcher_and_agent_killed_with_9_leave_no_worker(launch):
+    job = _ready(launch("-np", "2", "sh", "-c", SLEEP))
+    agent = job.agent()
+    job.process.kill()
+    agent.kill()
+    # The directory stays: nobody is left to remove it.
+    psutil.wait_procs(job.processes(), timeout=5)
+    assert job.processes() == []
+
+
+@TIMES
+@LINUX_ONLY
+def test_a_daemon_that_a_worker_leaves_ends_with_the_job(launch, time):
+    job = _ready(launch("-np", "2", sys.executable, "-c", DAEMON))
+    assert job.ended()[0] == 0
+    job.assert_gone()
+
+
+@LINUX_ONLY
+def test_a_daemon_ends_with_the_job_that_a_failure_ends(launch):
+    job = launch("-np", "2", sys.executable, "-c", f"{DAEMON}\nimport signal; signal.pause()")
+    _worker(_ready(job), 0).kill()
+    assert job.ended()[0] == 137
+    job.assert_gone()
+
+
+@LINUX_ONLY
+def test_a_daemon_ends_when_agent_is_killed_with_9(launch):
+    job = launch("-np", "2", sys.executable, "-c", f"{DAEMON}\nimport signal; signal.pause()")
+    _ready(job).agent().kill()
+    assert job.ended()[0] == 1
+    job.assert_gone()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_term_and_hup_end_the_job(launch, signum, code):
+    job = _ready(launch("-np", "2", "sh", "-c", SLEEP))
+    job.process.send_signal(signum)
+    assert job.ended()[0] == code
+    job.assert_gone()
+
+
+def test_ctrl_c_lets_workers_end_their_own_way(launch):
+    job = _ready(
+        launch("-np", "2", "sh", "-c", "trap 'echo saved; exit 0' INT; echo ready; while :; do sleep 0.01; done")
+    )
+    job.process.send_signal(signal.SIGINT)
+    code, out, _ = job.ended()
+    assert code == 130
+    assert out.count(b"saved") == 2
+
+
+def test_ctrl_c_twice_kills_at_once_whatever_the_grace(launch):
+    job = _ready(launch("--grace", "1000", "-np", "2", "sh", "-c", DEAF))
+    job.process.send_signal(signal.SIGINT)
+    assert b"SIGINT passed on" in job.process.stderr.readline()
+    job.process.send_signal(signal.SIGINT)
+    job.assert_gone()
+    assert job.ended()[0] == 130
+
+
+def test_an_ignored_hangup_stays_ignored(launch, tmp_path):
+    go_on = tmp_path / "go-on"
+    os.mkfifo(go_on)
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        job = launch("-np", "1", "sh", "-c", 'echo ready; read line <"$0"; exit 6', str(go_on))
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    _ready(job, size=1).process.send_signal(signal.SIGHUP)
+    go_on.write_text("now\n")
+    assert job.ended()[0] == 6
+
+
+def test_a_screen_that_stands_still_does_not_keep_the_job(launch):
+    # After its first lines nobody reads: all pipes fill up.
+    job = _ready(launch("--grace", "1", "-np", "2", "sh", "-c", "echo ready; exec yes"))
+    job.process.send_signal(signal.SIGINT)
+    job.assert_gone()
+    assert job.process.wait(5) == 130
+
+
+def test_who_says_it_lost_a_peer_is_not_the_cause(launch):
+    program = (
+        'if [ $HVDLITE_RANK = 0 ]; then touch "$HVDLITE_JOB_DIR/rank.0.peer-lost"; exit 9; fi;'
+        'while [ ! -e "$HVDLITE_JOB_DIR/rank.0.peer-lost" ]; do sleep 0.01; done; sleep 0.2; exit 3'
+    )
+    job = launch("-np", "2", "sh", "-c", program)
+    code, _, err = job.ended()
+    assert code == 3
+    assert b"rank 1 on localhost" in err
+    job.assert_gone()
+
+
+def test_who_lost_a_peer_that_does_not_fail_is_the_cause(launch):
+    program = 'if [ $HVDLITE_RANK = 0 ]; then touch "$HVDLITE_JOB_DIR/rank.0.peer-lost"; exit 9; fi; sleep 1000'
+    job = launch("-np", "2", "sh", "-c", program)
+    code, _, err = job.ended()
+    assert code == 9
+    assert b"rank 0 on localhost" in err
+    job.assert_gone()

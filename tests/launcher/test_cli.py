@@ -1,0 +1,64 @@
+"""What the user may say, and the one line for what cannot be done."""
+
+from pathlib import Path
+
+import pytest
+from hvdlite_launcher import cli
+
+HELP = Path(__file__).with_name("help.txt")
+
+
+def test_the_help_is_as_agreed(capsys):
+    assert cli.main(["--help"]) == 0
+    assert capsys.readouterr().out == HELP.read_text()
+
+
+def test_every_flag_is_in_the_help_and_no_other():
+    flags = {flag for action in cli._parser()._actions for flag in action.option_strings}
+    in_help = {word.strip(",") for line in cli.HELP.splitlines() for word in line.split() if line.startswith("  -")}
+    assert flags == {word for word in in_help if word.startswith("-")}
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "how many workers? Say -np N, such as: hvdlite-run -np 4 python train.py"),
+        (["true"], "how many workers?"),
+        (["-np", "2"], "no command to run"),
+        (["-np", "2", "--"], "no command to run"),
+        (["-np", "0", "true"], "-np/--num-proc: '0' is not a number of workers, such as 4"),
+        (["-np", "-1", "true"], "-np/--num-proc"),
+        (["-np", "x", "true"], "-np/--num-proc: 'x' is not a number of workers"),
+        (["-np", "1" * 5000, "true"], "-np/--num-proc"),
+        (["-np"], "-np/--num-proc: expected one argument"),
+        (["-np2", "true"], "unknown flag -np2; did you mean -np?"),
+        (["--verbos", "-np", "2", "true"], "unknown flag --verbos; did you mean --verbose?"),
+        (["--num-proc=2", "--bogus=1", "true"], "unknown flag --bogus; see hvdlite-run --help"),
+        (["--verbose=1", "-np", "2", "true"], "--verbose: "),
+        (["-H", "a:", "true"], "-H: 'a:' is not host:slots, such as node1:4"),
+        (["-H", "", "true"], "-H: '' is not host:slots"),
+        (["-H", "localhost:2", "-np", "3", "true"], "-np 3 is more than the 2 slots of -H"),
+        (["-H", "localhost,node7:2", "true"], "-H: 'node7' is another host"),
+        (["--grace", "-1", "-np", "2", "true"], "--grace: '-1' is not a number of seconds"),
+        (["--grace", "nan", "-np", "2", "true"], "--grace: 'nan'"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(argv, said, capsys):
+    assert cli.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"hvdlite-run: {said}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "flags", "command"),
+    [
+        (["-np", "2", "python", "x.py", "-np", "3"], ["-np", "2"], ["python", "x.py", "-np", "3"]),
+        (["-np", "2", "--verbose", "--", "--odd", "--"], ["-np", "2", "--verbose"], ["--odd", "--"]),
+        (["--grace=1", "-H", "a:1", "cmd", "--", "x"], ["--grace=1", "-H", "a:1"], ["cmd", "--", "x"]),
+        (["-np"], ["-np"], []),
+    ],
+)
+def test_flags_after_the_command_are_its_own(argv, flags, command):
+    assert cli.split_command(argv) == (flags, command)

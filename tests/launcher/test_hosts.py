@@ -1,0 +1,65 @@
+"""The grammar of -H, and which hosts are this machine."""
+
+import socket
+
+import pytest
+from hvdlite_launcher.errors import UsageError
+from hvdlite_launcher.hosts import Host, only_this_machine, parse_hosts
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def test_every_form_of_a_host_is_read():
+    assert parse_hosts("a:2,user@b:4,[fd00::1]:2,c, 10.0.0.7:1") == (
+        Host("a", 2),
+        Host("b", 4, "user"),
+        Host("fd00::1", 2),
+        Host("c", 1),
+        Host("10.0.0.7", 1),
+    )
+
+
+def test_a_host_named_twice_is_one_host_with_the_slots_of_both():
+    assert parse_hosts("a:2,b:1,a,a:3") == (Host("a", 6), Host("b", 1))
+
+
+@pytest.mark.parametrize("item", ["a:", "a:x", "a:-1", ":2", "a:2:3", "", "-a:2", "a b:2", "@a:2", "[a]:2", "a:²"])
+def test_what_is_no_host_is_named_with_a_right_example(item):
+    with pytest.raises(UsageError) as error:
+        parse_hosts(f"good:1,{item}")
+    assert str(error.value).startswith(f"-H: {item!r} is not host:slots")
+    assert "node1:4" in str(error.value) or "[fd00::1]:4" in str(error.value)
+
+
+def test_an_ipv6_address_without_brackets_is_told_of_them():
+    with pytest.raises(UsageError, match=r"brackets, such as \[fd00::1\]:4"):
+        parse_hosts("fd00::1:2")
+
+
+@pytest.mark.parametrize("item", ["a:0", "a:00", "a:99999999999"])
+def test_no_slots_and_absurdly_many_are_refused(item):
+    with pytest.raises(UsageError, match=item):
+        parse_hosts(item)
+
+
+@given(st.text() | st.text(alphabet="ab:@[],.-0123 "))
+def test_any_text_gives_hosts_or_a_usage_error(text):
+    try:
+        hosts = parse_hosts(text)
+    except UsageError as error:
+        assert "\n" not in str(error)  # noqa: PT017  # either outcome is right
+    else:
+        assert hosts
+        assert all(host.slots > 0 and host.name for host in hosts)
+
+
+def test_all_names_of_this_machine_are_one_host_under_the_first_name():
+    hosts = (Host("127.0.0.1", 2), Host("localhost", 1), Host(socket.gethostname(), 1))
+    assert only_this_machine(hosts) == (Host("127.0.0.1", 4),)
+
+
+@pytest.mark.parametrize("host", [Host("node7.example"), Host("localhost", 1, "somebody.else")])
+def test_another_host_is_named_as_what_cannot_be_launched_on_yet(host):
+    with pytest.raises(UsageError, match="so far only this machine") as error:
+        only_this_machine((Host("localhost"), host))
+    assert repr(host.name) in str(error.value)

@@ -1,0 +1,153 @@
+"""Whole lines with a prefix, bytes unharmed, and bars that stay readable."""
+
+import os
+import pty
+from queue import SimpleQueue
+
+import pytest
+from hvdlite_launcher.output import MAX_LINE_BYTES, Lines, Screen
+from hvdlite_launcher.protocol import Output, ScreenDone, ScreenFailed
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def _lines(*pieces: bytes) -> bytes:
+    lines = Lines(b">", in_place=False)
+    return b"".join([*map(lines.feed, pieces), lines.finish()])
+
+
+@given(st.lists(st.binary(max_size=8) | st.sampled_from([b"\n", b"a\nb", b"\xff", b"\r\n"])))
+def test_lines_are_the_same_however_their_bytes_are_cut(pieces):
+    whole = b"".join(pieces)
+    assert _lines(*pieces) == _lines(whole)
+    assert _lines(*(whole[i : i + 1] for i in range(len(whole)))) == _lines(whole)
+
+
+@given(st.binary().filter(lambda data: b"\r" not in data))
+def test_every_byte_comes_out_as_it_went_in(data):
+    complete = data if data.endswith(b"\n") or not data else data + b"\n"
+    assert _lines(data) == b"".join(b">" + line for line in complete.splitlines(keepends=True)) or b"\n" in data
+    assert _lines(data).count(b"\n") == complete.count(b"\n")
+    assert b"".join(line[1:] + b"\n" for line in _lines(data).split(b"\n")[:-1]) == complete
+
+
+def test_an_unfinished_line_waits_and_is_finished_at_the_end():
+    lines = Lines(b">", in_place=False)
+    assert lines.feed(b"one\ntw") == b">one\n"
+    assert lines.feed(b"o\nthree") == b">two\n"
+    assert lines.finish() == b">three\n"
+    assert lines.finish() == b""
+
+
+def test_a_line_without_end_is_shown_in_pieces_and_not_kept_for_ever():
+    lines = Lines(b">", in_place=False)
+    shown = b"".join(lines.feed(b"x" * 1000) for _ in range(MAX_LINE_BYTES // 1000 + 1))
+    assert shown.endswith(b"x\n")
+    assert len(shown) > MAX_LINE_BYTES
+
+
+def test_each_state_of_a_bar_is_a_line_where_it_cannot_be_drawn_in_place():
+    assert _lines(b"\r 10%", b"\r 20%", b"\r100%\n", b"done\n") == b"> 10%\n> 20%\n>100%\n>done\n"
+
+
+def test_a_bar_that_is_wiped_leaves_no_empty_line():
+    assert _lines(b"\r 10%\r", b"     \r", b"done\n") == b"> 10%\n>done\n"
+
+
+def test_the_line_ends_of_other_systems_are_kept():
+    assert _lines(b"a\r", b"\nb\r\n") == b">a\r\n>b\r\n"
+
+
+# ------------------------------------------------------------------ screen
+
+
+def _outputs(screen, *outputs):
+    for output in outputs:
+        screen.room.acquire()
+        screen.show(output)
+    screen.close()
+
+
+@pytest.fixture
+def pipe():
+    read_end, write_end = os.pipe()
+    yield read_end, write_end
+    os.close(read_end)
+
+
+def _read_all(fd):
+    data = b""
+    while chunk := os.read(fd, 4096):
+        data += chunk
+    return data
+
+
+def test_streams_keep_their_lines_whole_and_say_whose_they_are(pipe):
+    events = SimpleQueue()
+    screen = Screen(events, stdout=pipe[1], stderr=pipe[1], environ={})
+    _outputs(
+        screen,
+        Output(0, "stdout", b"of ra"),
+        Output(1, "stdout", b"of rank 1\n"),
+        Output(0, "stderr", b"unfinished"),
+        Output(0, "stdout", b"nk 0\n"),
+    )
+    assert isinstance(events.get(timeout=10), ScreenDone)
+    os.close(pipe[1])
+    assert _read_all(pipe[0]) == b"[1]<stdout>:of rank 1\n[0]<stdout>:of rank 0\n[0]<stderr>:unfinished\n"
+
+
+def test_a_reader_that_went_away_is_an_event_once_and_room_is_given_back():
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    events = SimpleQueue()
+    screen = Screen(events, stdout=write_end, environ={})
+    _outputs(screen, *[Output(0, "stdout", b"line\n")] * 200)
+    failed = events.get(timeout=10)
+    assert isinstance(failed, ScreenFailed)
+    assert isinstance(failed.error, BrokenPipeError)
+    assert isinstance(events.get(timeout=10), ScreenDone)
+    os.close(write_end)
+
+
+def _on_terminal(environ, *outputs):
+    terminal, stream = pty.openpty()
+    events = SimpleQueue()
+    screen = Screen(events, stdout=stream, stderr=stream, environ=environ)
+    _outputs(screen, *outputs)
+    assert isinstance(events.get(timeout=10), ScreenDone)
+    data = os.read(terminal, 65536)
+    os.close(stream)
+    os.close(terminal)
+    return data.replace(b"\r\n", b"\n")
+
+
+def test_a_terminal_shows_a_rank_in_its_colour_unless_it_shall_not():
+    line = Output(1, "stdout", b"text\n")
+    assert _on_terminal({}, line) == b"\x1b[32m[1]<stdout>:\x1b[0mtext\n"
+    assert _on_terminal({"NO_COLOR": "1"}, line) == b"[1]<stdout>:text\n"
+    assert _on_terminal({"TERM": "dumb"}, line) == b"[1]<stdout>:text\n"
+
+
+def test_a_bar_moves_in_place_on_a_terminal_below_the_lines_of_others():
+    shown = _on_terminal(
+        {"NO_COLOR": "1"},
+        Output(0, "stderr", b"\r 10%"),
+        Output(0, "stderr", b"\r 20%"),  # completes the one before
+        Output(1, "stdout", b"line\n"),
+        Output(0, "stderr", b"\r100%\n"),
+    )
+    bar = b"\x1b[?7l[0]<stderr>:%b\x1b[?7h"
+    erase = b"\r\x1b[K"
+    assert shown == b"".join(
+        [
+            bar % b" 10%",
+            erase + b"[1]<stdout>:line\n" + bar % b" 10%",
+            erase + b"[0]<stderr>:100%\n",
+        ]
+    )
+
+
+def test_a_bar_whose_worker_dies_stays_on_the_terminal():
+    shown = _on_terminal({"NO_COLOR": "1"}, Output(0, "stderr", b"\r 10%\r 20%"))
+    assert shown.endswith(b"\r\x1b[K[0]<stderr>: 20%\n")

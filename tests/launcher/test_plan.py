@@ -1,0 +1,91 @@
+"""Which rank runs where, and what its environment says."""
+
+import pytest
+from hvdlite_launcher.errors import UsageError
+from hvdlite_launcher.hosts import Host
+from hvdlite_launcher.plan import host_environment, plan_slots, slot_environment
+from hypothesis import given
+from hypothesis import strategies as st
+
+HOSTS = st.lists(st.integers(1, 6), min_size=1, max_size=5).map(
+    lambda slots: tuple(Host(f"node{i}", n) for i, n in enumerate(slots))
+)
+
+
+def test_hosts_of_different_sizes_are_filled_in_order():
+    slots = plan_slots((Host("a", 2), Host("b", 1), Host("c", 3)))
+    assert [(s.rank, s.host.name, s.local_rank, s.local_size, s.cross_rank, s.cross_size) for s in slots] == [
+        (0, "a", 0, 2, 0, 3),
+        (1, "a", 1, 2, 0, 2),
+        (2, "b", 0, 1, 1, 3),
+        (3, "c", 0, 3, 2, 3),
+        (4, "c", 1, 3, 1, 2),
+        (5, "c", 2, 3, 0, 1),
+    ]
+
+
+@given(HOSTS, st.data())
+def test_any_plan_numbers_its_ranks_and_keeps_within_the_slots(hosts, data):
+    size = data.draw(st.integers(1, sum(host.slots for host in hosts)))
+    slots = plan_slots(hosts, size)
+    assert [slot.rank for slot in slots] == list(range(size))
+    for host in hosts:
+        own = [slot for slot in slots if slot.host == host]
+        assert [slot.local_rank for slot in own] == list(range(len(own)))
+        assert {slot.local_size for slot in own} <= {len(own)}
+        assert len(own) <= host.slots
+    for slot in slots:
+        across = [other for other in slots if other.local_rank == slot.local_rank]
+        assert slot.cross_size == len(across)
+        assert across[slot.cross_rank] is slot
+
+
+def test_fewer_ranks_than_slots_leave_the_last_hosts_out():
+    slots = plan_slots((Host("a", 2), Host("b", 2)), 2)
+    assert {slot.host.name for slot in slots} == {"a"}
+    assert {slot.cross_size for slot in slots} == {1}
+
+
+def test_more_ranks_than_slots_is_a_usage_error_with_both_numbers():
+    with pytest.raises(UsageError, match="-np 5 is more than the 4 slots"):
+        plan_slots((Host("a", 2), Host("b", 2)), 5)
+
+
+LOCALHOST = (Host("localhost", 2),)
+
+
+def _environment(given, hosts=LOCALHOST, loopback="lo", cores=8):
+    own = slot_environment(plan_slots(hosts)[1], sum(host.slots for host in hosts))
+    return host_environment(given, own, job_dir="/tmp/hvdlite-x", cores=cores, loopback=loopback)
+
+
+def test_a_worker_is_told_its_place_and_where_to_meet():
+    assert _environment({"KEPT": "a b", "HVDLITE_RANK": "of an outer job"}) == {
+        "KEPT": "a b",
+        "HVDLITE_RANK": "1",
+        "HVDLITE_SIZE": "2",
+        "HVDLITE_LOCAL_RANK": "1",
+        "HVDLITE_LOCAL_SIZE": "2",
+        "HVDLITE_CROSS_RANK": "0",
+        "HVDLITE_CROSS_SIZE": "1",
+        "HVDLITE_HOST": "localhost",
+        "HVDLITE_STORE": "file:///tmp/hvdlite-x/store",
+        "HVDLITE_JOB_DIR": "/tmp/hvdlite-x",
+        "OMP_NUM_THREADS": "4",
+        "PYTHONUNBUFFERED": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+
+
+def test_what_the_user_set_is_kept():
+    given = {"OMP_NUM_THREADS": "3", "PYTHONUNBUFFERED": "", "GLOO_SOCKET_IFNAME": "eth7"}
+    assert given.items() <= _environment(given).items()
+
+
+def test_more_workers_than_cores_get_one_thread_each():
+    assert _environment({}, cores=1)["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(("hosts", "loopback"), [((Host("a"), Host("b")), "lo"), (LOCALHOST, None)])
+def test_gloo_is_kept_on_loopback_only_where_all_workers_are(hosts, loopback):
+    assert "GLOO_SOCKET_IFNAME" not in _environment({}, hosts, loopback)

@@ -1,0 +1,56 @@
+"""The words about the first failure."""
+
+from hvdlite_launcher.report import Failure, Tail, shell_code
+
+
+def _tail(text: str) -> list[str]:
+    tail = Tail()
+    tail.add(text.encode())
+    return tail.lines()
+
+
+def test_the_last_traceback_is_shown_without_what_came_before():
+    text = "Traceback (most recent call last):\n  an old one\nwarning\nTraceback (most recent call last):\n  x\nE: y\n"
+    assert _tail(text) == ["Traceback (most recent call last):", "  x", "E: y"]
+
+
+def test_a_traceback_keeps_the_one_that_led_to_it():
+    chain = (
+        "Traceback (most recent call last):\n  cause\nKeyError: 1\n\n"
+        "The above exception was the direct cause of the following exception:\n\n"
+        "Traceback (most recent call last):\n  effect\nValueError: 2\n"
+    )
+    assert _tail("noise\n" + chain) == chain.splitlines()
+
+
+def test_without_a_traceback_the_last_lines_are_shown():
+    assert _tail("".join(f"{i}\n" for i in range(500))) == [str(i) for i in range(450, 500)]
+
+
+def test_a_flood_is_kept_only_at_its_end():
+    tail = Tail()
+    for i in range(20_000):
+        tail.add(b"%060d\n" % i)
+    assert tail.lines()[-1] == f"{19_999:060d}"
+    assert len(tail._data) < 200_000
+
+
+def test_of_a_bar_the_last_state_is_shown_and_bytes_that_are_no_text_harm_nothing():
+    tail = Tail()
+    tail.add(b"\r10%\r20%\n\xff\xfe\n")
+    assert tail.lines() == ["20%", "\\xff\\xfe"]
+
+
+def test_a_failure_names_rank_host_pid_and_code():
+    text = str(Failure(1, "localhost", 4242, 3, ["Traceback (most recent call last):", "E"]))
+    assert text == (
+        "rank 1 on localhost (pid 4242) failed first, with exit code 3. The end of its stderr:\n"
+        "    Traceback (most recent call last):\n"
+        "    E"
+    )
+
+
+def test_a_signal_is_named():
+    assert "killed by SIGSEGV. It wrote nothing to stderr." in str(Failure(0, "a", 1, -11, []))
+    assert "memory" in str(Failure(0, "a", 1, -9, []))
+    assert shell_code(-9) == 137

@@ -1,0 +1,237 @@
+"""The loop that decides, on scripts of events: no process, no thread, no time."""
+
+import errno
+import signal
+from queue import Empty
+
+import pytest
+from hvdlite_launcher.hosts import Host
+from hvdlite_launcher.plan import plan_slots
+from hvdlite_launcher.protocol import Exited, Interrupted, Lost, Output, Refused, ScreenFailed, Started
+from hvdlite_launcher.supervise import PEER_LOST_S, Supervisor
+
+GRACE = 3.0
+INT, TERM, KILL, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP
+TIME_PASSES = object()  # nothing happens until the loop does not want to wait longer
+
+
+TWO = (Host("localhost", 2),)
+THREE = (Host("localhost", 3),)
+
+
+class Played:
+    """A run of the supervisor over a script: its outcome, the signals it sent with their time, what it showed."""
+
+    def __init__(self, *script, hosts=TWO, grace=GRACE):
+        self.signals = []
+        self.shown = []
+        self.said = []
+        self._now = 0.0
+        self._script = list(script)
+        supervisor = Supervisor(
+            plan_slots(hosts),
+            signal_ranks=lambda ranks, signum: self.signals.append((self._now, list(ranks), signum)),
+            screen=self,
+            log=lambda text: None,
+            grace=grace,
+            clock=lambda: self._now,
+        )
+        self.outcome = supervisor.run(self)
+        assert not self._script, "the loop ended before its script"
+
+    @property
+    def exit_code(self):
+        return self.outcome.exit_code
+
+    @property
+    def report(self):
+        return self.outcome.report
+
+    # the queue of events
+
+    def get(self, timeout):
+        assert self._script, f"the loop still waits, for {timeout} s"
+        event = self._script.pop(0)
+        if event is TIME_PASSES:
+            assert timeout is not None, "the loop would wait for ever"
+            self._now += timeout
+            raise Empty
+        return event
+
+    # the screen
+
+    def show(self, output):
+        self.shown.append(output)
+
+    def finish(self, rank):
+        self.shown.append(f"end of {rank}")
+
+    def say(self, text):
+        self.said.append(text)
+
+
+def test_a_job_whose_workers_all_end_well_ends_well():
+    played = Played(Started(0, 10), Started(1, 11), Exited(1, 0), Exited(0, 0))
+    assert (played.exit_code, played.report, played.signals) == (0, "", [])
+
+
+def test_the_first_failure_gives_the_exit_code_and_ends_the_others():
+    played = Played(Exited(1, 3), Exited(0, -15))
+    assert played.exit_code == 3
+    assert played.signals == [(0, [0], TERM)]
+
+
+def test_a_worker_that_ends_well_early_does_not_end_the_job():
+    assert Played(Exited(1, 0), Exited(0, 4)).exit_code == 4
+
+
+def test_death_by_a_signal_gives_128_more():
+    played = Played(Exited(1, -9), Exited(0, -15))
+    assert played.exit_code == 137
+    assert "killed by SIGKILL" in played.report
+
+
+def test_who_fails_after_the_first_is_not_the_cause():
+    assert Played(Exited(1, 3), Exited(0, 5)).exit_code == 3
+
+
+def test_who_ignores_the_signal_is_killed_after_the_grace():
+    played = Played(Exited(1, 3), TIME_PASSES, Exited(0, -9))
+    assert played.signals == [(0, [0], TERM), (GRACE, [0], KILL)]
+    assert played.exit_code == 3
+
+
+def test_who_ends_within_the_grace_is_not_signalled_again():
+    played = Played(Exited(1, 3), Exited(0, -15), TIME_PASSES, Exited(2, -9), hosts=THREE)
+    assert played.signals == [(0, [0, 2], TERM), (GRACE, [2], KILL)]
+
+
+def test_without_grace_the_others_are_killed_at_once():
+    assert Played(Exited(1, 3), Exited(0, -9), grace=0).signals == [(0, [0], KILL)]
+
+
+def test_an_end_that_is_never_reported_is_not_waited_for_for_ever():
+    played = Played(Exited(1, 3), TIME_PASSES, TIME_PASSES)
+    assert played.outcome.gave_up
+    assert played.exit_code == 3
+
+
+def test_the_report_names_the_worker_and_ends_with_its_last_words():
+    played = Played(
+        Started(0, 10),
+        Started(1, 11),
+        Output(1, "stderr", b"Traceback (most recent call last):\nValueError: x\n"),
+        Output(0, "stderr", b"of another\n"),
+        Output(1, "stdout", b"no error\n"),
+        Exited(1, 3),
+        Exited(0, -15),
+    )
+    assert played.report == (
+        "rank 1 on localhost (pid 11) failed first, with exit code 3. The end of its stderr:\n"
+        "    Traceback (most recent call last):\n"
+        "    ValueError: x"
+    )
+
+
+def test_output_is_shown_in_order_and_finished_when_its_worker_ends():
+    outputs = [Output(0, "stdout", b"a"), Output(0, "stderr", b"b")]
+    assert Played(*outputs, Exited(0, 0), Exited(1, 0)).shown == [*outputs, "end of 0", "end of 1"]
+
+
+# ---------------------------------------------------------- who lost a peer
+
+
+def test_who_lost_a_peer_is_not_the_cause_if_the_peer_fails_after_it():
+    played = Played(Exited(0, 1, peer_lost=True), Exited(1, 3))
+    assert played.exit_code == 3
+    assert "rank 1" in played.report
+
+
+def test_nobody_is_signalled_while_the_lost_peer_may_still_fail_by_itself():
+    played = Played(Exited(0, 1, peer_lost=True), Exited(2, 1, peer_lost=True), Exited(1, -9), hosts=THREE)
+    assert played.signals == []
+    assert played.exit_code == 137
+
+
+def test_who_lost_a_peer_is_the_cause_if_no_other_fails_soon():
+    played = Played(Exited(0, 7, peer_lost=True), TIME_PASSES, Exited(1, -15))
+    assert played.exit_code == 7
+    assert "rank 0" in played.report
+    assert played.signals == [(PEER_LOST_S, [1], TERM)]
+
+
+def test_the_first_who_lost_a_peer_is_the_cause_if_all_did():
+    played = Played(Exited(1, 7, peer_lost=True), Exited(0, 8, peer_lost=True))
+    assert played.exit_code == 7
+
+
+def test_a_peer_that_ended_well_too_early_is_named_with_the_failure():
+    played = Played(Exited(1, 0), Exited(0, 1, peer_lost=True))
+    assert played.exit_code == 1
+    assert played.report.startswith("rank 1 had ended with exit code 0 before the others were done\nrank 0 on")
+
+
+def test_a_job_of_which_one_lost_a_peer_is_gone_within_5_seconds():
+    played = Played(Exited(0, 7, peer_lost=True), TIME_PASSES, TIME_PASSES, Exited(1, -9))
+    assert played.signals[-1] == (PEER_LOST_S + GRACE, [1], KILL)
+    assert PEER_LOST_S + GRACE < 5
+
+
+# --------------------------------------------------------------- interrupts
+
+
+@pytest.mark.parametrize(("signum", "exit_code"), [(INT, 130), (TERM, 143), (HUP, 129)])
+def test_a_signal_to_the_launcher_is_passed_on_and_is_the_cause(signum, exit_code):
+    played = Played(Interrupted(signum), Exited(0, 1), TIME_PASSES, Exited(1, -9))
+    assert played.signals == [(0, [0, 1], signum), (GRACE, [1], KILL)]
+    assert (played.exit_code, played.report) == (exit_code, "")
+
+
+def test_interrupted_twice_the_workers_are_killed_at_once():
+    played = Played(Interrupted(INT), Interrupted(INT), Exited(0, -9), Exited(1, -9))
+    assert played.signals == [(0, [0, 1], INT), (0, [0, 1], KILL)]
+    assert played.exit_code == 130
+
+
+def test_interrupted_while_a_failure_ends_the_job_the_failure_stays_the_cause():
+    played = Played(Exited(1, 3), Interrupted(INT), Exited(0, -9))
+    assert played.signals == [(0, [0], TERM), (0, [0], KILL)]
+    assert played.exit_code == 3
+
+
+def test_interrupted_while_a_peer_is_waited_for_the_interrupt_is_the_cause():
+    played = Played(Exited(0, 1, peer_lost=True), Interrupted(INT), TIME_PASSES, Exited(1, -9))
+    assert played.exit_code == 130
+    assert played.signals == [(0, [1], INT), (GRACE, [1], KILL)]
+
+
+# ------------------------------------------------------- agents and the screen
+
+
+def test_a_lost_agent_is_named_by_its_host_and_ends_the_rest():
+    hosts = (Host("a", 1), Host("b", 1))
+    played = Played(Lost("a", "its agent ended unexpectedly"), Exited(1, -15), hosts=hosts)
+    assert played.exit_code == 1
+    assert played.report == "lost a: its agent ended unexpectedly. Its workers were killed"
+    assert played.signals == [(0, [1], TERM)]
+
+
+def test_an_agent_that_is_lost_after_a_failure_is_not_the_cause():
+    assert Played(Exited(1, 3), Lost("localhost", "its agent ended")).exit_code == 3
+
+
+def test_a_command_that_cannot_be_started_ends_the_job_with_the_code_of_a_shell():
+    played = Played(Started(0, 1), Refused("pyhton: command not found", 127))
+    assert (played.exit_code, played.report) == (127, "pyhton: command not found")
+
+
+def test_a_reader_that_goes_away_ends_the_job_as_sigpipe_would():
+    played = Played(ScreenFailed("stdout", BrokenPipeError(errno.EPIPE, "Broken pipe")), Exited(0, 0), Exited(1, 0))
+    assert (played.exit_code, played.report) == (141, "")
+    assert played.signals == [(0, [0, 1], TERM)]
+
+
+def test_a_full_disk_is_named():
+    error = OSError(errno.ENOSPC, "No space left on device")
+    played = Played(ScreenFailed("stdout", error), Exited(0, 0), Exited(1, 0))
+    assert (played.exit_code, played.report) == (1, "cannot write to stdout: No space left on device")
