@@ -1,5 +1,5 @@
 """
-The parameters that a user names, checked: each has one name, no name is missing, groups do not overlap.
+What a user passes to DistributedOptimizer, checked: numbers, names of parameters, groups of them.
 
 Pure functions of their arguments; errors are ValueErrors, in Horovod's words where it has them.
 """
@@ -13,7 +13,48 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from .collective import Average, ReduceOp
+
+MEBIBYTE = 2**20
+
 Named = list[tuple[str, Tensor]]
+
+
+def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
+    """The optimizer, if it is one whose gradients can be averaged."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "torch.optim.LBFGS cannot be wrapped: it calls its closure a varying number of times per step, and "
+            "every call would have to be averaged on all ranks; use SGD, AdamW or another first-order optimizer"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
+    return optimizer
+
+
+def check_op(op: object) -> ReduceOp:
+    """The operation, if gradients can be combined by it."""
+    for known in ReduceOp:
+        if op == known:
+            return known
+    raise ValueError(f"op={op!r} is not one that gradients can be combined by: use hvd.Average or hvd.Sum")
+
+
+def check_predivide(factor: float, op: ReduceOp) -> float:
+    """The factor, if it is positive and there is an average to divide."""
+    if not isinstance(factor, (int, float)) or not factor > 0:
+        raise ValueError(f"gradient_predivide_factor={factor!r} is not a positive number")
+    if factor != 1.0 and op != Average:
+        # Horovod's words.
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    return float(factor)
+
+
+def check_cap(bucket_cap_mb: float) -> int:
+    """The cap in bytes."""
+    if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not a positive number of MiB")
+    return max(1, int(bucket_cap_mb * MEBIBYTE))
 
 
 def check_positive_int(value: object, argument: str) -> None:
@@ -106,6 +147,10 @@ def _check_pairs(named_parameters: Iterable[tuple[str, Tensor]]) -> Named:
     if repeated:
         raise ValueError("Parameter names in named_parameters must be unique. Found duplicates: " + ", ".join(repeated))
     return pairs
+
+
+def _is_named(item: object) -> bool:
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)
 
 
 def _require_all_named(optimizer: torch.optim.Optimizer, name_of: dict[Tensor, str]) -> None:

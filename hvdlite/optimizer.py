@@ -17,16 +17,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import check_groups, check_named_parameters, check_positive_int, names_of_added_group
+from .arguments import (
+    check_cap,
+    check_groups,
+    check_named_parameters,
+    check_op,
+    check_optimizer,
+    check_positive_int,
+    check_predivide,
+    names_of_added_group,
+)
 from .collective import Average, Group, ReduceOp
 from .compression import Compression, Compressor, check_compression
 from .errors import GradientError
-from .reducer import Reducer, Settings
+from .reducer import Reducer
+from .wire import Settings
 from .world import current_world
 
 DEFAULT_BUCKET_CAP_MB = 25.0
-
-MEBIBYTE = 2**20
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -82,12 +90,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
     ) -> None:
         # Not Optimizer.__init__: groups, state and hooks are the wrapped optimizer's, see the properties.
-        self._optimizer = _check_optimizer(optimizer)
+        if isinstance(optimizer, DistributedOptimizer):
+            raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
+        self._optimizer = check_optimizer(optimizer)
         settings = Settings(
             check_compression(compression),
-            _check_op(op),
-            _check_predivide(gradient_predivide_factor, op),
-            _check_cap(bucket_cap_mb),
+            check_op(op),
+            check_predivide(gradient_predivide_factor, op),
+            check_cap(bucket_cap_mb),
             bool(sparse_as_dense),
         )
         check_positive_int(backward_passes_per_step, "backward_passes_per_step")
@@ -163,12 +173,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
         self._optimizer.zero_grad(set_to_none)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Wait for the averages, then take the wrapped optimizer's step. Every rank must call it.
 
         A ``closure`` is called once; its gradients are averaged before they are used. What it returns,
         its own rank's loss, is returned.
         """
+        result: float | None
         if closure is not None:
             result = self._optimizer.step(self._averaging(closure))
         else:
@@ -177,8 +188,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._reducer.stepped()
         return result
 
-    def _averaging(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def average_after() -> Any:
+    def _averaging(self, closure: Callable[[], float]) -> Callable[[], float]:
+        def average_after() -> float:
             loss = closure()
             self._prepare_step()
             return loss
@@ -224,6 +235,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def defaults(self) -> dict[str, Any]:
         """The wrapped optimizer's defaults."""
         return self._optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, value: dict[str, Any]) -> None:
+        self._optimizer.defaults = value
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's, so that checkpoints do not depend on the wrapping."""
@@ -277,38 +292,3 @@ class DistributedOptimizer(torch.optim.Optimizer):
         params = [param for entry in self._optimizer.param_groups for param in entry["params"]]
         reducer = Reducer(current_world().group, pickled["settings"], pickled["backward_passes_per_step"])
         self._connect(reducer, list(zip(self._names, params, strict=True)), pickled["groups"])
-
-
-def _check_optimizer(optimizer: object) -> torch.optim.Optimizer:
-    if isinstance(optimizer, DistributedOptimizer):
-        raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            "torch.optim.LBFGS cannot be wrapped: it calls its closure a varying number of times per step, and "
-            "every call would have to be averaged on all ranks; use SGD, AdamW or another first-order optimizer"
-        )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
-    return optimizer
-
-
-def _check_op(op: object) -> ReduceOp:
-    for known in ReduceOp:
-        if op == known:
-            return known
-    raise ValueError(f"op={op!r} is not one that gradients can be combined by: use hvd.Average or hvd.Sum")
-
-
-def _check_predivide(factor: float, op: ReduceOp) -> float:
-    if not isinstance(factor, (int, float)) or not factor > 0:
-        raise ValueError(f"gradient_predivide_factor={factor!r} is not a positive number")
-    if factor != 1.0 and op != Average:
-        # Horovod's words.
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    return float(factor)
-
-
-def _check_cap(bucket_cap_mb: float) -> int:
-    if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not a positive number of MiB")
-    return max(1, int(bucket_cap_mb * MEBIBYTE))

@@ -8,7 +8,8 @@ A gradient lives in a *slice* of a *bucket*; a full bucket becomes a *wire*, and
 wires, scaled, is the *average*. A parameter has *arrived* when its gradient is complete for this step,
 that is after `backward_passes_per_step` backward passes.
 
-What lies where is decided in `plan`; sparse gradients take the way of `sparse`. Whether a user's calls
+What lies where is decided in `plan` and kept in `layout`, what happens to a bucket on its way in `wire`;
+sparse gradients take the way of `sparse`. Whether a user's calls
 come in an order that loses nothing is checked here, since only here is known what is under way.
 """
 
@@ -16,67 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from .bucket import Bucket, Slot
-from .collective import Average, Group, ReduceOp
-from .compression import Compressor
+from .collective import Group
 from .errors import GradientError, MismatchError
-from .plan import BucketPlan, Description, ParamSpec, first_difference, plan_buckets
-from .sparse import SparseHome
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How gradients are combined; the same on every rank."""
-
-    compression: Compressor
-    op: ReduceOp
-    gradient_predivide_factor: float
-    cap_bytes: int
-    sparse_as_dense: bool
-
-    def signature(self) -> tuple[object, ...]:
-        """What two ranks compare; a compression of the user's own by its type."""
-        own_words = type(self.compression).__repr__ is not object.__repr__
-        compression = repr(self.compression) if own_words else type(self.compression).__qualname__
-        return (compression, self.op, self.gradient_predivide_factor, self.cap_bytes, self.sparse_as_dense)
-
-    def scales(self, size: int) -> tuple[float, float]:
-        """The factors before and after the sum.
-
-        An average is scaled before it is summed, so that it overflows no sooner than its terms do.
-        """
-        if self.op is not Average:
-            return 1.0, 1.0
-        if self.gradient_predivide_factor == 1.0:
-            return 1.0 / size, 1.0
-        return 1.0 / self.gradient_predivide_factor, self.gradient_predivide_factor / size
-
-
-class InFlight:
-    """The all-reduce of a bucket under way, and all that must outlive it."""
-
-    def __init__(self, bucket: Bucket, group: Group, settings: Settings) -> None:
-        self._compression = settings.compression
-        before, self._after = settings.scales(group.size)
-        self._out = _as_real(bucket.seal())
-        # Held until finish(): the engine reads and writes this memory meanwhile.
-        self._wire = settings.compression.compress(self._out, before)
-        self._work = group.all_reduce(self._wire, f"the all-reduce of the {bucket.plan.describe()}")
-
-    def is_completed(self) -> bool:
-        """Whether `finish` would not have to wait."""
-        return self._work.is_completed()
-
-    def finish(self) -> None:
-        """Block until done; leave the average in the bucket, and so in every gradient that is a view of it."""
-        self._work.wait()
-        self._compression.decompress(self._wire, self._out, self._after)
+from .layout import Layout
+from .plan import Description, first_difference
+from .wire import InFlight, Settings
 
 
 class Reducer:
@@ -92,10 +43,7 @@ class Reducer:
         self.settings = settings
         self.backward_passes_per_step = backward_passes_per_step
         self._hooks: list[RemovableHandle] = []
-        # In plan order, the same on every rank, as are the sparse ones.
-        self._buckets: list[Bucket] = []
-        self._sparse: list[SparseHome] = []
-        self._slots: dict[Tensor, Slot] = {}
+        self._layout = Layout(cap_bytes=settings.cap_bytes, densify=settings.sparse_as_dense)
         self._uncompared: list[Description] = []
         # What is under way in this step.
         self._collecting = False
@@ -111,14 +59,8 @@ class Reducer:
     def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
         """Take in parameters: plan their buckets, after those there are, and hook their gradients."""
         params = dict(named_params)
-        specs = [ParamSpec.of(name, param) for name, param in params.items()]
-        plans = plan_buckets(specs, cap_bytes=self.settings.cap_bytes, groups=groups)
-        buckets = [self._make_bucket(plan, [params[piece.spec.name] for piece in plan.slices]) for plan in plans]
-        if buckets:
-            buckets[0].sleepers = [bucket for bucket in buckets if bucket.asleep]
-        self._buckets += buckets
+        self._uncompared.append(self._layout.add(params, groups))
         self._hooks += [_hook(param, self._on_gradient) for param in params.values()]
-        self._uncompared.append([(spec.name, spec.describe()) for spec in specs])
 
     def compare_with_other_ranks(self) -> None:
         """Raise a MismatchError on every rank if one has other parameters than another.
@@ -139,7 +81,7 @@ class Reducer:
     # -- inside backward
 
     def _on_gradient(self, param: Tensor) -> None:
-        slot = self._slots[param]
+        slot = self._layout.slots[param]
         if not self._collecting:
             self._begin_step()
         elif slot.arrived:
@@ -161,7 +103,7 @@ class Reducer:
     def _launch_full_buckets(self) -> None:
         # In plan order, not as buckets fill: ranks may fill them in different orders, and collectives
         # pair up by the order of their launch alone.
-        for bucket in self._awake()[len(self._launched) :]:
+        for bucket in self._layout.awake()[len(self._launched) :]:
             if not bucket.full:
                 break
             self._launch(bucket)
@@ -204,7 +146,7 @@ class Reducer:
         Unless they are surplus (see `_is_surplus`): then wait, and drop them. A half accumulation is dropped.
         """
         if self._collecting:
-            arrived = next((slot for slot in self._slots.values() if slot.arrived), None)
+            arrived = next((slot for slot in self._layout.slots.values() if slot.arrived), None)
             if arrived is not None:
                 if not self._is_surplus():
                     raise GradientError(
@@ -219,7 +161,7 @@ class Reducer:
     @property
     def has_arrivals(self) -> bool:
         """Whether some gradient is complete and has not been synchronized."""
-        return self._collecting and any(slot.arrived for slot in self._slots.values())
+        return self._collecting and any(slot.arrived for slot in self._layout.slots.values())
 
     @contextmanager
     def only_accumulating(self) -> Iterator[None]:
@@ -232,25 +174,22 @@ class Reducer:
 
     # -- how it is done
 
-    def _awake(self) -> list[Bucket]:
-        return [bucket for bucket in self._buckets if not bucket.asleep]
-
     def _begin_step(self) -> None:
         self.compare_with_other_ranks()
         self._collecting = True
         self._synchronized = False
-        for bucket in self._buckets:
+        for bucket in self._layout.buckets:
             bucket.expect()
 
     def _end_step(self) -> None:
         self._collecting = False
         self._launched.clear()
         self._in_flight.clear()
-        for slot in self._slots.values():
+        for slot in self._layout.slots.values():
             slot.forget()
 
     def _reduce_everything(self) -> None:
-        for bucket in self._awake()[len(self._launched) :]:
+        for bucket in self._layout.awake()[len(self._launched) :]:
             self._launch(bucket)
         self._finish_all()
         # A call to wake travels in a bucket that has just come back, so all ranks hear it at the same time.
@@ -274,9 +213,9 @@ class Reducer:
                 continue
             newly_sparse = [slot for slot, used, sparse in bucket.read_flags() if self._settle(slot, used, sparse)]
             if newly_sparse:
-                self._move_out(bucket, newly_sparse)
+                self._layout.move_out(bucket, newly_sparse)
         before, after = self.settings.scales(self.group.size)
-        for home in self._sparse:
+        for home in self._layout.sparse:
             home.reduce(self.group, before, after)
 
     def _settle(self, slot: Slot, used: bool, sparse: bool) -> bool:
@@ -295,24 +234,6 @@ class Reducer:
         if used and not slot.arrived:
             slot.param.grad = slot.view
         return sparse
-
-    def _move_out(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
-        """From now on these parameters' gradients are gathered; the bucket is planned again without them."""
-        index = self._buckets.index(bucket)
-        kept = [slot.param for slot in bucket.slots if slot not in slots]
-        plan = bucket.plan.without({slot.name for slot in slots})
-        smaller = self._make_bucket(plan, kept)
-        smaller.sleepers = bucket.sleepers
-        self._buckets[index : index + 1] = [smaller] if plan.numel else []
-        for slot in slots:
-            home = SparseHome(slot)
-            slot.home, slot.view = home, None
-            self._sparse.append(home)
-
-    def _make_bucket(self, plan: BucketPlan, params: Sequence[Tensor]) -> Bucket:
-        bucket = Bucket(plan, params, densify=self.settings.sparse_as_dense)
-        self._slots.update((slot.param, slot) for slot in bucket.slots)
-        return bucket
 
     def _is_surplus(self) -> bool:
         """Whether another optimizer has stepped with every backward pass that these gradients come from.
@@ -349,10 +270,6 @@ def _hook(param: Tensor, on_gradient: object) -> RemovableHandle:
         param.requires_grad_(False)
     assert isinstance(handle, RemovableHandle), "torch returns what removes the hook"
     return handle
-
-
-def _as_real(buffer: Tensor) -> Tensor:
-    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
 
 
 def _words_of_difference(descriptions: Sequence[Description], group: Group) -> str:

@@ -152,6 +152,7 @@ def _adopt(timeout: timedelta) -> World:
     cuda = next((item.partition(":")[2] for item in configured.split(",") if item.startswith("cuda:")), None)
     backend = f"cpu:gloo,cuda:{cuda}" if cuda not in (None, "undefined") else "gloo"
     engine = dist.new_group(backend=backend, timeout=timeout)
+    assert isinstance(engine, dist.ProcessGroup), "every rank is a member of it"
     told = read_seat(os.environ)
     host = socket.gethostname()
     seat = Seat(

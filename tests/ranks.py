@@ -27,9 +27,7 @@ def run_ranks(size: int, function: Callable[[Group], Any], engine: Callable[[Any
     return outcomes
 
 
-def attempt_ranks(
-    size: int, function: Callable[[Group], Any], engine: Callable[[Any], Any] = lambda e: e
-) -> list[Any]:
+def attempt_ranks(size: int, function: Callable[[Group], Any], engine: Callable[[Any], Any] = lambda e: e) -> list[Any]:
     """Like `run_ranks`, but an exception is the rank's outcome."""
     store = dist.HashStore()
     outcomes: list[Any] = [None] * size

@@ -1,0 +1,61 @@
+"""
+Where every parameter's gradient is kept: the buckets in plan order, and those that are gathered.
+
+    named parameters ── plan ── buckets, some asleep ── a sparse gradient shows itself ── one moves out
+
+The order of both lists is the same on every rank at all times, since collectives follow it: they change
+only by what all ranks know together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+from .bucket import Bucket, Slot
+from .plan import BucketPlan, Description, ParamSpec, plan_buckets
+from .sparse import SparseHome
+
+
+class Layout:
+    """The homes of the gradients of one optimizer's parameters."""
+
+    def __init__(self, *, cap_bytes: int, densify: bool) -> None:
+        self.buckets: list[Bucket] = []
+        self.sparse: list[SparseHome] = []
+        self.slots: dict[Tensor, Slot] = {}
+        self._cap_bytes = cap_bytes
+        self._densify = densify
+
+    def add(self, params: dict[str, Tensor], groups: Iterable[Iterable[str]]) -> Description:
+        """Plan buckets for more parameters, after those there are; what ranks are to compare of them."""
+        specs = [ParamSpec.of(name, param) for name, param in params.items()]
+        plans = plan_buckets(specs, cap_bytes=self._cap_bytes, groups=groups)
+        buckets = [self._make_bucket(plan, [params[piece.spec.name] for piece in plan.slices]) for plan in plans]
+        if buckets:
+            # The first bucket's plan has room for their calls.
+            buckets[0].sleepers = [bucket for bucket in buckets if bucket.asleep]
+        self.buckets += buckets
+        return [(spec.name, spec.describe()) for spec in specs]
+
+    def awake(self) -> list[Bucket]:
+        """The buckets that travel in every step, in plan order."""
+        return [bucket for bucket in self.buckets if not bucket.asleep]
+
+    def move_out(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
+        """From now on these gradients are gathered; their bucket is planned again without them."""
+        index = self.buckets.index(bucket)
+        kept = [slot.param for slot in bucket.slots if slot not in slots]
+        plan = bucket.plan.without({slot.name for slot in slots})
+        smaller = self._make_bucket(plan, kept)
+        smaller.sleepers = bucket.sleepers
+        self.buckets[index : index + 1] = [smaller] if plan.numel else []
+        for slot in slots:
+            slot.home, slot.view = SparseHome(slot), None
+            self.sparse.append(slot.home)
+
+    def _make_bucket(self, plan: BucketPlan, params: Sequence[Tensor]) -> Bucket:
+        bucket = Bucket(plan, params, densify=self._densify)
+        self.slots.update((slot.param, slot) for slot in bucket.slots)
+        return bucket

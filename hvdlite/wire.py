@@ -1,0 +1,72 @@
+"""
+From a full bucket to its average: compress, all-reduce, decompress, as one object that is under way.
+
+    bucket.seal ── compress (scale before) ── all-reduce ── wait ── decompress (scale after) ── bucket
+
+An algorithm that needs collectives of its own replaces `InFlight` as a whole. When a bucket is launched,
+and when it is waited for, is decided in `reducer`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .bucket import Bucket
+from .collective import Average, Group, ReduceOp
+from .compression import Compressor
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How gradients are combined; the same on every rank."""
+
+    compression: Compressor
+    op: ReduceOp
+    gradient_predivide_factor: float
+    cap_bytes: int
+    sparse_as_dense: bool
+
+    def signature(self) -> tuple[object, ...]:
+        """What two ranks compare; a compression of the user's own by its type."""
+        own_words = type(self.compression).__repr__ is not object.__repr__
+        compression = repr(self.compression) if own_words else type(self.compression).__qualname__
+        return (compression, self.op, self.gradient_predivide_factor, self.cap_bytes, self.sparse_as_dense)
+
+    def scales(self, size: int) -> tuple[float, float]:
+        """The factors before and after the sum.
+
+        An average is scaled before it is summed, so that it overflows no sooner than its terms do.
+        """
+        if self.op is not Average:
+            return 1.0, 1.0
+        if self.gradient_predivide_factor == 1.0:
+            return 1.0 / size, 1.0
+        return 1.0 / self.gradient_predivide_factor, self.gradient_predivide_factor / size
+
+
+class InFlight:
+    """The all-reduce of a bucket under way, and all that must outlive it."""
+
+    def __init__(self, bucket: Bucket, group: Group, settings: Settings) -> None:
+        self._compression = settings.compression
+        before, self._after = settings.scales(group.size)
+        self._out = _as_real(bucket.seal())
+        # Held until finish(): the engine reads and writes this memory meanwhile.
+        self._wire = settings.compression.compress(self._out, before)
+        self._work = group.all_reduce(self._wire, f"the all-reduce of the {bucket.plan.describe()}")
+
+    def is_completed(self) -> bool:
+        """Whether `finish` would not have to wait."""
+        return self._work.is_completed()
+
+    def finish(self) -> None:
+        """Block until done; leave the average in the bucket, and so in every gradient that is a view of it."""
+        self._work.wait()
+        self._compression.decompress(self._wire, self._out, self._after)
+
+
+def _as_real(buffer: Tensor) -> Tensor:
+    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
