@@ -37,10 +37,12 @@ from .protocol import (
     Stream,
     encode,
 )
+from .signals import signals_as_bytes
 
 _READ_BYTES = 1 << 16
 _OUTGOING_BYTES = 1 << 18  # with more than this unsent, the workers' pipes are left to fill
 _PIPE_BYTES = 1 << 20
+_SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass
@@ -282,20 +284,9 @@ def _refusal(job: StartJob, environment: Mapping[str, str], error: OSError) -> R
     return Refused(f"{name}: {why}", exit_code)
 
 
-def _signals_as_bytes() -> int:
-    """Have each signal that matters written to a pipe as one byte, and give the end to read."""
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-    for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # An ignored one (nohup) stays so, here and in the workers.
-        if signum == signal.SIGCHLD or signal.getsignal(signum) != signal.SIG_IGN:
-            signal.signal(signum, lambda *_: None)
-    return read_end
-
-
 def main() -> int:
     adopts = tree.adopt_orphans()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would hide how workers end
     # Nothing that is started or that prints shall find the wire as its own stdin or stdout.
     commands, events = os.dup(0), os.dup(1)
     with open(os.devnull, "r+b") as nothing:
@@ -305,7 +296,8 @@ def main() -> int:
         with contextlib.suppress(OSError):
             fcntl.fcntl(events, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     try:
-        Agent(commands, events, _signals_as_bytes(), adopts=adopts).run()
+        with signals_as_bytes(_SIGNALS) as signals:
+            Agent(commands, events, signals, adopts=adopts).run()
     except LauncherError as error:
         print(f"hvdlite-run: agent: {error}", file=sys.stderr)
         return error.exit_code

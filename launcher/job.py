@@ -7,16 +7,17 @@ import contextlib
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Collection, Iterator, Sequence
 from queue import Empty, SimpleQueue
-from threading import Semaphore
 
 from . import tree
-from .errors import UsageError
+from .errors import LauncherError, UsageError
 from .output import Screen
 from .plan import Slot, job_dir, slot_environment
 from .protocol import Event, Interrupted, ScreenDone, SignalRanks, StartJob
 from .remote import RemoteAgent
+from .signals import signals_as_bytes
 from .supervise import Supervisor
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -52,7 +53,9 @@ def run_job(slots: Sequence[Slot], command: Sequence[str], *, grace: float, verb
 class _Agents:
     """The agents of all hosts; on leaving, whatever happened, nothing of the job is left."""
 
-    def __init__(self, slots: Sequence[Slot], events: SimpleQueue[Event], room: Semaphore, token: str) -> None:
+    def __init__(
+        self, slots: Sequence[Slot], events: SimpleQueue[Event], room: threading.Semaphore, token: str
+    ) -> None:
         self._slots = slots
         self._events = events
         self._room = room
@@ -69,7 +72,10 @@ class _Agents:
         size = len(self._slots)
         for host in dict.fromkeys(slot.host for slot in self._slots):
             workers = {slot.rank: slot_environment(slot, size) for slot in self._slots if slot.host == host}
-            agent = RemoteAgent(host, workers.keys(), self._events, room=self._room)
+            try:
+                agent = RemoteAgent(host, workers.keys(), self._events, room=self._room)
+            except OSError as error:
+                raise LauncherError(f"cannot start the agent on {host.name}: {error}") from error
             self._agents.append(agent)
             agent.send(StartJob(self._token, tuple(command), cwd, dict(os.environ), workers))
 
@@ -92,15 +98,17 @@ class _Agents:
 
 @contextlib.contextmanager
 def _signals_as_events(events: SimpleQueue[Event]) -> Iterator[None]:
-    # An ignored one (nohup, a script's background job) stays ignored, here and in the workers.
-    caught = [signum for signum in _SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
-    # SimpleQueue.put may interrupt itself, which is what a handler does.
-    before = {signum: signal.signal(signum, lambda signum, _: events.put(Interrupted(signum))) for signum in caught}
-    try:
+    with signals_as_bytes(_SIGNALS) as pipe:
+        threading.Thread(target=_pass_signals_on, args=(pipe, events), daemon=True, name="signals").start()
         yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+
+
+def _pass_signals_on(pipe: int, events: SimpleQueue[Event]) -> None:
+    while received := os.read(pipe, 64):
+        for signum in received:
+            if signum in _SIGNALS:
+                events.put(Interrupted(signum))
+    os.close(pipe)
 
 
 def _wait_for_screen(events: SimpleQueue[Event], timeout_s: float | None) -> None:

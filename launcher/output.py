@@ -141,7 +141,8 @@ class Screen:
                 self._write(stream, lines.finish(), lines)
 
     def _say(self, text: str) -> None:
-        self._write("stderr", f"hvdlite-run: {text}\n".encode(errors="surrogateescape"))
+        over = _ERASE if self._in_place["stderr"] else b""  # a ^C may stand there
+        self._write("stderr", over + f"hvdlite-run: {text}\n".encode(errors="surrogateescape"))
 
     def _prefix(self, rank: int, stream: Stream) -> bytes:
         prefix = f"[{rank}]<{stream}>:"

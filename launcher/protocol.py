@@ -195,7 +195,7 @@ def _int(value: object) -> int:
 
 
 def _str(value: object) -> str:
-    if not isinstance(value, str):
+    if not isinstance(value, str) or "\0" in value:
         raise TypeError(value)
     return value
 

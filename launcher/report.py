@@ -5,12 +5,14 @@ Who that is decides `supervise`.
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass
 
 _TAIL_LINES = 50
 _TAIL_BYTES = 64 << 10
 
+_PREFIX = re.compile(r"\[rank\d+\]: ")  # torch puts it before each line
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
     "The above exception was the direct cause of the following exception:",
@@ -38,6 +40,7 @@ class Tail:
 
 def _begin(lines: list[str]) -> int:
     """Where the last traceback begins, with those that led to it; 0 if there is none."""
+    lines = [_PREFIX.sub("", line, count=1) for line in lines]
     for i in range(len(lines) - 1, -1, -1):
         if lines[i].startswith(_TRACEBACK):
             before = [line for line in lines[:i] if line]

@@ -52,7 +52,7 @@ def _prctl() -> Callable[[int, int], int] | None:
 
 def signal_group(pid: int, signum: int) -> None:
     """Signal the process group that ``pid`` leads; it may be gone already."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
+    with contextlib.suppress(OSError):
         os.killpg(pid, signum)
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 RANKS = st.integers(0, 2**32 - 1)
 NUMBERS = st.integers(-(2**31), 2**31)
 # Arguments and variables are bytes on Unix: those that are no UTF-8 are lone surrogates in a str.
-WORDS = st.binary(max_size=20).map(lambda word: word.decode(errors="surrogateescape"))
+WORDS = st.binary(max_size=20).map(lambda word: word.replace(b"\0", b"").decode(errors="surrogateescape"))
 ENVIRONMENTS = st.dictionaries(WORDS, WORDS, max_size=4)
 MESSAGES = st.one_of(
     st.builds(Output, RANKS, st.sampled_from(["stdout", "stderr"]), st.binary()),

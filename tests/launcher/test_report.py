@@ -23,6 +23,11 @@ def test_a_traceback_keeps_the_one_that_led_to_it():
     assert _tail("noise\n" + chain) == chain.splitlines()
 
 
+def test_a_traceback_with_torchs_prefix_is_one():
+    lines = ["[rank1]: Traceback (most recent call last):", "[rank1]: E: y"]
+    assert _tail("\n".join(["noise", *lines])) == lines
+
+
 def test_without_a_traceback_the_last_lines_are_shown():
     assert _tail("".join(f"{i}\n" for i in range(500))) == [str(i) for i in range(450, 500)]
 
