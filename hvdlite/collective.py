@@ -51,6 +51,18 @@ class Engine(Protocol):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork: ...
 
 
+class Channels(Protocol):
+    """Where a group gets further engines from, between the same ranks and independent of each other."""
+
+    def open(self) -> Engine:
+        """A new engine; every rank of the group must call it."""
+        ...
+
+    def close(self, engine: Engine, /) -> None:
+        """Give one back; waits for nobody."""
+        ...
+
+
 class AloneEngine:
     """The engine of a rank that has no others: every collective is done as it begins."""
 
@@ -64,6 +76,16 @@ class AloneEngine:
         for output, tensor in zip(outputs, inputs, strict=True):
             output[0].copy_(tensor)
         return _Done()
+
+
+class AloneChannels:
+    """Engines for a rank that has no others."""
+
+    def open(self) -> Engine:
+        return AloneEngine()
+
+    def close(self, engine: Engine, /) -> None:
+        return
 
 
 class _Done:
@@ -101,8 +123,9 @@ class Group:
     the others wait for all ranks.
     """
 
-    def __init__(self, engine: Engine, rank: int, size: int, hosts: Sequence[str]) -> None:
-        self.engine = engine
+    def __init__(self, channels: Channels, rank: int, size: int, hosts: Sequence[str]) -> None:
+        self._channels = channels
+        self.engine = channels.open()
         self.rank = rank
         self.size = size
         self.hosts = tuple(hosts)
@@ -110,6 +133,20 @@ class Group:
         # two optimizers share a group: what one generator step leaves behind in the discriminator is
         # recognised by it. A few suffice: gradients do not stay pending for long.
         self.stepped_backwards: deque[int] = deque(maxlen=64)
+
+    def duplicate(self) -> Group:
+        """The same ranks over an engine of its own (as MPI's Comm_dup). Every rank must call it.
+
+        Collectives pair up by their order within an engine alone. Whoever launches them at times that may
+        differ by rank, as a `Reducer` does, needs one that nobody else uses.
+        """
+        group = Group(self._channels, self.rank, self.size, self.hosts)
+        group.stepped_backwards = self.stepped_backwards
+        return group
+
+    def close(self) -> None:
+        """Give the engine back. Waits for nobody; call it only when nothing is under way."""
+        self._channels.close(self.engine)
 
     def describe_rank(self, rank: int) -> str:
         """Such as ``rank 3 (node2)``."""

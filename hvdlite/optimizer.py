@@ -113,7 +113,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "hvd.DistributedOptimizer",
             "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, passes per step, groups)",
         )
-        self._reducer.compare_with_other_ranks()
+        self._reducer.meet()
 
     def _connect(self, reducer: Reducer, named: Sequence[tuple[str, Tensor]], groups: Sequence[Sequence[str]]) -> None:
         self._reducer = reducer
@@ -255,7 +255,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         named = names_of_added_group(self._optimizer, self._names)
         self._names += [name for name, _ in named]
         self._reducer.add_params(named)
-        self._reducer.compare_with_other_ranks()
+        self._reducer.meet()
 
     def __getattr__(self, name: str) -> Any:
         # Whatever else the wrapped optimizer has: its step hooks' registration, a subclass's own methods.
@@ -264,7 +264,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return getattr(self._optimizer, name)
 
     def __repr__(self) -> str:
-        return f"DistributedOptimizer over {self._reducer.group.size} ranks of\n{self._optimizer!r}"
+        return f"DistributedOptimizer over {self._reducer.size} ranks of\n{self._optimizer!r}"
 
     def __getstate__(self) -> dict[str, Any]:
         if not self._uses_the_world:

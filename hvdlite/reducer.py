@@ -39,8 +39,11 @@ class Reducer:
     """
 
     def __init__(self, group: Group, settings: Settings, backward_passes_per_step: int = 1) -> None:
-        self.group = group
         self.settings = settings
+        self.size = group.size
+        self._ranks = group
+        # A channel of our own between the same ranks, opened when they first meet.
+        self._group: Group | None = None
         self.backward_passes_per_step = backward_passes_per_step
         self._hooks: list[RemovableHandle] = []
         self._layout = Layout(cap_bytes=settings.cap_bytes, densify=settings.sparse_as_dense)
@@ -62,21 +65,28 @@ class Reducer:
         self._uncompared.append(self._layout.add(params, groups))
         self._hooks += [_hook(param, self._on_gradient) for param in params.values()]
 
-    def compare_with_other_ranks(self) -> None:
-        """Raise a MismatchError on every rank if one has other parameters than another.
+    def meet(self) -> Group:
+        """The channel to the other ranks; the first call opens it and compares the models.
 
-        Every rank must call it, or leave it to the first gradient. Does nothing where nothing is new.
+        Every rank must call it before the first gradient, or leave it to that. A MismatchError on every
+        rank if one has other parameters than another.
         """
         while self._uncompared:
-            descriptions = self.group.agree(self._uncompared.pop(0), "comparing the models")
+            descriptions = self._ranks.agree(self._uncompared.pop(0), "comparing the models")
             if descriptions is not None:
-                raise MismatchError(_words_of_difference(descriptions, self.group))
+                raise MismatchError(_words_of_difference(descriptions, self._ranks))
+        if self._group is None:
+            self._group = self._ranks.duplicate()
+        return self._group
 
     def close(self) -> None:
         """Remove every hook. Gradients stay where they are; what is under way is not waited for."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        if self._group is not None and not self._collecting:
+            self._group.close()
+            self._group = None
 
     # -- inside backward
 
@@ -110,7 +120,7 @@ class Reducer:
 
     def _launch(self, bucket: Bucket) -> None:
         self._launched.append(bucket)
-        self._in_flight.append(InFlight(bucket, self.group, self.settings))
+        self._in_flight.append(InFlight(bucket, self.meet(), self.settings))
         # Those that are done give their wires back, so that memory holds few of them at a time.
         while self._in_flight[0].is_completed() and len(self._in_flight) > 1:
             self._in_flight.pop(0).finish()
@@ -136,7 +146,7 @@ class Reducer:
 
     def stepped(self) -> None:
         """The optimizer has used the gradients."""
-        self.group.stepped_backwards.extend(self._backwards)
+        self._ranks.stepped_backwards.extend(self._backwards)
         self._backwards.clear()
         self._synchronized = False
 
@@ -175,7 +185,7 @@ class Reducer:
     # -- how it is done
 
     def _begin_step(self) -> None:
-        self.compare_with_other_ranks()
+        self.meet()
         self._collecting = True
         self._synchronized = False
         for bucket in self._layout.buckets:
@@ -214,9 +224,10 @@ class Reducer:
             newly_sparse = [slot for slot, used, sparse in bucket.read_flags() if self._settle(slot, used, sparse)]
             if newly_sparse:
                 self._layout.move_out(bucket, newly_sparse)
-        before, after = self.settings.scales(self.group.size)
+        group = self.meet()
+        before, after = self.settings.scales(group.size)
         for home in self._layout.sparse:
-            home.reduce(self.group, before, after)
+            home.reduce(group, before, after)
 
     def _settle(self, slot: Slot, used: bool, sparse: bool) -> bool:
         """Leave in one gradient what the flags of all ranks say; whether it is to be gathered instead."""
@@ -241,7 +252,7 @@ class Reducer:
         So it is with a GAN's discriminator after the generator's step: the generator's backward passes
         through it and leaves gradients that nobody asked for.
         """
-        return bool(self._backwards) and self._backwards <= set(self.group.stepped_backwards)
+        return bool(self._backwards) and self._backwards <= set(self._ranks.stepped_backwards)
 
     def _require_surplus(self, slot: Slot) -> None:
         if not self._is_surplus():

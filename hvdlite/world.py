@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-from .collective import AloneEngine, Engine, Group
+from .collective import AloneChannels, Channels, Engine, Group
 from .errors import LaunchEnvironmentError, MismatchError, NotInitializedError, says_peer_lost
 from .topology import Seat, Topology, read_seat, seats_to_topology
 
@@ -39,6 +39,37 @@ class World:
     topology: Topology
     group: Group
     leave: Callable[[], None]
+
+
+class TorchChannels:
+    """Process groups of all ranks: first the default one if it is ours, then further ones beside it."""
+
+    def __init__(self, backend: str, timeout: timedelta, unused_default: dist.ProcessGroup | None = None) -> None:
+        self._backend = backend
+        self._timeout = timeout
+        self._unused_default = unused_default
+        self._open: list[dist.ProcessGroup] = []
+
+    def open(self) -> Engine:
+        if self._unused_default is not None:
+            default, self._unused_default = self._unused_default, None
+            return default
+        group = dist.new_group(backend=self._backend, timeout=self._timeout)
+        assert isinstance(group, dist.ProcessGroup), "every rank is a member of it"
+        self._open.append(group)
+        return group
+
+    def close(self, engine: Engine, /) -> None:
+        # Gone already where the default group has been destroyed, and all others with it.
+        for group in [group for group in self._open if group is engine]:
+            self._open.remove(group)
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    def close_all(self) -> None:
+        """Give back every group that is still open."""
+        for group in list(self._open):
+            self.close(group)
 
 
 _world: World | None = None
@@ -131,7 +162,7 @@ def cross_size() -> int:
 
 def _alone() -> World:
     seat = Seat(rank=0, size=1, node="", host=socket.gethostname(), local_rank=0)
-    return _world_of(seat, AloneEngine(), leave=lambda: None)
+    return _world_of(seat, AloneChannels(), leave=lambda: None)
 
 
 def _connect(seat: Seat, timeout: timedelta) -> World:
@@ -142,17 +173,15 @@ def _connect(seat: Seat, timeout: timedelta) -> World:
         # A prefix of its own for every init, so that one after a shutdown does not read the first one's keys.
         store = PrefixStore(f"init{next(_generation)}", _open_store(seat.store_url, seat.size, timeout))
         dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
-    return _world_of(seat, _default_group(), leave=_destroy_default_group)
+    return _world_of(seat, TorchChannels(backend, timeout, dist.group.WORLD), leave=_destroy_default_group)
 
 
 def _adopt(timeout: timedelta) -> World:
-    """A group of our own beside the program's: its collectives cannot get between ours."""
+    """Groups of our own beside the program's: its collectives cannot get between ours."""
     configured = str(dist.get_backend_config())
     # The program's choice for CUDA tensors stays (gloo lets two ranks share a GPU); CPU tensors need gloo.
     cuda = next((item.partition(":")[2] for item in configured.split(",") if item.startswith("cuda:")), None)
     backend = f"cpu:gloo,cuda:{cuda}" if cuda not in (None, "undefined") else "gloo"
-    engine = dist.new_group(backend=backend, timeout=timeout)
-    assert isinstance(engine, dist.ProcessGroup), "every rank is a member of it"
     told = read_seat(os.environ)
     host = socket.gethostname()
     seat = Seat(
@@ -162,11 +191,12 @@ def _adopt(timeout: timedelta) -> World:
         host=host if told is None else told.host,
         local_rank=None if told is None else told.local_rank,
     )
-    return _world_of(seat, engine, leave=lambda: _destroy_group(engine))
+    channels = TorchChannels(backend, timeout)
+    return _world_of(seat, channels, leave=channels.close_all)
 
 
-def _world_of(seat: Seat, engine: Engine, leave: Callable[[], None]) -> World:
-    group = Group(engine, seat.rank, seat.size, [f"host of rank {rank}" for rank in range(seat.size)])
+def _world_of(seat: Seat, channels: Channels, leave: Callable[[], None]) -> World:
+    group = Group(channels, seat.rank, seat.size, [f"host of rank {rank}" for rank in range(seat.size)])
     introductions = group.all_gather_object((seat, _own_version()), "hvd.init()")
     seats = [introduced for introduced, _ in introductions]
     topology = seats_to_topology(seat.rank, seats)
@@ -192,21 +222,9 @@ def _open_store(url: str, size: int, timeout: timedelta) -> Store:
     return store
 
 
-def _default_group() -> Engine:
-    group = dist.group.WORLD
-    assert group is not None, "init_process_group has just made it"
-    return group
-
-
 def _destroy_default_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _destroy_group(group: dist.ProcessGroup) -> None:
-    # Gone already where the program destroyed its own default group first.
-    if dist.is_initialized():
-        dist.destroy_process_group(group)
 
 
 def _own_version() -> str:

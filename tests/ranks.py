@@ -15,29 +15,49 @@ from hvdlite.collective import Group
 TIMEOUT = timedelta(seconds=20)
 
 
-def run_ranks(size: int, function: Callable[[Group], Any], engine: Callable[[Any], Any] = lambda e: e) -> list[Any]:
+class ThreadChannels:
+    """Gloo process groups of one rank, over a store in memory that the other threads share."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, wrap: Callable[[Any], Any]) -> None:
+        self._store, self._rank, self._size, self._wrap = store, rank, size, wrap
+        self._opened = 0
+
+    def open(self) -> Any:
+        store = dist.PrefixStore(f"channel{self._opened}", self._store)
+        self._opened += 1
+        return self._wrap(dist.ProcessGroupGloo(store, self._rank, self._size, TIMEOUT))
+
+    def close(self, engine: Any, /) -> None:
+        return
+
+
+def run_ranks(
+    size: int, function: Callable[[Group], Any], make_wrapper: Callable[[], Callable[[Any], Any]] | None = None
+) -> list[Any]:
     """``function(group)`` on every rank; results by rank. The first rank's exception, if any, is raised.
 
-    ``engine`` may wrap each rank's process group, to count or to disturb what goes through it.
+    ``make_wrapper`` is called once per rank; what it returns wraps each of the rank's engines.
     """
-    outcomes = attempt_ranks(size, function, engine)
+    outcomes = attempt_ranks(size, function, make_wrapper)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if errors:
         raise errors[0]
     return outcomes
 
 
-def attempt_ranks(size: int, function: Callable[[Group], Any], engine: Callable[[Any], Any] = lambda e: e) -> list[Any]:
+def attempt_ranks(
+    size: int, function: Callable[[Group], Any], make_wrapper: Callable[[], Callable[[Any], Any]] | None = None
+) -> list[Any]:
     """Like `run_ranks`, but an exception is the rank's outcome."""
     store = dist.HashStore()
     outcomes: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            backend = dist.ProcessGroupGloo(store, rank, size, TIMEOUT)
-            group = Group(engine(backend), rank, size, [f"node{i}" for i in range(size)])
+            wrap = make_wrapper() if make_wrapper else lambda engine: engine
+            group = Group(ThreadChannels(store, rank, size, wrap), rank, size, [f"node{i}" for i in range(size)])
             outcomes[rank] = function(group)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - it is handed to the test
             outcomes[rank] = error
 
     # Intra-op threads of several ranks would fight over the cores.
@@ -52,11 +72,11 @@ def attempt_ranks(size: int, function: Callable[[Group], Any], engine: Callable[
 
 
 class CountingEngine:
-    """A process group that notes every collective as (operation, elements)."""
+    """A process group that notes every collective as (operation, elements), in one list per rank."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, calls: list[tuple[str, int]]) -> None:
         self._engine = engine
-        self.calls: list[tuple[str, int]] = []
+        self.calls = calls
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         self.calls.append(("allreduce", tensors[0].numel()))
@@ -69,3 +89,9 @@ class CountingEngine:
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> Any:
         self.calls.append(("allgather", inputs[0].numel()))
         return self._engine.allgather(outputs, inputs)
+
+
+def counting() -> Callable[[Any], Any]:
+    """For `run_ranks`: every engine of a rank counts into ``group.engine.calls``."""
+    calls: list[tuple[str, int]] = []
+    return lambda engine: CountingEngine(engine, calls)

@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 from models import CLASSES, FEATURES, Plain, batches, build, part_loss, sgd, train_alone
-from ranks import CountingEngine, run_ranks
+from ranks import counting, run_ranks
 from torch import nn
 
 import hvdlite as hvd
@@ -60,7 +60,7 @@ def test_a_step_is_one_all_reduce_per_bucket_and_nothing_else():
             optimizer.step()
         return group.engine.calls
 
-    for calls in run_ranks(2, rank, CountingEngine):
+    for calls in run_ranks(2, rank, counting):
         assert [name for name, _ in calls] == ["allreduce"] * 3
 
 
@@ -77,7 +77,7 @@ def test_accumulation_communicates_once_per_step():
         return len(group.engine.calls), param.tolist()
 
     # Each step subtracts 3 × (1 + 2) / 2.
-    assert run_ranks(2, rank, CountingEngine) == [(2, [-9.0, -9.0])] * 2
+    assert run_ranks(2, rank, counting) == [(2, [-9.0, -9.0])] * 2
 
 
 def test_an_epoch_whose_length_is_no_multiple_of_the_accumulation_steps_with_what_there_is():
@@ -107,7 +107,7 @@ def test_no_sync_only_adds_and_the_next_backward_averages_the_sum():
         optimizer.step()
         return counted, len(group.engine.calls), param.tolist()
 
-    assert run_ranks(2, rank, CountingEngine) == [(0, 1, [-4.5, -4.5])] * 2
+    assert run_ranks(2, rank, counting) == [(0, 1, [-4.5, -4.5])] * 2
 
 
 def test_no_sync_ends_with_its_block_also_when_an_exception_does():
@@ -139,7 +139,7 @@ def test_clipping_between_synchronize_and_step_clips_the_average_and_reduces_onc
         return norm.item(), len(group.engine.calls), param.tolist()
 
     expected = -2 / 2**0.5
-    for norm, calls, value in run_ranks(2, rank, CountingEngine):
+    for norm, calls, value in run_ranks(2, rank, counting):
         assert calls == 2
         assert norm == pytest.approx(4 * 2**0.5)
         assert value == pytest.approx([expected, expected], rel=1e-5)
@@ -155,7 +155,7 @@ def test_a_step_after_synchronize_does_not_reduce_again_even_without_skip_synchr
         optimizer.step()
         return len(group.engine.calls), param.tolist()
 
-    assert run_ranks(2, rank, CountingEngine) == [(1, [-1.5, -1.5])] * 2
+    assert run_ranks(2, rank, counting) == [(1, [-1.5, -1.5])] * 2
 
 
 def test_clipping_by_parameter_group_without_synchronize_sees_the_average():
@@ -308,7 +308,7 @@ def test_frozen_parameters_take_no_memory_and_no_traffic():
         optimizer.step()
         return group.engine.calls, frozen.grad
 
-    for calls, grad in run_ranks(2, rank, CountingEngine):
+    for calls, grad in run_ranks(2, rank, counting):
         assert len(calls) == 1
         assert calls[0][1] < 100
         assert grad is None
@@ -492,7 +492,7 @@ def test_after_close_backward_communicates_nothing_and_no_hook_remains():
         backward(param, 1.0)
         return len(group.engine.calls), len(param._post_accumulate_grad_hooks or {})
 
-    assert run_ranks(2, rank, CountingEngine) == [(0, 0)] * 2
+    assert run_ranks(2, rank, counting) == [(0, 0)] * 2
 
 
 def test_after_deletion_no_hook_remains():
@@ -599,9 +599,7 @@ def test_every_optimizer_of_torch_trains_as_in_one_process(name):
             optimizer = hvd.DistributedOptimizer(optimizer, own.named_parameters(), process_set=group)
         for step in range(4):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(
-                own(x[step, 0].chunk(size)[rank]), y[step, 0].chunk(size)[rank]
-            ).backward()
+            nn.functional.cross_entropy(own(x[step, 0].chunk(size)[rank]), y[step, 0].chunk(size)[rank]).backward()
             optimizer.step()
         return own.weight.detach()
 

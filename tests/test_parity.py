@@ -55,9 +55,7 @@ def test_a_sum_is_the_average_times_the_number_of_ranks(size):
     def gradients(group: Group) -> list[torch.Tensor]:
         own = copy.deepcopy(model)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(own.parameters(), lr=0.0), op=hvd.Sum, process_set=group)
-        nn.functional.cross_entropy(
-            own(x[0, 0].chunk(size)[group.rank], 0), y[0, 0].chunk(size)[group.rank]
-        ).backward()
+        nn.functional.cross_entropy(own(x[0, 0].chunk(size)[group.rank], 0), y[0, 0].chunk(size)[group.rank]).backward()
         optimizer.step()
         return [param.grad for param in own.parameters()]
 

@@ -1,0 +1,277 @@
+"""Bad input gets a clear error on every rank: it names the thing, the cause and the way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ranks import attempt_ranks, run_ranks
+from torch import nn
+
+import hvdlite as hvd
+from hvdlite.collective import Group
+
+
+def wrap(group: Group, params, **options):
+    return hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), process_set=group, **options)
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(shape or (2,)))
+
+
+@pytest.mark.parametrize(
+    "function", ["rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "barrier"]
+)
+def test_functions_before_init_say_what_to_call(function):
+    with pytest.raises(hvd.NotInitializedError, match=r"use hvd.init\(\)") as caught:
+        getattr(hvd, function)()
+    assert isinstance(caught.value, ValueError), "what Horovod raises"
+
+
+def test_collectives_and_the_optimizer_before_init_say_what_to_call():
+    model = nn.Linear(2, 2)
+    for call in (
+        lambda: hvd.allreduce(torch.ones(1)),
+        lambda: hvd.allgather(torch.ones(1)),
+        lambda: hvd.broadcast(torch.ones(1), 0),
+        lambda: hvd.broadcast_parameters(model.state_dict()),
+        lambda: hvd.broadcast_object(1),
+        lambda: hvd.allgather_object(1),
+        lambda: hvd.broadcast_optimizer_state(torch.optim.SGD(model.parameters(), lr=1.0)),
+        lambda: hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0)),
+    ):
+        with pytest.raises(hvd.NotInitializedError):
+            call()
+
+
+CONSTRUCTION_ERRORS = [
+    ({"named_parameters": [weight(), weight()]}, "tuples .name, parameter.*Found Parameter of shape"),
+    ({"named_parameters": ["w"]}, "tuples .name, parameter"),
+    ({"backward_passes_per_step": 0}, "backward_passes_per_step must be > 0"),
+    ({"backward_passes_per_step": 1.5}, "backward_passes_per_step must be > 0"),
+    ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "not supported with op != Average"),
+    ({"gradient_predivide_factor": 0.0}, "not a positive number"),
+    ({"op": 7}, "op=7"),
+    ({"groups": 0}, "groups should be a positive integer"),
+    ({"groups": "all"}, "groups should be a positive integer"),
+    ({"groups": [weight()]}, "entry 0 is Parameter"),
+    ({"groups": [["w"]]}, "groups must consist of torch.Tensor"),
+    ({"groups": [[weight(3)]]}, "not a parameter of the optimizer"),
+    ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
+    ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25'"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), CONSTRUCTION_ERRORS)
+def test_wrong_arguments_are_value_errors_on_every_rank(options, words):
+    outcomes = attempt_ranks(2, lambda group: wrap(group, [weight(), weight()], **options))
+    for outcome in outcomes:
+        assert isinstance(outcome, ValueError)
+        with pytest.raises(ValueError, match=words):
+            raise outcome
+
+
+@pytest.mark.parametrize("compression", ["fp16", None, hvd.Compression, 16])
+def test_an_unknown_compression_is_an_error_that_lists_the_known_ones(compression):
+    with pytest.raises(TypeError, match=r"hvd.Compression.none, hvd.Compression.fp16"):
+        run_ranks(2, lambda group: wrap(group, [weight()], compression=compression))
+
+
+def test_names_that_are_not_unique_are_listed():
+    a, b = weight(), weight()
+    with pytest.raises(ValueError, match=r"must be unique\. Found duplicates: same"):
+        run_ranks(1, lambda group: wrap(group, [a, b], named_parameters=[("same", a), ("same", b)]))
+
+
+def test_parameters_without_a_name_are_told_by_place_and_shape_never_by_object_id():
+    a, b = weight(), weight(3, 4)
+    with pytest.raises(ValueError, match="were not named") as caught:
+        run_ranks(1, lambda group: wrap(group, [a, b], named_parameters=[("a", a)]))
+    assert "param_groups[0]['params'][1]" in str(caught.value)
+    assert "(3, 4)" in str(caught.value)
+    assert str(id(b)) not in str(caught.value)
+
+
+def test_parameters_without_a_name_are_told_by_the_optimizers_own_names_if_it_has_them():
+    model = nn.Linear(2, 3)
+    with pytest.raises(ValueError, match=r"'bias', shape \(3,\)"):
+        run_ranks(
+            1,
+            lambda group: hvd.DistributedOptimizer(
+                torch.optim.SGD(model.named_parameters(), lr=1.0), [("weight", model.weight)], process_set=group
+            ),
+        )
+
+
+def test_groups_that_overlap_are_an_error_that_names_the_parameter():
+    a, b = weight(), weight()
+    with pytest.raises(ValueError, match="only appear once in groups: 'b' appears again in group 1"):
+        run_ranks(1, lambda g: wrap(g, [a, b], named_parameters=[("a", a), ("b", b)], groups=[[a, b], [b]]))
+
+
+def test_lbfgs_and_things_that_are_no_optimizer_are_refused():
+    with pytest.raises(ValueError, match="LBFGS cannot be wrapped"):
+        run_ranks(1, lambda group: hvd.DistributedOptimizer(torch.optim.LBFGS([weight()]), process_set=group))
+    with pytest.raises(TypeError, match=r"Linear is not a torch\.optim\.Optimizer"):
+        run_ranks(1, lambda group: hvd.DistributedOptimizer(nn.Linear(1, 1), process_set=group))
+    with pytest.raises(ValueError, match="already"):
+        run_ranks(1, lambda g: hvd.DistributedOptimizer(wrap(g, [weight()]), process_set=g))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_models_that_differ_name_the_first_difference_both_shapes_and_both_ranks(size):
+    def rank(group: Group):
+        hidden = 5 if group.rank == size - 1 else 4
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, hidden))
+        wrap(group, model.parameters(), named_parameters=model.named_parameters())
+
+    for outcome in attempt_ranks(size, rank):
+        assert isinstance(outcome, hvd.MismatchError)
+        for words in ("'1.weight'", "(4, 3)", "(5, 3)", "rank 0 (node0)", f"rank {size - 1} (node{size - 1})"):
+            assert words in str(outcome)
+
+
+def test_a_model_with_one_parameter_more_names_it():
+    def rank(group: Group):
+        model = nn.Linear(2, 2, bias=group.rank == 1)
+        wrap(group, model.parameters(), named_parameters=model.named_parameters())
+
+    for outcome in attempt_ranks(2, rank):
+        assert isinstance(outcome, hvd.MismatchError)
+        assert "'bias' has no such parameter" in str(outcome)
+
+
+@pytest.mark.parametrize("attribute", ["dtype", "frozen", "layout"])
+def test_models_that_differ_in_more_than_shape_are_told_apart(attribute):
+    def rank(group: Group):
+        model = nn.Conv2d(2, 2, 2, bias=False)
+        if group.rank == 1 and attribute == "dtype":
+            model.double()
+        if group.rank == 1 and attribute == "frozen":
+            model.requires_grad_(False)
+        if group.rank == 1 and attribute == "layout":
+            model.to(memory_format=torch.channels_last)
+        wrap(group, model.parameters(), named_parameters=model.named_parameters())
+
+    for outcome in attempt_ranks(2, rank):
+        assert isinstance(outcome, hvd.MismatchError)
+        assert "'weight'" in str(outcome)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"compression": hvd.Compression.fp16},
+        {"op": hvd.Sum},
+        {"backward_passes_per_step": 2},
+        {"bucket_cap_mb": 1.0},
+        {"groups": 1},
+        {"sparse_as_dense": True},
+    ],
+)
+def test_arguments_that_differ_between_ranks_are_an_error_on_all(option):
+    def rank(group: Group):
+        wrap(group, [weight()], **(option if group.rank == 1 else {}))
+
+    for outcome in attempt_ranks(2, rank):
+        assert isinstance(outcome, hvd.MismatchError)
+        assert "rank 1 (node1)" in str(outcome)
+
+
+def test_more_backward_passes_than_announced_name_the_parameter_and_the_way_out():
+    def rank(group: Group):
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = wrap(group, model.parameters(), named_parameters=model.named_parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        try:
+            model(torch.ones(1, 2)).sum().backward()
+        finally:
+            optimizer.synchronize()
+
+    for outcome in attempt_ranks(2, rank):
+        assert isinstance(outcome, hvd.GradientError)
+        assert "'weight'" in str(outcome)
+        assert "backward_passes_per_step=1" in str(outcome)
+        assert "no_sync" in str(outcome)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_zero_grad_while_gradients_are_in_flight_is_an_error_and_the_step_still_works(size):
+    def rank(group: Group):
+        param = weight()
+        optimizer = wrap(group, [param])
+        (param.sum() * (1 + group.rank)).backward()
+        with pytest.raises(hvd.GradientError, match=r"zero_grad.*before step.*param_groups"):
+            optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+        return param.tolist()
+
+    mean = (size + 1) / 2
+    assert run_ranks(size, rank) == [[-mean, -mean]] * size
+
+
+def test_zero_grad_in_the_middle_of_an_accumulation_starts_it_again():
+    def rank(group: Group):
+        param = weight()
+        optimizer = wrap(group, [param], backward_passes_per_step=2)
+        param.sum().backward()
+        optimizer.zero_grad()
+        for _ in range(2):
+            param.sum().backward()
+        optimizer.step()
+        return param.tolist()
+
+    assert run_ranks(2, rank) == [[-2.0, -2.0]] * 2
+
+
+def test_a_step_that_skips_the_averages_under_way_is_an_error():
+    def rank(group: Group):
+        param = weight()
+        optimizer = wrap(group, [param])
+        param.sum().backward()
+        with pytest.raises(hvd.GradientError, match="skip_synchronize"), optimizer.skip_synchronize():
+            optimizer.step()
+        optimizer.step()
+        return param.tolist()
+
+    assert run_ranks(2, rank) == [[-1.0, -1.0]] * 2
+
+
+def test_skip_synchronize_ends_with_its_block_also_when_an_exception_does():
+    def rank(group: Group):
+        param = weight()
+        optimizer = wrap(group, [param])
+        with pytest.raises(RuntimeError, match="inside"), optimizer.skip_synchronize():
+            raise RuntimeError("inside")
+        (param.sum() * (1 + group.rank)).backward()
+        optimizer.step()
+        return param.tolist()
+
+    assert run_ranks(2, rank) == [[-1.5, -1.5]] * 2
+
+
+def test_converting_the_model_after_wrapping_is_an_error_that_names_the_parameter():
+    def rank(group: Group):
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = wrap(group, model.parameters(), named_parameters=model.named_parameters())
+        model.double()
+        model(torch.ones(1, 2, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+
+    for outcome in attempt_ranks(2, rank):
+        assert isinstance(outcome, hvd.GradientError)
+        assert "'weight'" in str(outcome)
+
+
+def test_an_optimizer_with_ranks_of_its_own_refuses_to_be_pickled():
+    import pickle  # noqa: PLC0415 - used nowhere else
+
+    with pytest.raises(TypeError, match="cannot be pickled"):
+        run_ranks(1, lambda group: pickle.dumps(wrap(group, [weight()])))
+
+
+@pytest.mark.parametrize("root", [-1, 2, "0", True, None])
+def test_a_root_that_is_no_rank_is_an_error(root):
+    with pytest.raises(ValueError, match="is not one of the 2 ranks, 0 to 1"):
+        run_ranks(2, lambda group: hvd.broadcast_object(1, root, process_set=group))
