@@ -21,6 +21,7 @@ from .signals import signals_as_bytes
 from .supervise import Supervisor
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_HASTE_S = 1.0  # for the screen to take the last output, where the end is wanted more
 _AGENT_S = 15.0  # for an agent to end all that runs on its host
 
 
@@ -46,7 +47,7 @@ def run_job(slots: Sequence[Slot], command: Sequence[str], *, grace: float, verb
         if outcome.report:
             screen.say(outcome.report)
         screen.close()
-        _wait_for_screen(events, timeout_s=0.2 if outcome.gave_up else None)
+        _wait_for_screen(events, timeout_s=_HASTE_S if outcome.hasty else None)
     return outcome.exit_code
 
 

@@ -13,7 +13,7 @@ import errno
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -38,11 +38,14 @@ class Screen(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the job ended. ``report`` is the last word on the screen; ``gave_up``: some did not end."""
+    """How the job ended. ``report`` is the last word on the screen.
+
+    ``hasty``: whoever waits wants the end more than the last of the output, should the screen stand still.
+    """
 
     exit_code: int = 0
     report: str = ""
-    gave_up: bool = False
+    hasty: bool = False
 
 
 class Supervisor:
@@ -85,7 +88,7 @@ class Supervisor:
         if self._suspect is not None:
             self._blame(self._suspect)
         outcome = self._outcome or Outcome()
-        return Outcome(outcome.exit_code, outcome.report, self._gave_up)
+        return replace(outcome, hasty=outcome.hasty or self._gave_up)
 
     def _on(self, event: Event) -> None:
         match event:
@@ -153,7 +156,7 @@ class Supervisor:
         if self._outcome is not None:  # the user does not want to wait for the grace
             self._kill()
             return
-        self._decide(Outcome(128 + signum))
+        self._decide(Outcome(128 + signum, hasty=True))
         self._end(signum)
         if signum == signal.SIGINT and self._running and self._grace:
             self._screen.say(

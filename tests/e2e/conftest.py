@@ -75,7 +75,7 @@ def wait_until(
     give_up_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_at, message()
-        time.sleep(0.01)
+        time.sleep(0.03)
 
 
 @pytest.fixture

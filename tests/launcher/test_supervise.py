@@ -112,7 +112,7 @@ def test_without_grace_the_others_are_killed_at_once():
 
 def test_an_end_that_is_never_reported_is_not_waited_for_for_ever():
     played = Played(Exited(1, 3), TIME_PASSES, TIME_PASSES)
-    assert played.outcome.gave_up
+    assert played.outcome.hasty
     assert played.exit_code == 3
 
 

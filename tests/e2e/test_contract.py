@@ -1,0 +1,55 @@
+"""Launcher and library share no code, only the environment of a worker: here the two ends meet."""
+
+import sys
+
+import pytest
+from hvdlite_launcher.hosts import Host
+from hvdlite_launcher.plan import host_environment, plan_slots, slot_environment
+
+from hvdlite.topology import read_seat
+
+TRAINING = """
+import os, signal, sys
+import torch
+import hvdlite as hvd
+
+hvd.init()
+for step in range(1000):
+    if step == 20 and hvd.rank() == 1:
+        {fault}
+    hvd.allreduce(torch.ones(4))
+"""
+
+
+def test_the_library_reads_the_seat_that_the_launcher_planned():
+    slots = plan_slots((Host("a", 2), Host("b", 1)))
+    for slot in slots:
+        environment = host_environment(
+            {}, slot_environment(slot, len(slots)), job_dir="/tmp/a job", cores=2, loopback=None
+        )
+        seat = read_seat(environment)
+        assert (seat.rank, seat.size, seat.local_rank, seat.host) == (
+            slot.rank,
+            3,
+            slot.local_rank,
+            slot.host.name,
+        )
+        assert seat.store_url == "file:///tmp/a job/store"
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        ("raise ValueError('on purpose')", 1),
+        pytest.param("os._exit(5)", 5, marks=pytest.mark.slow),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", 137, marks=pytest.mark.slow),
+    ],
+)
+def test_of_a_training_the_rank_that_died_is_named_and_not_those_that_lost_it(launch, fault, code):
+    job = launch("-np", "3", sys.executable, "-c", TRAINING.format(fault=fault))
+    returned, _, err = job.ended()
+    report = err.decode().partition("hvdlite-run: ")[2]
+    assert returned == code, err.decode()
+    assert report.startswith("rank 1 on localhost"), err.decode()
+    assert "PeerLostError" not in report
+    job.assert_gone()
