@@ -3,28 +3,26 @@
 It reads commands on stdin and writes events on stdout (see `protocol`), and decides nothing but this: when
 its stdin ends, the launcher is done or gone, and every process that came from here is killed, the job's
 directory removed. One thread, one loop, nothing that blocks: a launcher that does not read holds up the
-workers' output, but never the end of the job."""
+workers' output, but never the end of the job.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import selectors
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import IO
 
 from . import tree
 from .errors import LauncherError, ProtocolError
-from .plan import host_environment, job_dir, peer_lost_file
+from .plan import job_dir, peer_lost_file
 from .protocol import (
     Decoder,
     Exited,
@@ -38,18 +36,12 @@ from .protocol import (
     encode,
 )
 from .signals import signals_as_bytes
+from .workers import CannotStartError, Worker, start_workers
 
 _READ_BYTES = 1 << 16
 _OUTGOING_BYTES = 1 << 18  # with more than this unsent, the workers' pipes are left to fill
 _PIPE_BYTES = 1 << 20
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-
-
-@dataclass
-class Worker:
-    rank: int
-    process: subprocess.Popen[bytes]
-    pipes: dict[Stream, IO[bytes]] = field(default_factory=dict)  # those not yet at their end
 
 
 class Agent:
@@ -102,7 +94,8 @@ class Agent:
 
     def _read_commands(self) -> None:
         data = os.read(self._commands, _READ_BYTES)
-        self._over = not data
+        if not data:
+            self._over = True
         for message in self._decoder.feed(data):
             match message:
                 case StartJob():
@@ -122,35 +115,16 @@ class Agent:
             self._send(Refused(f"cannot make a directory for the job: {error}", 1))
             return
         self._job_dir = path
-        cores = _usable_cores()
-        loopback = None if "GLOO_SOCKET_IFNAME" in job.environment else _loopback_interface()
-        set_up = tree.dying_with_parent()
-        for rank, own in job.workers.items():
-            environment = host_environment(job.environment, own, job_dir=self._job_dir, cores=cores, loopback=loopback)
-            try:
-                process = subprocess.Popen(
-                    job.command,
-                    cwd=job.cwd,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    bufsize=0,
-                    start_new_session=True,
-                    preexec_fn=set_up,  # noqa: PLW1509  # this process has no threads
-                )
-            except OSError as error:
-                self._send(_refusal(job, environment, error))
-                return
-            self._send(Started(rank, process.pid))
-            self._watch(Worker(rank, process))
+        try:
+            for worker in start_workers(job, path):
+                self._send(Started(worker.rank, worker.process.pid))
+                self._watch(worker)
+        except CannotStartError as error:
+            self._send(error.refused)
 
     def _watch(self, worker: Worker) -> None:
-        assert worker.process.stdout is not None
-        assert worker.process.stderr is not None
         self._workers[worker.process.pid] = worker
         self._groups.append(worker.process.pid)
-        worker.pipes = {"stdout": worker.process.stdout, "stderr": worker.process.stderr}
         for stream, pipe in worker.pipes.items():
             forward = self._forwarders[pipe.fileno()] = partial(self._forward, worker, stream)
             self._listen(pipe.fileno(), forward)
@@ -237,51 +211,8 @@ class Agent:
                     self._selector.register(fd, selectors.EVENT_READ, forward)
 
 
-# -------------------------------------------------------------- this host
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _loopback_interface() -> str | None:
-    import psutil  # noqa: PLC0415  # costs 20 ms, needless where the user names the interface
-
-    interfaces = psutil.net_if_addrs()
-    for loopback in ("127.0.0.1", "::1"):
-        for name, addresses in interfaces.items():
-            if any(address.address == loopback for address in addresses):
-                return name
-    return None
-
-
 def _capacity_bytes(pipe: IO[bytes]) -> int:
     return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) if sys.platform == "linux" else 1 << 16
-
-
-def _refusal(job: StartJob, environment: Mapping[str, str], error: OSError) -> Refused:
-    """What a shell would say, and its exit code."""
-    program = job.command[0] if job.command else ""
-    if not os.path.isdir(job.cwd):
-        return Refused(f"{job.cwd}: the working directory does not exist here", 1)
-    path = os.path.join(job.cwd, program)
-    found = os.path.isfile(path) if "/" in program else shutil.which(program, path=environment.get("PATH"))
-    if not program or isinstance(error, FileNotFoundError | NotADirectoryError):
-        why, exit_code = "command not found", 127
-        if found:
-            why, exit_code = "the interpreter that its first line names was not found", 126
-    elif os.path.isdir(path):
-        why, exit_code = "is a directory", 126
-    elif error.errno == errno.ENOEXEC:
-        why, exit_code = "is not a program, nor a script whose first line is #! and its interpreter", 126
-    else:
-        why, exit_code = (error.strerror or str(error)).lower(), 126
-    if program.endswith(".py") and os.path.isfile(path):
-        why += f"; did you mean: python {program}?"
-    name = program if program.isprintable() and program else repr(program)
-    return Refused(f"{name}: {why}", exit_code)
 
 
 def main() -> int:

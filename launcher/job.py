@@ -1,5 +1,6 @@
 """One job from its plan to its exit code: starts the agents, joins them to the supervisor, and leaves
-nothing behind."""
+nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ from .signals import signals_as_bytes
 from .supervise import Supervisor
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_HASTE_S = 1.0  # for the screen to take the last output, where the end is wanted more
 _AGENT_S = 15.0  # for an agent to end all that runs on its host
+# The same where somebody waits for the end, and for the screen to take the last of the output then.
+_HASTY_AGENT_S, _HASTY_SCREEN_S = 2.0, 1.0
 
 
 def run_job(slots: Sequence[Slot], command: Sequence[str], *, grace: float, verbose: bool = False) -> int:
@@ -42,12 +44,12 @@ def run_job(slots: Sequence[Slot], command: Sequence[str], *, grace: float, verb
         agents.start(command, _working_directory())
         supervisor = Supervisor(slots, signal_ranks=agents.signal, screen=screen, log=log, grace=grace)
         outcome = supervisor.run(events)
-        agents.end()
+        agents.end(timeout_s=_HASTY_AGENT_S if outcome.hasty else _AGENT_S)
         log("no process of the job is left")
         if outcome.report:
             screen.say(outcome.report)
         screen.close()
-        _wait_for_screen(events, timeout_s=_HASTE_S if outcome.hasty else None)
+        _wait_for_screen(events, timeout_s=_HASTY_SCREEN_S if outcome.hasty else None)
     return outcome.exit_code
 
 
@@ -84,12 +86,12 @@ class _Agents:
         for agent in self._agents:
             agent.send(SignalRanks(tuple(ranks), signum))
 
-    def end(self) -> None:
+    def end(self, timeout_s: float = _AGENT_S) -> None:
         """Hang up on all, wait until they are gone, and do their work here for any that was lost."""
         agents, self._agents = self._agents, []
         for agent in agents:
             agent.hang_up()
-        exit_codes = [agent.wait(_AGENT_S) for agent in agents]
+        exit_codes = [agent.wait(timeout_s) for agent in agents]
         if any(exit_codes):
             import tempfile  # noqa: PLC0415  # costs 10 ms, and agents are seldom lost
 

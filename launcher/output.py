@@ -6,7 +6,8 @@ drawn in place below all others, so that a bar moves as it would without the lau
 newest is seen.
 
 A thread of its own writes, so that a screen that stands still (Ctrl-S, a pager) never holds up what is
-decided."""
+decided.
+"""
 
 from __future__ import annotations
 

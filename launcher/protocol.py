@@ -179,9 +179,10 @@ def _from_fields(kind: int, fields: Any) -> Message:  # Any: it is JSON from out
         return Refused(_str(fields["why"]), _int(fields["exit_code"]))
     if kind == _JSON_KINDS[SignalRanks]:
         return SignalRanks(tuple(_int(rank) for rank in fields["ranks"]), _int(fields["signum"]))
+    program, *arguments = fields["command"]
     return StartJob(
         _str(fields["token"]),
-        tuple(_str(word) for word in fields["command"]),
+        (_str(program), *map(_str, arguments)),
         _str(fields["cwd"]),
         _environment(fields["environment"]),
         {int(rank): _environment(own) for rank, own in fields["workers"].items()},

@@ -1,7 +1,8 @@
 """The launcher's end of an agent: starting it on its host, telling it what to do, hearing what happens there.
 
 How an agent is reached is `agent_argv` alone: ssh will be another list of words here, and nothing else
-changes. What the agent does is in `agent`; what its events mean is decided in `supervise`."""
+changes. What the agent does is in `agent`; what its events mean is decided in `supervise`.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@
 A job ends by itself when every worker has. It is ended when a worker fails, the launcher is signalled, or
 its output cannot be written: the others get a signal, then a grace to end, then SIGKILL. The first cause
 stands; what happens to ranks after they were signalled is never one. No thread, process or clock of its
-own: tests replay scripts."""
+own: tests replay scripts.
+"""
 
 from __future__ import annotations
 

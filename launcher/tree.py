@@ -2,7 +2,8 @@
 
 On Linux a process can adopt the orphans among its descendants, so that a daemon that forked twice is still
 found; elsewhere what left its process group and lost its parent stays unseen. Whom to end, and when, is
-decided elsewhere."""
+decided elsewhere.
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ MESSAGES = st.one_of(
     st.builds(
         StartJob,
         WORDS,
-        st.lists(WORDS).map(tuple),
+        st.lists(WORDS, min_size=1).map(tuple),
         WORDS,
         ENVIRONMENTS,
         st.dictionaries(RANKS, ENVIRONMENTS, max_size=3),

@@ -1,0 +1,99 @@
+"""Starting one host's workers: what they must know of this host, and what a shell would say if they cannot start.
+
+What becomes of them is watched in `agent`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import IO
+
+from . import tree
+from .plan import host_environment
+from .protocol import Refused, StartJob, Stream
+
+
+@dataclass
+class Worker:
+    """A process that was started; ``pipes`` are those of its streams that are not yet at their end."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    pipes: dict[Stream, IO[bytes]]
+
+
+class CannotStartError(Exception):
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.why)
+        self.refused = refused
+
+
+def start_workers(job: StartJob, job_dir: str) -> Iterator[Worker]:
+    """Start them one by one, each at the head of its own session."""
+    cores = _usable_cores()
+    loopback = None if "GLOO_SOCKET_IFNAME" in job.environment else _loopback_interface()
+    set_up = tree.dying_with_parent()
+    for rank, own in job.workers.items():
+        environment = host_environment(job.environment, own, job_dir=job_dir, cores=cores, loopback=loopback)
+        try:
+            process = subprocess.Popen(
+                job.command,
+                cwd=job.cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+                preexec_fn=set_up,  # noqa: PLW1509  # the agent has no threads
+            )
+        except OSError as error:
+            raise CannotStartError(_refusal(job, environment, error)) from error
+        assert process.stdout is not None
+        assert process.stderr is not None
+        yield Worker(rank, process, {"stdout": process.stdout, "stderr": process.stderr})
+
+
+def _refusal(job: StartJob, environment: Mapping[str, str], error: OSError) -> Refused:
+    """What a shell would say, and its exit code."""
+    program = job.command[0]
+    if not os.path.isdir(job.cwd):
+        return Refused(f"{job.cwd}: the working directory does not exist here", 1)
+    path = os.path.join(job.cwd, program)
+    found = os.path.isfile(path) if "/" in program else shutil.which(program, path=environment.get("PATH"))
+    if not program or isinstance(error, FileNotFoundError | NotADirectoryError):
+        why, exit_code = "command not found", 127
+        if found:
+            why, exit_code = "the interpreter that its first line names was not found", 126
+    elif os.path.isdir(path):
+        why, exit_code = "is a directory", 126
+    elif error.errno == errno.ENOEXEC:
+        why, exit_code = "is not a program, nor a script whose first line is #! and its interpreter", 126
+    else:
+        why, exit_code = (error.strerror or str(error)).lower(), 126
+    if program.endswith(".py") and os.path.isfile(path):
+        why += f"; did you mean: python {program}?"
+    name = program if program.isprintable() and program else repr(program)
+    return Refused(f"{name}: {why}", exit_code)
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _loopback_interface() -> str | None:
+    import psutil  # noqa: PLC0415  # costs 20 ms, needless where the user names the interface
+
+    interfaces = psutil.net_if_addrs()
+    for loopback in ("127.0.0.1", "::1"):
+        for name, addresses in interfaces.items():
+            if any(address.address == loopback for address in addresses):
+                return name
+    return None
