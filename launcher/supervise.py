@@ -10,6 +10,7 @@ own: tests replay scripts.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import signal
 import time
@@ -80,12 +81,13 @@ class Supervisor:
     def run(self, events: SimpleQueue[Event]) -> Outcome:
         """Decide until nothing runs any more."""
         while self._running and not self._gave_up:
-            try:
-                event = events.get(timeout=self._time_left())
-            except Empty:
+            time_left = self._time_left()
+            # Looked at first: in a flood of output the queue may never be empty.
+            if time_left is not None and time_left <= 0:
                 self._ring()
                 continue
-            self._on(event)
+            with contextlib.suppress(Empty):
+                self._on(events.get(timeout=time_left))
         if self._suspect is not None:
             self._blame(self._suspect)
         outcome = self._outcome or Outcome()
@@ -155,6 +157,7 @@ class Supervisor:
 
     def _interrupt(self, signum: int) -> None:
         if self._outcome is not None:  # the user does not want to wait for the grace
+            self._outcome = replace(self._outcome, hasty=True)
             self._kill()
             return
         self._decide(Outcome(128 + signum, hasty=True))
@@ -198,8 +201,9 @@ class Supervisor:
         self._alarm = self._clock() + delay_s, action
 
     def _time_left(self) -> float | None:
-        return None if self._alarm is None else max(0.0, self._alarm[0] - self._clock())
+        return None if self._alarm is None else self._alarm[0] - self._clock()
 
     def _ring(self) -> None:
-        if self._alarm is not None:
-            self._alarm[1]()
+        alarm, self._alarm = self._alarm, None
+        if alarm is not None:
+            alarm[1]()

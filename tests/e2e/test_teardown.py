@@ -74,6 +74,14 @@ def test_a_worker_that_ignores_sigterm_is_gone_in_time(launch, time):
     assert job.ended()[0] == 137
 
 
+def test_a_worker_that_ignores_sigterm_and_floods_the_screen_is_killed(launch):
+    flood = "trap '' TERM; echo ready; while :; do echo y; done"
+    job = _ready(launch("--grace", "1", "-np", "2", "sh", "-c", flood))
+    _worker(job, 1).kill()
+    assert job.ended()[0] == 137
+    job.assert_gone()
+
+
 @TIMES
 def test_ctrl_c_ends_the_job(launch, time):
     job = _ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))

@@ -116,10 +116,13 @@ def _on_terminal(environ, *outputs):
     screen = Screen(events, stdout=stream, stderr=stream, environ=environ)
     _outputs(screen, *outputs)
     assert isinstance(events.get(timeout=10), ScreenDone)
-    data = os.read(terminal, 65536)
+    os.write(stream, b"THE END")  # a terminal hands its text on in pieces
+    data = b""
+    while not data.endswith(b"THE END"):
+        data += os.read(terminal, 65536)
     os.close(stream)
     os.close(terminal)
-    return data.replace(b"\r\n", b"\n")
+    return data.removesuffix(b"THE END").replace(b"\r\n", b"\n")
 
 
 def test_a_terminal_shows_a_rank_in_its_colour_unless_it_shall_not():

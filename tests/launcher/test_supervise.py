@@ -2,6 +2,7 @@
 
 import errno
 import signal
+from dataclasses import dataclass
 from queue import Empty
 
 import pytest
@@ -17,6 +18,14 @@ TIME_PASSES = object()  # nothing happens until the loop does not want to wait l
 
 TWO = (Host("localhost", 2),)
 THREE = (Host("localhost", 3),)
+
+
+@dataclass
+class Late:
+    """An event that comes after a time, in a queue that is never empty meanwhile."""
+
+    delay_s: float
+    event: Output
 
 
 class Played:
@@ -54,8 +63,11 @@ class Played:
         event = self._script.pop(0)
         if event is TIME_PASSES:
             assert timeout is not None, "the loop would wait for ever"
-            self._now += timeout
+            self._now = round(self._now + timeout, 6)
             raise Empty
+        if isinstance(event, Late):
+            self._now += event.delay_s
+            return event.event
         return event
 
     # the screen
@@ -104,6 +116,12 @@ def test_who_ignores_the_signal_is_killed_after_the_grace():
 def test_who_ends_within_the_grace_is_not_signalled_again():
     played = Played(Exited(1, 3), Exited(0, -15), TIME_PASSES, Exited(2, -9), hosts=THREE)
     assert played.signals == [(0, [0, 2], TERM), (GRACE, [2], KILL)]
+
+
+def test_a_flood_of_output_does_not_put_off_the_kill():
+    flood = [Late(1.0, Output(0, "stdout", b"y\n"))] * 3
+    played = Played(Exited(1, 3), *flood, Exited(0, -9))
+    assert played.signals == [(0, [0], TERM), (GRACE, [0], KILL)]
 
 
 def test_without_grace_the_others_are_killed_at_once():
