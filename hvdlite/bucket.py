@@ -22,14 +22,14 @@ from .plan import BucketPlan, Slice
 class Home(Protocol):
     """Where a gradient is kept between backward and step."""
 
-    def take(self, slot: Slot, /) -> None: ...
+    def take(self, slot: Slot, /, last_pass: bool) -> None: ...
     def arrive(self, slot: Slot, /) -> None: ...
 
 
 class Slot:
     """One parameter's place in a bucket, and how far it is in this step."""
 
-    __slots__ = ("arrived", "home", "name", "param", "passes", "piece", "sparse", "view")
+    __slots__ = ("arrived", "home", "name", "param", "passes", "piece", "scaled", "sparse", "view")
 
     def __init__(self, home: Home, piece: Slice, param: Tensor) -> None:
         self.home = home
@@ -41,19 +41,24 @@ class Slot:
         self.passes = 0
         self.arrived = False
         self.sparse = False
+        # Whether the view holds the gradient times the bucket's scale already.
+        self.scaled = False
 
     def forget(self) -> None:
         """Begin anew: nothing of this step has been seen."""
         self.passes = 0
         self.arrived = False
         self.sparse = False
+        self.scaled = False
 
 
 class Bucket:
     """The gradients of some parameters as one flat tensor, and the flags that travel with them."""
 
-    def __init__(self, plan: BucketPlan, params: Sequence[Tensor], *, densify: bool = False) -> None:
+    def __init__(self, plan: BucketPlan, params: Sequence[Tensor], *, scale: float, densify: bool) -> None:
         self.plan = plan
+        # By what gradients are multiplied before they travel.
+        self._scale = scale
         self.asleep = plan.asleep
         # The sleeping buckets that this one's flags wake.
         self.sleepers: list[Bucket] = []
@@ -89,9 +94,10 @@ class Bucket:
         if slot.param.requires_grad:
             self._missing -= 1
 
-    def take(self, slot: Slot) -> None:
+    def take(self, slot: Slot, last_pass: bool) -> None:
         """Make ``param.grad`` the view of the buffer, with the value that it has now.
 
+        On the last pass before it travels the value is scaled on the way, since that costs nothing there.
         A sparse gradient stays where it is, and its flag will say so.
         """
         buffer, view, param = self.buffer, slot.view, slot.param
@@ -108,7 +114,11 @@ class Bucket:
                 f"wrapped and has a gradient of {grad.dtype} on {grad.device} now: move or convert the model "
                 "before hvd.DistributedOptimizer(...)"
             )
-        view.copy_(grad.detach())
+        if last_pass and self._scale != 1.0:
+            torch.mul(grad.detach(), self._scale, out=view)
+            slot.scaled = True
+        else:
+            view.copy_(grad.detach())
         param.grad = view
 
     def seal(self) -> Tensor:
@@ -130,16 +140,17 @@ class Bucket:
         """Make sure that the slice holds this rank's share; whether it has one."""
         if not slot.arrived and slot.param.grad is not None:
             # Half an accumulation, or a gradient that no backward of ours made: it counts as it is.
-            self.take(slot)
+            self.take(slot, last_pass=True)
             slot.arrived = True
         assert slot.view is not None, "the buffer sets the views"
-        if slot.arrived and not slot.sparse:
-            return True
-        if slot.arrived and self._densify and slot.param.grad is not None:
+        if slot.arrived and slot.sparse and self._densify and slot.param.grad is not None:
             slot.view.copy_(slot.param.grad.to_dense())
-            return True
-        slot.view.zero_()
-        return False
+        elif not slot.arrived or slot.sparse:
+            slot.view.zero_()
+            return False
+        if not slot.scaled and self._scale != 1.0:
+            slot.view.mul_(self._scale)
+        return True
 
     @property
     def needed(self) -> bool:

@@ -1,10 +1,11 @@
 """
 What a bucket looks like on the wire: `Compression.none`, `.fp16`, `.bf16`.
 
-    bucket ── compress (scale, then one cast) ── wire ── summed over ranks ── decompress ── bucket
+    bucket, scaled ── compress (one cast) ── wire ── summed over ranks ── decompress ── bucket
 
-The seam is `Compressor`: two methods on whole flat buffers. Parameters and optimizer state keep their
-dtype; only what travels is smaller.
+Scaling comes first, in the bucket's own precision: an average of values that fit the wire does not
+overflow it, and each value is rounded once. The seam is `Compressor`: two methods on whole flat buffers.
+Parameters and optimizer state keep their dtype; only what travels is smaller.
 """
 
 from __future__ import annotations
@@ -19,45 +20,41 @@ from torch import Tensor
 class Compressor(Protocol):
     """Turns a flat buffer into what is summed across ranks, and back."""
 
-    def compress(self, buffer: Tensor, scale: float) -> Tensor:
-        """The wire: ``buffer * scale``, perhaps in fewer bytes. May be ``buffer`` itself, changed."""
+    def compress(self, buffer: Tensor) -> Tensor:
+        """The wire, perhaps in fewer bytes; may be ``buffer`` itself."""
         ...
 
-    def decompress(self, wire: Tensor, out: Tensor, scale: float) -> None:
-        """Write ``wire * scale`` into ``out``, the buffer that ``compress`` was given."""
+    def decompress(self, wire: Tensor, out: Tensor) -> None:
+        """Write the summed wire into ``out``, the buffer that ``compress`` was given."""
         ...
 
 
 class NoCompression:
     """The bucket travels as it is; the wire is the bucket's own memory."""
 
-    def compress(self, buffer: Tensor, scale: float) -> Tensor:
-        return buffer if scale == 1.0 else buffer.mul_(scale)
+    def compress(self, buffer: Tensor) -> Tensor:
+        return buffer
 
-    def decompress(self, wire: Tensor, out: Tensor, scale: float) -> None:
-        if wire is not out:
-            out.copy_(wire)
-        if scale != 1.0:
-            out.mul_(scale)
+    def decompress(self, wire: Tensor, out: Tensor) -> None:
+        assert wire is out, "compress gave the buffer itself"
 
     def __repr__(self) -> str:
         return "Compression.none"
 
 
-class CastCompression(NoCompression):
-    """The bucket travels in a narrower floating dtype; buckets that are no wider travel as they are.
-
-    Scaling comes before the cast, in the bucket's own precision: an average of values that fit the wire
-    does not overflow it, and each value is rounded once.
-    """
+class CastCompression:
+    """The bucket travels in a narrower floating dtype; buckets that are no wider travel as they are."""
 
     def __init__(self, dtype: torch.dtype, name: str) -> None:
         self.dtype = dtype
         self._name = name
 
-    def compress(self, buffer: Tensor, scale: float) -> Tensor:
-        scaled = buffer if scale == 1.0 else buffer.mul_(scale)
-        return scaled.to(self.dtype) if buffer.element_size() > self.dtype.itemsize else scaled
+    def compress(self, buffer: Tensor) -> Tensor:
+        return buffer.to(self.dtype) if buffer.element_size() > self.dtype.itemsize else buffer
+
+    def decompress(self, wire: Tensor, out: Tensor) -> None:
+        if wire is not out:
+            out.copy_(wire)
 
     def __repr__(self) -> str:
         return self._name
@@ -77,5 +74,5 @@ def check_compression(compression: object) -> Compressor:
         return compression
     raise TypeError(
         f"compression={compression!r} is not a compression: use hvd.Compression.none, hvd.Compression.fp16 "
-        "or hvd.Compression.bf16, or an object with compress(buffer, scale) and decompress(wire, out, scale)"
+        "or hvd.Compression.bf16, or an object with compress(buffer) and decompress(wire, out)"
     )

@@ -21,11 +21,12 @@ from .sparse import SparseHome
 class Layout:
     """The homes of the gradients of one optimizer's parameters."""
 
-    def __init__(self, *, cap_bytes: int, densify: bool) -> None:
+    def __init__(self, *, cap_bytes: int, scale: float, densify: bool) -> None:
         self.buckets: list[Bucket] = []
         self.sparse: list[SparseHome] = []
         self.slots: dict[Tensor, Slot] = {}
         self._cap_bytes = cap_bytes
+        self._scale = scale
         self._densify = densify
 
     def add(self, params: dict[str, Tensor], groups: Iterable[Iterable[str]]) -> Description:
@@ -56,6 +57,6 @@ class Layout:
             self.sparse.append(slot.home)
 
     def _make_bucket(self, plan: BucketPlan, params: Sequence[Tensor]) -> Bucket:
-        bucket = Bucket(plan, params, densify=self._densify)
+        bucket = Bucket(plan, params, scale=self._scale, densify=self._densify)
         self.slots.update((slot.param, slot) for slot in bucket.slots)
         return bucket

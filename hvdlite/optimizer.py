@@ -34,7 +34,9 @@ from .reducer import Reducer
 from .wire import Settings
 from .world import current_world
 
-DEFAULT_BUCKET_CAP_MB = 25.0
+# Measured with two ranks over gloo, from 1 to 64 MiB, on a 25 M-parameter MLP and on a ResNet of many small
+# tensors: fastest, by a few per cent, on both.
+DEFAULT_BUCKET_CAP_MB = 16.0
 
 
 class DistributedOptimizer(torch.optim.Optimizer):

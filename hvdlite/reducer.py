@@ -46,7 +46,9 @@ class Reducer:
         self._group: Group | None = None
         self.backward_passes_per_step = backward_passes_per_step
         self._hooks: list[RemovableHandle] = []
-        self._layout = Layout(cap_bytes=settings.cap_bytes, densify=settings.sparse_as_dense)
+        self._layout = Layout(
+            cap_bytes=settings.cap_bytes, scale=settings.scales(group.size)[0], densify=settings.sparse_as_dense
+        )
         self._uncompared: list[Description] = []
         # What is under way in this step.
         self._collecting = False
@@ -102,11 +104,10 @@ class Reducer:
         if param.grad is not slot.view:
             # A gradient that was None before: what earlier passes left in it, the user has thrown away.
             slot.passes = 0
-        slot.home.take(slot)
-        if self._only_accumulating:
-            return
-        slot.passes += 1
-        if slot.passes >= self.backward_passes_per_step:
+        slot.passes += 0 if self._only_accumulating else 1
+        last_pass = not self._only_accumulating and slot.passes >= self.backward_passes_per_step
+        slot.home.take(slot, last_pass)
+        if last_pass:
             slot.home.arrive(slot)
             self._launch_full_buckets()
 

@@ -24,7 +24,7 @@ class SparseHome:
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
 
-    def take(self, slot: Slot) -> None:
+    def take(self, slot: Slot, last_pass: bool) -> None:
         """Check that the gradient is still of the kind that all ranks gather."""
         grad = slot.param.grad
         if grad is not None and grad.layout == torch.strided:

@@ -1,7 +1,7 @@
 """
 From a full bucket to its average: compress, all-reduce, decompress, as one object that is under way.
 
-    bucket.seal ── compress (scale before) ── all-reduce ── wait ── decompress (scale after) ── bucket
+    bucket.seal (scaled before) ── compress ── all-reduce ── wait ── decompress ── scaled after ── bucket
 
 An algorithm that needs collectives of its own replaces `InFlight` as a whole. When a bucket is launched,
 and when it is waited for, is decided in `reducer`.
@@ -52,10 +52,10 @@ class InFlight:
 
     def __init__(self, bucket: Bucket, group: Group, settings: Settings) -> None:
         self._compression = settings.compression
-        before, self._after = settings.scales(group.size)
+        _, self._scale_after = settings.scales(group.size)
         self._out = _as_real(bucket.seal())
         # Held until finish(): the engine reads and writes this memory meanwhile.
-        self._wire = settings.compression.compress(self._out, before)
+        self._wire = settings.compression.compress(self._out)
         self._work = group.all_reduce(self._wire, f"the all-reduce of the {bucket.plan.describe()}")
 
     def is_completed(self) -> bool:
@@ -65,7 +65,9 @@ class InFlight:
     def finish(self) -> None:
         """Block until done; leave the average in the bucket, and so in every gradient that is a view of it."""
         self._work.wait()
-        self._compression.decompress(self._wire, self._out, self._after)
+        self._compression.decompress(self._wire, self._out)
+        if self._scale_after != 1.0:
+            self._out.mul_(self._scale_after)
 
 
 def _as_real(buffer: Tensor) -> Tensor:

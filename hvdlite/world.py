@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
+import multiprocessing
 import os
 import socket
 import sys
@@ -102,13 +104,11 @@ def init(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     else:
         seat = read_seat(os.environ)
         _world = _alone() if seat is None else _connect(seat, timeout)
-    atexit.register(_shutdown_at_exit)
 
 
 def shutdown() -> None:
     """Leave the other ranks. Waits for nobody; does nothing where `init` was not called."""
     global _world
-    atexit.unregister(_shutdown_at_exit)
     leaving, _world = _world, None
     if leaving is not None:
         leaving.leave()
@@ -234,16 +234,29 @@ def _own_version() -> str:
         return "of a source tree"
 
 
-def _shutdown_at_exit() -> None:
+def _end_of_program() -> None:
+    world = _world
     # The interpreter leaves the exception that ends the program here before it runs exit handlers.
     error = getattr(sys, "last_value", None)
-    if error is None:
+    if world is None or world.topology.size == 1 or error is None or isinstance(error, KeyboardInterrupt):
         shutdown()
         return
-    # A rank that dies of an exception keeps its connections until the process is gone. Closed here, they
-    # would let the others fail, and be taken for the cause, before this rank's own end is seen.
+    # A rank that failed may have collectives under way that will never end. Destroying their group waits
+    # for them, and not destroying it aborts when the interpreter goes: so this process ends here, with the
+    # exit code of an exception. The others learn it from the system, as after any other death.
     if says_peer_lost(error):
         _leave_note_that_a_peer_was_lost(os.environ)
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.terminate()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+# Registered here and not in init(), so that it runs after whatever the program registers: the last word.
+atexit.register(_end_of_program)
 
 
 def _leave_note_that_a_peer_was_lost(environ: Mapping[str, str]) -> None:

@@ -1,0 +1,81 @@
+"""Modules import only what stands before them, and the two packages share no code."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import hvdlite_launcher
+import pytest
+
+import hvdlite
+
+LIBRARY = [
+    "errors", "topology", "plan", "bucket", "compression", "collective", "world", "operations", "replicate",
+    "sparse", "layout", "wire", "reducer", "arguments", "optimizer", "__init__",
+]  # fmt: skip
+LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]
+
+
+def sources(package: object) -> dict[str, ast.Module]:
+    directory = Path(package.__file__).parent
+    return {path.stem: ast.parse(path.read_text()) for path in directory.glob("*.py")}
+
+
+def own_imports(tree: ast.Module) -> set[str]:
+    return {
+        node.module.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module
+    }
+
+
+def foreign_imports(tree: ast.Module) -> set[str]:
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.split(".")[0])
+    return names
+
+
+def test_every_module_of_the_library_has_its_place_in_the_order():
+    assert sorted(sources(hvdlite)) == sorted(LIBRARY)
+
+
+@pytest.mark.parametrize("module", LIBRARY)
+def test_a_module_of_the_library_imports_only_what_stands_before_it(module):
+    before = set(LIBRARY[: LIBRARY.index(module)])
+    assert own_imports(sources(hvdlite)[module]) <= before
+
+
+def test_the_order_that_the_library_states_is_the_tested_one():
+    stated = hvdlite.__doc__.split("stand before them:" if "stand before them:" in hvdlite.__doc__ else "before them:")
+    assert stated[1].replace("<", " ").split() == LIBRARY[:-1]
+
+
+def test_the_library_imports_torch_and_the_standard_library_alone():
+    for module, tree in sources(hvdlite).items():
+        assert foreign_imports(tree) <= {"torch", *sys.stdlib_module_names}, module
+
+
+@pytest.mark.parametrize("module", LAUNCHER_ORDER)
+def test_the_launcher_keeps_its_one_direction(module):
+    after = set(LAUNCHER_ORDER[LAUNCHER_ORDER.index(module) + 1 :])
+    assert not own_imports(sources(hvdlite_launcher)[module]) & after
+
+
+def test_the_launcher_imports_psutil_and_the_standard_library_alone():
+    for module, tree in sources(hvdlite_launcher).items():
+        assert foreign_imports(tree) <= {"psutil", *sys.stdlib_module_names}, module
+
+
+def test_importing_hvdlite_sets_up_nothing():
+    program = (
+        "import logging, sys, torch.distributed as dist; before = sys.excepthook; import hvdlite; "
+        "assert sys.excepthook is before and not dist.is_initialized() and not logging.root.handlers"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,0 +1,81 @@
+"""init() in a plain program and beside torch.distributed; under launchers it is tested in tests/e2e."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import hvdlite as hvd
+
+
+@pytest.fixture
+def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("one rank alone must not use the network")
+
+    monkeypatch.setattr(socket.socket, "bind", refuse)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+@pytest.mark.usefixtures("_no_network")
+def test_a_plain_program_is_one_rank_and_everything_works():
+    hvd.init()
+    hvd.init()
+    assert hvd.is_initialized()
+    assert not dist.is_initialized()
+    assert (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()) == (
+        0, 1, 0, 1, 0, 1,
+    )  # fmt: skip
+    model = nn.Linear(2, 2)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.Adam(model.parameters()), model.named_parameters(), compression=hvd.Compression.fp16
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, model.weight)
+    hvd.barrier()
+    assert hvd.allgather(torch.ones(2)).tolist() == [1, 1]
+    assert hvd.broadcast_object({"a": 1}) == {"a": 1}
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    hvd.init()
+    assert hvd.size() == 1
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, "5", None])
+def test_a_timeout_that_is_no_positive_number_is_an_error(timeout_s):
+    with pytest.raises(ValueError, match="timeout_s="):
+        hvd.init(timeout_s=timeout_s)
+
+
+def test_torch_distributed_as_it_stands_is_adopted_and_never_destroyed():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        hvd.init()
+        model = nn.Linear(2, 2)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        hvd.shutdown()
+        assert dist.is_initialized()
+        dist.all_reduce(torch.ones(1))
+        hvd.init()
+        assert hvd.size() == 1
+        hvd.shutdown()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_shutdown_after_the_program_destroyed_its_group_is_quiet():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    hvd.init()
+    dist.destroy_process_group()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
