@@ -1,0 +1,44 @@
+"""The one direction of imports, and what the launcher may need."""
+
+import ast
+import sys
+from pathlib import Path
+
+import hvdlite_launcher
+
+ORDER = [
+    *("errors", "protocol", "signals", "tree", "report", "hosts", "plan", "remote", "workers", "agent"),
+    *("output", "supervise", "job", "cli"),
+]
+FILES = {path.stem: path for path in Path(hvdlite_launcher.__file__).parent.glob("*.py")}
+
+
+def _imports(name):
+    for node in ast.walk(ast.parse(FILES[name].read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is None:
+            yield from ((node.level, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.level, node.module
+
+
+def test_every_module_has_its_place():
+    assert set(ORDER) == FILES.keys() - {"__init__", "__main__"}
+    in_docstring = hvdlite_launcher.__doc__.partition("to their left:\n\n")[2].partition("\n\n")[0]
+    assert in_docstring.replace(",", " <").split(" < ") == ["    " + ORDER[0], *ORDER[1:]]
+
+
+def test_modules_import_only_what_lies_to_their_left():
+    wrong = [
+        f"{name} imports {module}"
+        for place, name in enumerate(ORDER)
+        for level, module in _imports(name)
+        if level and module not in ORDER[:place]
+    ]
+    assert wrong == []
+
+
+def test_the_launcher_needs_the_standard_library_and_psutil_alone():
+    needed = {module.partition(".")[0] for name in FILES for level, module in _imports(name) if not level}
+    assert needed - sys.stdlib_module_names == {"psutil"}
