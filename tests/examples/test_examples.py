@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -26,7 +27,9 @@ def run(example: str, *args: object, ranks: int | None = None) -> Done[str]:
     """The example under hvdlite-run with so many ranks, or without it."""
     launcher = [] if ranks is None else ["-m", "hvdlite_launcher", "-np", str(ranks), sys.executable]
     argv = [sys.executable, *launcher, f"examples/{example}", *map(str, args)]
-    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    # One thread per rank: more would wait for each other where the machine has other work.
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=90, check=False)
 
 
 def load(example: str) -> ModuleType:
