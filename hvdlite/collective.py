@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,22 @@ class AloneEngine:
         return _Done()
 
 
+class ClosedEngine:
+    """The engine of a group that has been left."""
+
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
+        raise self._error()
+
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
+        raise self._error()
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
+        raise self._error()
+
+    def _error(self) -> RuntimeError:
+        return RuntimeError("hvd.shutdown() or close() was called before: make the optimizer anew after hvd.init()")
+
+
 class AloneChannels:
     """Engines for a rank that has no others."""
 
@@ -125,7 +142,8 @@ class Group:
 
     def __init__(self, channels: Channels, rank: int, size: int, hosts: Sequence[str]) -> None:
         self._channels = channels
-        self.engine = channels.open()
+        self.engine: Engine = channels.open()
+        self._duplicates: WeakSet[Group] = WeakSet()
         self.rank = rank
         self.size = size
         self.hosts = tuple(hosts)
@@ -142,11 +160,18 @@ class Group:
         """
         group = Group(self._channels, self.rank, self.size, self.hosts)
         group.stepped_backwards = self.stepped_backwards
+        self._duplicates.add(group)
         return group
 
     def close(self) -> None:
-        """Give the engine back. Waits for nobody; call it only when nothing is under way."""
+        """Give the engine back, and those of the duplicates. Waits for nobody.
+
+        No reference to an engine may outlive this: gloo aborts if the interpreter goes before its threads.
+        """
+        for duplicate in list(self._duplicates):
+            duplicate.close()
         self._channels.close(self.engine)
+        self.engine = ClosedEngine()
 
     def describe_rank(self, rank: int) -> str:
         """Such as ``rank 3 (node2)``."""

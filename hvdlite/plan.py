@@ -39,9 +39,8 @@ class ParamSpec:
     @classmethod
     def of(cls, name: str, param: Tensor) -> ParamSpec:
         """The spec of a parameter under this name."""
-        # empty_like's rule is PyTorch's own for "the same dense layout, or else contiguous".
-        stride = torch.empty_like(param, device="meta").stride()
         shape = tuple(param.shape)
+        stride = param.stride() if _is_dense(shape, param.stride()) else _contiguous_stride(shape)
         return cls(name, shape, stride, param.dtype, param.device, param.requires_grad)
 
     @property
@@ -198,5 +197,20 @@ def _align(numel: int, dtype: torch.dtype) -> int:
     return -(-numel // step) * step
 
 
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in whatever order of dimensions."""
+    expected = 1
+    for step, length in sorted((step, length) for step, length in zip(stride, shape, strict=True) if length > 1):
+        if step != expected:
+            return False
+        expected *= length
+    return True
+
+
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
+    stride: list[int] = []
+    step = 1
+    for length in reversed(shape):
+        stride.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(stride))

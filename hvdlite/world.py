@@ -36,7 +36,7 @@ _GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of the job, and how to leave them."""
+    """All ranks of the job, and what is to be done once their group is closed."""
 
     topology: Topology
     group: Group
@@ -67,11 +67,6 @@ class TorchChannels:
             self._open.remove(group)
             if dist.is_initialized():
                 dist.destroy_process_group(group)
-
-    def close_all(self) -> None:
-        """Give back every group that is still open."""
-        for group in list(self._open):
-            self.close(group)
 
 
 _world: World | None = None
@@ -111,6 +106,7 @@ def shutdown() -> None:
     global _world
     leaving, _world = _world, None
     if leaving is not None:
+        leaving.group.close()
         leaving.leave()
 
 
@@ -191,8 +187,7 @@ def _adopt(timeout: timedelta) -> World:
         host=host if told is None else told.host,
         local_rank=None if told is None else told.local_rank,
     )
-    channels = TorchChannels(backend, timeout)
-    return _world_of(seat, channels, leave=channels.close_all)
+    return _world_of(seat, TorchChannels(backend, timeout), leave=lambda: None)
 
 
 def _world_of(seat: Seat, channels: Channels, leave: Callable[[], None]) -> World:

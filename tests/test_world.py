@@ -79,3 +79,17 @@ def test_shutdown_after_the_program_destroyed_its_group_is_quiet():
     dist.destroy_process_group()
     hvd.shutdown()
     assert not hvd.is_initialized()
+
+
+def test_an_optimizer_of_a_world_that_was_left_says_so():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        hvd.init()
+        model = nn.Linear(2, 2)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+        hvd.shutdown()
+        with pytest.raises(hvd.CommunicationError, match="make the optimizer anew"):
+            model(torch.ones(1, 2)).sum().backward()
+        optimizer.close()
+    finally:
+        dist.destroy_process_group()

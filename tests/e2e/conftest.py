@@ -58,7 +58,7 @@ class Launch:
         wait_until(lambda: not self.processes() and not self.leftovers(), TEARDOWN_S, self._what_is_left)
 
     def leftovers(self) -> list[Path]:
-        return list(self.tmp.iterdir())
+        return list(self.tmp.glob("hvdlite-*"))  # torch keeps caches of its own there
 
     def _what_is_left(self) -> str:
         return f"left: {[(p.pid, p.cmdline()) for p in self.processes()]}, {self.leftovers()}"

@@ -1,0 +1,181 @@
+"""The CUDA part: NCCL with one rank, and two ranks that share a GPU over gloo. Needs a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+]
+
+PRELUDE = """
+import copy, os, torch, torch.nn as nn, torch.distributed as dist
+import hvdlite as hvd
+
+torch.backends.cuda.matmul.allow_tf32 = False
+torch.backends.cudnn.allow_tf32 = False
+device = torch.device("cuda", 0)
+
+def share_one_gpu_over_gloo():
+    store = dist.FileStore(os.environ["HVDLITE_JOB_DIR"] + "/own", int(os.environ["HVDLITE_SIZE"]))
+    dist.init_process_group(
+        "cpu:gloo,cuda:gloo", store=store, rank=int(os.environ["HVDLITE_RANK"]),
+        world_size=int(os.environ["HVDLITE_SIZE"]),
+    )
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        self.never = nn.Linear(2, 2)
+        self.sometimes = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 4)
+    def forward(self, x, part):
+        x = torch.relu(self.conv(x)).mean((2, 3))
+        return self.head(torch.tanh(self.sometimes(x)) if part % 2 else x)
+
+def loss_of(model, x, y, part, parts):
+    return nn.functional.cross_entropy(model(x.chunk(parts)[part], part), y.chunk(parts)[part])
+
+torch.manual_seed(0)
+start = Net().double().to(device)
+x = torch.randn(5, 8, 3, 6, 6, dtype=torch.float64, device=device)
+y = torch.randint(4, (5, 8), device=device)
+
+def alone(parts):
+    model = copy.deepcopy(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(5):
+        optimizer.zero_grad()
+        torch.stack([loss_of(model, x[step], y[step], part, parts) for part in range(parts)]).mean().backward()
+        optimizer.step()
+    return model
+
+def together(**options):
+    model = copy.deepcopy(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), bucket_cap_mb=0.001, **options)
+    hvd.broadcast_parameters(model.state_dict())
+    hvd.broadcast_optimizer_state(optimizer)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(model, x[step], y[step], hvd.rank(), hvd.size()).backward()
+        optimizer.step()
+    return model
+
+def same(a, b, tolerance=1e-10):
+    for p, q in zip(a.parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=tolerance)
+        assert (p.grad is None) == (q.grad is None)
+"""
+
+
+def run(tmp_path, size: int, body: str) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(PRELUDE + textwrap.dedent(body))
+    done = subprocess.run(
+        [sys.executable, "-m", "hvdlite_launcher", "-np", str(size), sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_one_rank_over_nccl_trains_as_without_hvdlite(tmp_path):
+    run(
+        tmp_path,
+        1,
+        """
+        hvd.init()
+        assert "nccl" in str(dist.get_backend_config())
+        same(together(), alone(1))
+        same(together(compression=hvd.Compression.fp16), alone(1), 0.05)
+        """,
+    )
+
+
+def test_two_ranks_on_one_gpu_over_gloo_match_one_process_on_the_whole_batch(tmp_path):
+    run(
+        tmp_path,
+        2,
+        """
+        share_one_gpu_over_gloo()
+        hvd.init()
+        same(together(), alone(2))
+        same(together(gradient_predivide_factor=2.0), alone(2))
+        same(together(compression=hvd.Compression.bf16), alone(2), 0.1)
+        """,
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_autocast_and_grad_scaler_skip_the_same_steps_on_every_rank(tmp_path, size):
+    run(
+        tmp_path,
+        size,
+        """
+        if int(os.environ["HVDLITE_SIZE"]) > 1: share_one_gpu_over_gloo()
+        hvd.init()
+        model = nn.Linear(6, 4).to(device)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        hvd.broadcast_parameters(model.state_dict())
+        scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
+        for step in range(4):
+            optimizer.zero_grad()
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(torch.ones(2, 6, device=device)).float().square().mean()
+            if step == 2 and hvd.rank() == hvd.size() - 1: loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 512.0
+        weights = hvd.allgather_object(model.weight.detach().cpu())
+        assert all(torch.equal(w, weights[0]) for w in weights)
+        """,
+    )
+
+
+def test_sparse_gradients_are_gathered_on_the_gpu(tmp_path):
+    run(
+        tmp_path,
+        2,
+        """
+        share_one_gpu_over_gloo()
+        hvd.init()
+        torch.manual_seed(0)
+        table = nn.Embedding(7, 3, sparse=True).double().to(device)
+        twin = copy.deepcopy(table)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), table.named_parameters())
+        plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+        words = [torch.tensor([1, 2], device=device), torch.tensor([2, 5], device=device)]
+        for step in range(3):
+            optimizer.zero_grad(); plain.zero_grad()
+            table(words[hvd.rank()]).square().sum().backward()
+            (sum(twin(w).square().sum() for w in words) / 2).backward()
+            optimizer.step(); plain.step()
+        same(table, twin)
+        """,
+    )
+
+
+def test_collectives_on_cuda_tensors(tmp_path):
+    run(
+        tmp_path,
+        2,
+        """
+        share_one_gpu_over_gloo()
+        hvd.init()
+        mine = torch.full((2, 2), float(hvd.rank()), device=device)
+        assert hvd.allreduce(mine).eq(0.5).all() and hvd.allreduce(mine).is_cuda
+        assert hvd.allgather(mine).shape == (4, 2)
+        assert hvd.broadcast(mine, 1).eq(1).all()
+        """,
+    )
