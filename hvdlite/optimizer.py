@@ -30,6 +30,7 @@ from .arguments import (
 from .collective import Average, Group, ReduceOp
 from .compression import Compression, Compressor, check_compression
 from .errors import GradientError
+from .proxy import OptimizerProxy
 from .reducer import Reducer
 from .wire import Settings
 from .world import current_world
@@ -39,7 +40,7 @@ from .world import current_world
 DEFAULT_BUCKET_CAP_MB = 16.0
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(OptimizerProxy):
     """Wraps an optimizer so that ``step()`` uses gradients averaged over all ranks.
 
     Every rank must construct it, with the same arguments and a model of the same shapes (a `MismatchError`
@@ -91,10 +92,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
     ) -> None:
-        # Not Optimizer.__init__: groups, state and hooks are the wrapped optimizer's, see the properties.
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
-        self._optimizer = check_optimizer(optimizer)
+        super().__init__(check_optimizer(optimizer))
         settings = Settings(
             check_compression(compression),
             check_op(op),
@@ -224,32 +224,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self._optimizer.param_groups = value
 
-    @property
-    def state(self) -> Any:
-        """The wrapped optimizer's state."""
-        return self._optimizer.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        self._optimizer.state = value
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """The wrapped optimizer's defaults."""
-        return self._optimizer.defaults
-
-    @defaults.setter
-    def defaults(self, value: dict[str, Any]) -> None:
-        self._optimizer.defaults = value
-
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, so that checkpoints do not depend on the wrapping."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The wrapped optimizer's. Load on every rank, or on one and `broadcast_optimizer_state`."""
-        self._optimizer.load_state_dict(state_dict)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As PyTorch's, and average its gradients too. Every rank must call it; it waits for all."""
         self._reducer.require_nothing_pending("add_param_group() was called", "call step() first")
@@ -258,12 +232,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._names += [name for name, _ in named]
         self._reducer.add_params(named)
         self._reducer.meet()
-
-    def __getattr__(self, name: str) -> Any:
-        # Whatever else the wrapped optimizer has: its step hooks' registration, a subclass's own methods.
-        if name == "_optimizer":
-            raise AttributeError(name)
-        return getattr(self._optimizer, name)
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer over {self._reducer.size} ranks of\n{self._optimizer!r}"
@@ -287,7 +255,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Talks to no other rank: where one alone unpickles, to look at it, nothing hangs. The ranks compare
         their models at the first gradient.
         """
-        self._optimizer = pickled["optimizer"]
+        super().__init__(pickled["optimizer"])
         self._uses_the_world = True
         self._names = pickled["names"]
         self._skipping = False

@@ -14,7 +14,7 @@ import hvdlite
 
 LIBRARY = [
     "errors", "topology", "plan", "bucket", "compression", "collective", "world", "operations", "replicate",
-    "sparse", "layout", "wire", "reducer", "arguments", "optimizer", "__init__",
+    "sparse", "layout", "wire", "reducer", "arguments", "proxy", "optimizer", "__init__",
 ]  # fmt: skip
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]
 

@@ -31,6 +31,7 @@ def train(steps):
 """
 
 
+@pytest.mark.slow
 def test_a_world_that_was_left_can_be_entered_again(launch, tmp_path):
     body = """
     for _ in range(2):
@@ -43,6 +44,7 @@ def test_a_world_that_was_left_can_be_entered_again(launch, tmp_path):
     assert code == 0, err.decode()
 
 
+@pytest.mark.slow
 def test_torchrun_tells_the_same_places(launch, tmp_path):
     body = """
     hvd.init()
@@ -57,6 +59,7 @@ def test_torchrun_tells_the_same_places(launch, tmp_path):
     assert b"[(0, 0, 2, 0, 1), (1, 1, 2, 0, 1)]" in out
 
 
+@pytest.mark.slow
 def test_a_process_group_of_the_program_is_adopted_and_survives(launch, tmp_path):
     body = """
     import torch.distributed as dist
@@ -95,7 +98,7 @@ def test_a_rank_that_raises_in_the_middle_of_backward_ends_the_job_with_its_trac
     job.assert_gone()
 
 
-@pytest.mark.parametrize("fault", ["sys.exit(7)", "os._exit(7)"])
+@pytest.mark.parametrize("fault", ["sys.exit(7)", pytest.param("os._exit(7)", marks=pytest.mark.slow)])
 def test_a_rank_that_exits_with_gradients_under_way_gives_the_job_its_exit_code(launch, tmp_path, fault):
     body = (
         "hvd.init()\n"
@@ -131,6 +134,7 @@ def test_a_rank_that_does_not_come_is_reported_after_the_timeout(launch, tmp_pat
     assert b"CommunicationError: allreduce of 'loss' failed on rank 0 (localhost)" in err
 
 
+@pytest.mark.slow
 def test_parameters_used_by_one_rank_do_not_mix_with_collectives_between_backward_and_step(launch, tmp_path):
     """Ranks launch their buckets at different times here; metrics and a second optimizer come between."""
     body = """
