@@ -107,15 +107,19 @@ class DistributedOptimizer(OptimizerProxy):
         named_groups = check_groups(groups, named)
         group = process_set or current_world().group
         self._uses_the_world = process_set is None
-        self._names = [name for name, _ in named]
+        self._named = named
         self._skipping = False
         self._connect(Reducer(group, settings, backward_passes_per_step), named, named_groups)
-        group.require_agreement(
-            (*settings.signature(), backward_passes_per_step, named_groups),
-            "hvd.DistributedOptimizer",
-            "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, passes per step, groups)",
-        )
-        self._reducer.meet()
+        try:
+            group.require_agreement(
+                (*settings.signature(), backward_passes_per_step, named_groups),
+                "hvd.DistributedOptimizer",
+                "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, passes per step, groups)",
+            )
+            self._reducer.meet()
+        except BaseException:
+            self._reducer.close()
+            raise
 
     def _connect(self, reducer: Reducer, named: Sequence[tuple[str, Tensor]], groups: Sequence[Sequence[str]]) -> None:
         self._reducer = reducer
@@ -228,8 +232,8 @@ class DistributedOptimizer(OptimizerProxy):
         """As PyTorch's, and average its gradients too. Every rank must call it; it waits for all."""
         self._reducer.require_nothing_pending("add_param_group() was called", "call step() first")
         self._optimizer.add_param_group(param_group)
-        named = names_of_added_group(self._optimizer, self._names)
-        self._names += [name for name, _ in named]
+        named = names_of_added_group(self._optimizer, [name for name, _ in self._named])
+        self._named += named
         self._reducer.add_params(named)
         self._reducer.meet()
 
@@ -241,9 +245,10 @@ class DistributedOptimizer(OptimizerProxy):
             raise TypeError(
                 "a DistributedOptimizer with a process_set of its own cannot be pickled: pickle state_dict()"
             )
+        place_of = {param: place for place, param in enumerate(self._params())}
         return {
             "optimizer": self._optimizer,
-            "names": self._names,
+            "named_places": [(name, place_of[param]) for name, param in self._named],
             "groups": self._named_groups,
             "settings": self._reducer.settings,
             "backward_passes_per_step": self._reducer.backward_passes_per_step,
@@ -257,8 +262,11 @@ class DistributedOptimizer(OptimizerProxy):
         """
         super().__init__(pickled["optimizer"])
         self._uses_the_world = True
-        self._names = pickled["names"]
         self._skipping = False
-        params = [param for entry in self._optimizer.param_groups for param in entry["params"]]
+        params = self._params()
+        self._named = [(name, params[place]) for name, place in pickled["named_places"]]
         reducer = Reducer(current_world().group, pickled["settings"], pickled["backward_passes_per_step"])
-        self._connect(reducer, list(zip(self._names, params, strict=True)), pickled["groups"])
+        self._connect(reducer, self._named, pickled["groups"])
+
+    def _params(self) -> list[Tensor]:
+        return [param for entry in self._optimizer.param_groups for param in entry["params"]]

@@ -36,11 +36,12 @@ _GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of the job, and what is to be done once their group is closed."""
+    """All ranks of the job, the process that is in it, and what is to be done once the group is closed."""
 
     topology: Topology
     group: Group
     leave: Callable[[], None]
+    pid: int
 
 
 class TorchChannels:
@@ -202,7 +203,7 @@ def _world_of(seat: Seat, channels: Channels, leave: Callable[[], None]) -> Worl
                 f"hvdlite is version {introductions[0][1]} on {group.describe_rank(0)} and {other_version} on "
                 f"{group.describe_rank(other)}: install the same version everywhere"
             )
-    return World(topology, group, leave)
+    return World(topology, group, leave, os.getpid())
 
 
 def _open_store(url: str, size: int, timeout: timedelta) -> Store:
@@ -231,6 +232,9 @@ def _own_version() -> str:
 
 def _end_of_program() -> None:
     world = _world
+    if world is not None and world.pid != os.getpid():
+        # A child that was forked has the connections, but they are not its own to close.
+        return
     # The interpreter leaves the exception that ends the program here before it runs exit handlers.
     error = getattr(sys, "last_value", None)
     if world is None or world.topology.size == 1 or error is None or isinstance(error, KeyboardInterrupt):

@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 from models import CLASSES, FEATURES, Plain, batches, build, part_loss, sgd, train_alone
-from ranks import counting, run_ranks
+from ranks import attempt_ranks, counting, run_ranks
 from torch import nn
 
 import hvdlite as hvd
@@ -478,7 +478,7 @@ def test_names_that_the_optimizer_was_built_with_are_used():
     def rank(group: Group):
         model = nn.Linear(2, 2)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.named_parameters(), lr=1.0), process_set=group)
-        return optimizer._names
+        return [name for name, _ in optimizer._named]
 
     assert run_ranks(2, rank) == [["weight", "bias"]] * 2
 
@@ -552,6 +552,22 @@ def test_pickling_gives_an_optimizer_that_goes_on(how):
             m(torch.ones(1, 2)).sum().backward()
         o.step()
     assert torch.equal(model.weight, model2.weight)
+
+
+def test_pickling_keeps_each_parameters_name_whatever_the_order_of_groups():
+    hvd.init()
+    model = nn.Linear(2, 3)
+    groups = [{"params": [model.bias]}, {"params": [model.weight], "lr": 0.5}]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(groups, lr=0.1), model.named_parameters())
+    again = pickle.loads(pickle.dumps(optimizer))
+    assert [(name, tuple(param.shape)) for name, param in again._named] == [("weight", (3, 2)), ("bias", (3,))]
+
+
+def test_an_optimizer_that_could_not_be_made_leaves_no_hook_behind():
+    params = [nn.Parameter(torch.zeros(2 + rank)) for rank in range(2)]
+    for outcome in attempt_ranks(2, lambda group: wrap(group, [params[group.rank]])):
+        assert isinstance(outcome, hvd.MismatchError)
+    assert not any(param._post_accumulate_grad_hooks for param in params)
 
 
 @pytest.mark.parametrize("compile_part", ["model", "layer"])
