@@ -9,7 +9,6 @@ import pytest
 
 # PyTorch 2.11 notes every collective in a map of the process that takes no lock, and ranks are threads here.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
-os.environ.setdefault("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")
 
 import hvdlite as hvd
 
