@@ -22,7 +22,7 @@ from typing import IO
 
 from . import tree
 from .errors import LauncherError, ProtocolError
-from .plan import job_dir, peer_lost_file
+from .plan import job_dir, left_file, peer_lost_file
 from .protocol import (
     Decoder,
     Exited,
@@ -168,8 +168,9 @@ class Agent:
                 continue  # an orphan that we adopted
             worker.process.returncode = returncode
             self._drain(worker)
-            peer_lost = self._job_dir is not None and os.path.exists(peer_lost_file(self._job_dir, worker.rank))
-            self._send(Exited(worker.rank, returncode, peer_lost))
+            assert self._job_dir is not None, "workers are started after it is made"
+            peer_lost, left = (os.path.exists(note(self._job_dir, worker.rank)) for note in (peer_lost_file, left_file))
+            self._send(Exited(worker.rank, returncode, peer_lost, left))
 
     def _drain(self, worker: Worker) -> None:
         """Pass on all that a dead worker wrote, which is what its pipes can hold.
