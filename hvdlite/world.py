@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-from .collective import AloneChannels, Channels, Engine, Group
+from .collective import Group
+from .engine import AloneChannels, Channels, TorchChannels
 from .errors import LaunchEnvironmentError, MismatchError, NotInitializedError, says_peer_lost
 from .topology import Seat, Topology, read_seat, seats_to_topology
 
@@ -45,32 +46,6 @@ class World:
     group: Group
     leave: Callable[[], None]
     pid: int
-
-
-class TorchChannels:
-    """Process groups of all ranks: first the default one if it is ours, then further ones beside it."""
-
-    def __init__(self, backend: str, timeout: timedelta, unused_default: dist.ProcessGroup | None = None) -> None:
-        self._backend = backend
-        self._timeout = timeout
-        self._unused_default = unused_default
-        self._open: list[dist.ProcessGroup] = []
-
-    def open(self) -> Engine:
-        if self._unused_default is not None:
-            default, self._unused_default = self._unused_default, None
-            return default
-        group = dist.new_group(backend=self._backend, timeout=self._timeout)
-        assert isinstance(group, dist.ProcessGroup), "every rank is a member of it"
-        self._open.append(group)
-        return group
-
-    def close(self, engine: Engine, /) -> None:
-        # Gone already where the default group has been destroyed, and all others with it.
-        for group in [group for group in self._open if group is engine]:
-            self._open.remove(group)
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
 
 
 _world: World | None = None
