@@ -162,8 +162,8 @@ class Supervisor:
         failure = Failure(rank, self._host[rank], self._pids.get(rank, 0), end.returncode, self._stderr[rank].lines())
         report = str(failure)
         if end.peer_lost and self._done:
-            ranks = ", ".join(map(str, self._done))
-            report = f"rank {ranks} had ended with exit code 0 before the others were done\n{report}"
+            ranks = ("rank " if len(self._done) == 1 else "ranks ") + ", ".join(map(str, sorted(self._done)))
+            report = f"{ranks} had ended with exit code 0 before the others were done; then {report}"
         self._decide(Outcome(shell_code(end.returncode), report))
 
     def _interrupt(self, signum: int) -> None:

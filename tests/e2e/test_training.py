@@ -213,15 +213,16 @@ if hvd.rank() == 0: print(max(peaks))
 
 @pytest.mark.slow
 def test_peak_memory_is_no_higher_than_ddps_with_gradients_as_bucket_views(launch, tmp_path):
-    peaks = {}
-    for ddp in (True, False):
+    peaks: dict[bool, list[int]] = {True: [], False: []}
+    for ddp in (True, False) * 3:
         # Memory that is freed goes back at once: the peak is what is held, not what malloc keeps.
         env = {"MALLOC_MMAP_THRESHOLD_": "100000"}
         command = [sys.executable, program(tmp_path, PEAK.format(ddp=ddp))]
         code, out, err = launch("-np", "2", *command, env=env).ended()
         assert code == 0, err.decode()
-        peaks[ddp] = json.loads(out.rpartition(b":")[2])
+        peaks[ddp].append(json.loads(out.rpartition(b":")[2]))
     gradients_kib = 20 * 1001 * 1000 * 4 // 1024
-    assert peaks[False] > gradients_kib, "the gradients themselves must show, or nothing is measured"
-    # A hundredth is what two runs of the same program differ by.
-    assert peaks[False] <= peaks[True] + gradients_kib // 100, peaks
+    assert min(peaks[False]) > gradients_kib, "the gradients themselves must show, or nothing is measured"
+    # Runs of either differ by 2 %, with how many all-reduces gloo happens to have buffers for at a time: the
+    # ranges must meet. One bucket more would be a fifth.
+    assert min(peaks[False]) <= max(peaks[True]), peaks

@@ -186,7 +186,7 @@ def test_the_first_who_lost_a_peer_is_the_cause_if_all_did():
 def test_a_peer_that_ended_well_too_early_is_named_with_the_failure():
     played = Played(Exited(1, 0), Exited(0, 1, peer_lost=True))
     assert played.exit_code == 1
-    assert played.report.startswith("rank 1 had ended with exit code 0 before the others were done\nrank 0 on")
+    assert played.report.startswith("rank 1 had ended with exit code 0 before the others were done; then rank 0 on")
 
 
 def test_a_rank_that_left_is_the_cause_also_when_it_takes_long_to_end():
@@ -198,7 +198,7 @@ def test_a_rank_that_left_is_the_cause_also_when_it_takes_long_to_end():
 def test_a_rank_that_left_with_0_is_told_also_when_it_takes_long_to_end():
     played = Played(Exited(0, 5, peer_lost=True), TIME_PASSES, Exited(1, 0, left=True))
     assert played.exit_code == 5
-    assert played.report.startswith("rank 1 had ended with exit code 0 before the others were done\nrank 0 on")
+    assert played.report.startswith("rank 1 had ended with exit code 0 before the others were done; then rank 0 on")
 
 
 def test_a_rank_that_left_after_another_failed_is_not_the_cause():
