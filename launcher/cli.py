@@ -13,19 +13,23 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from .errors import LauncherError, UsageError
-from .hosts import Host, only_this_machine, parse_hosts
+from .hostfile import read_hostfile
+from .hosts import Host, count_auto_slots, only_this_machine, parse_hosts
+from .machine import slots_by_hardware
 from .plan import plan_slots
 
 # Written by hand: argparse words it differently from one Python to the next.
 HELP = """\
-usage: hvdlite-run [-np N] [-H HOSTS] [--grace SECONDS] [--verbose] [--] COMMAND [ARGUMENT ...]
+usage: hvdlite-run [-np N] [-H HOSTS | --hostfile FILE] [FLAG ...] [--] COMMAND [ARGUMENT ...]
 
 Run COMMAND in N workers, each with a rank, and show what they print. When one fails, the others are ended,
 its last words are shown again, and its exit code is hvdlite-run's.
 
-  -np N, --num-proc N   how many workers; without it, one for each slot of -H
+  -np N, --num-proc N   how many workers; without it, one for each slot of the hosts
   -H, --hosts HOSTS     where they may run, as host:slots,host:slots; so far only this machine: localhost:4.
-                        Without it, localhost:N
+                        localhost:auto is as many as it has GPUs, else cores. Without it, localhost:N
+  -hostfile, --hostfile FILE
+                        the same from a file, a line for each host: localhost slots=4
   --grace SECONDS       how long workers may take to end after SIGTERM or Ctrl-C before they are killed (3)
   --verbose             say what is done: which rank runs where, its pid, signals sent
   --version             print the version
@@ -36,7 +40,7 @@ Flags after COMMAND are its own. For example:
   hvdlite-run -np 4 python train.py --epochs 10
 """
 
-_WITH_VALUE = ("-np", "--num-proc", "-H", "--hosts", "--grace")
+_WITH_VALUE = ("-np", "--num-proc", "-H", "--hosts", "-hostfile", "--hostfile", "--grace")
 _EXAMPLE = "hvdlite-run -np 4 python train.py"
 # A worker's grace; with PEER_LOST_S in `supervise` it keeps a failed job's end below 5 s.
 _GRACE_S = 3.0
@@ -66,16 +70,29 @@ def _run(argv: Sequence[str]) -> int:
         return 0
     if unknown:
         raise UsageError(_unknown_flag(unknown[0], parser))
-    if options.num_proc is None and options.hosts is None:
-        raise UsageError(f"how many workers? Say -np N, such as: {_EXAMPLE}")
+    hosts = _hosts(options)
     if not command:
         raise UsageError(f"no command to run; it follows the flags, such as: {_EXAMPLE}")
-    hosts = (Host("localhost", options.num_proc),) if options.hosts is None else parse_hosts(options.hosts)
-    slots = plan_slots(only_this_machine(hosts), options.num_proc)
+    slots = plan_slots(hosts, options.num_proc)
 
     from .job import run_job  # noqa: PLC0415  # so that --help and wrong flags are answered at once
 
     return run_job(slots, command, grace=options.grace, verbose=options.verbose)
+
+
+def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
+    if options.hosts is not None and options.hostfile is not None:
+        raise UsageError("-H and --hostfile both say where workers run; give one of them")
+    if options.hosts is not None:
+        hosts = parse_hosts(options.hosts)
+    elif options.hostfile is not None:
+        hosts = read_hostfile(options.hostfile)
+    elif options.num_proc is not None:
+        hosts = (Host("localhost", options.num_proc),)
+    else:
+        raise UsageError(f"how many workers? Say -np N, such as: {_EXAMPLE}")
+    # Counted where they are, which so far is here.
+    return only_this_machine(count_auto_slots(hosts, lambda _: slots_by_hardware()))
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -96,6 +113,7 @@ def _parser() -> _Parser:
     parser = _Parser(prog="hvdlite-run", add_help=False, allow_abbrev=False)
     parser.add_argument("-np", "--num-proc", type=_positive)
     parser.add_argument("-H", "--hosts")
+    parser.add_argument("-hostfile", "--hostfile")
     parser.add_argument("--grace", type=_seconds, default=_GRACE_S)
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--version", action="store_true")

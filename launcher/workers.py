@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from . import tree
+from .machine import loopback_interface, usable_cores
 from .plan import host_environment
 from .protocol import Refused, StartJob, Stream
 
@@ -35,8 +36,8 @@ class CannotStartError(Exception):
 
 def start_workers(job: StartJob, job_dir: str) -> Iterator[Worker]:
     """Start them one by one, each at the head of its own session."""
-    cores = _usable_cores()
-    loopback = None if "GLOO_SOCKET_IFNAME" in job.environment else _loopback_interface()
+    cores = usable_cores()
+    loopback = None if "GLOO_SOCKET_IFNAME" in job.environment else loopback_interface()
     set_up = tree.dying_with_parent()
     for rank, own in job.workers.items():
         environment = host_environment(job.environment, own, job_dir=job_dir, cores=cores, loopback=loopback)
@@ -80,20 +81,3 @@ def _refusal(job: StartJob, environment: Mapping[str, str], error: OSError) -> R
         why += f"; did you mean: python {program}?"
     name = program if program.isprintable() and program else repr(program)
     return Refused(f"{name}: {why}", exit_code)
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _loopback_interface() -> str | None:
-    import psutil  # noqa: PLC0415  # costs 20 ms, needless where the user names the interface
-
-    interfaces = psutil.net_if_addrs()
-    for loopback in ("127.0.0.1", "::1"):
-        for name, addresses in interfaces.items():
-            if any(address.address == loopback for address in addresses):
-                return name
-    return None

@@ -127,6 +127,12 @@ def test_the_jobs_directory_is_private_and_goes_with_the_job(launch):
     assert job.leftovers() == []
 
 
+def test_a_hostfile_says_how_many_workers_there_are(launch, tmp_path):
+    (tmp_path / "hosts").write_text("# this machine\nlocalhost slots=2 max-slots=4\n127.0.0.1:1\n")
+    environments = _environments(launch, "-hostfile", str(tmp_path / "hosts"))
+    assert [environment["HVDLITE_SIZE"] for environment in environments] == ["3"] * 3
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not say which cores are usable")
 def test_the_usable_cores_are_shared_out_unless_the_user_says_otherwise(launch, monkeypatch):
     cores = len(os.sched_getaffinity(0))
