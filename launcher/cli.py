@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -15,8 +16,9 @@ from typing import NoReturn
 from .errors import LauncherError, UsageError
 from .hostfile import read_hostfile
 from .hosts import Host, count_auto_slots, only_this_machine, parse_hosts
-from .machine import slots_by_hardware
-from .plan import plan_slots
+from .machine import loopback_interface, slots_by_hardware, usable_cores
+from .plan import Slot, job_dir, plan_slots
+from .preview import preview
 
 # Written by hand: argparse words it differently from one Python to the next.
 HELP = """\
@@ -30,6 +32,7 @@ its last words are shown again, and its exit code is hvdlite-run's.
                         localhost:auto is as many as it has GPUs, else cores. Without it, localhost:N
   -hostfile, --hostfile FILE
                         the same from a file, a line for each host: localhost slots=4
+  --dry-run             print which rank would run where, with the variables set for it, and start nothing
   --grace SECONDS       how long workers may take to end after SIGTERM or Ctrl-C before they are killed (3)
   --verbose             say what is done: which rank runs where, its pid, signals sent
   --version             print the version
@@ -51,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_standard_streams()
     try:
         return _run(sys.argv[1:] if argv is None else argv)
+    except BrokenPipeError:  # who read a plan has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
     except LauncherError as error:
         print(f"hvdlite-run: {error}", file=sys.stderr)
         return error.exit_code
@@ -71,9 +77,12 @@ def _run(argv: Sequence[str]) -> int:
     if unknown:
         raise UsageError(_unknown_flag(unknown[0], parser))
     hosts = _hosts(options)
-    if not command:
+    if not command and not options.dry_run:
         raise UsageError(f"no command to run; it follows the flags, such as: {_EXAMPLE}")
     slots = plan_slots(hosts, options.num_proc)
+    if options.dry_run:
+        print(_preview(slots), end="", flush=True)
+        return 0
 
     from .job import run_job  # noqa: PLC0415  # so that --help and wrong flags are answered at once
 
@@ -95,6 +104,13 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
     return only_this_machine(count_auto_slots(hosts, lambda _: slots_by_hardware()))
 
 
+def _preview(slots: tuple[Slot, ...]) -> str:
+    import tempfile  # noqa: PLC0415  # costs 10 ms, needless for a job
+
+    directory = job_dir("<job>", tempfile.gettempdir())
+    return preview(slots, os.environ, job_dir=directory, cores=usable_cores(), loopback=loopback_interface())
+
+
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The launcher's own flags, and the command: from the first word that is no flag, or after ``--``."""
     i = 0
@@ -114,6 +130,7 @@ def _parser() -> _Parser:
     parser.add_argument("-np", "--num-proc", type=_positive)
     parser.add_argument("-H", "--hosts")
     parser.add_argument("-hostfile", "--hostfile")
+    parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--grace", type=_seconds, default=_GRACE_S)
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--version", action="store_true")

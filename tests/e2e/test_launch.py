@@ -133,6 +133,35 @@ def test_a_hostfile_says_how_many_workers_there_are(launch, tmp_path):
     assert [environment["HVDLITE_SIZE"] for environment in environments] == ["3"] * 3
 
 
+def test_a_dry_run_tells_what_a_job_then_sets_and_starts_nothing(launch, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("API_KEY", "s3cret")
+    monkeypatch.setenv("HVDLITE_JOB_DIR", "/of/an/outer/job")
+    ran = tmp_path / "ran"
+    job = launch("--dry-run", "-np", "2", "touch", ran)
+    code, out, err = job.ended()
+    assert (code, err) == (0, b"")
+    assert b"s3cret" not in out
+    assert not ran.exists()
+    assert job.leftovers() == []
+    told = [dict(line.strip().split("=", 1) for line in rank.splitlines()[1:]) for rank in out.decode().split("\n\n")]
+    for variables, environment in zip(told, _environments(launch, "-np", "2"), strict=True):
+        directory = re.escape(variables.pop("HVDLITE_JOB_DIR")).replace("tmp0", "tmp1").replace("<job>", "[0-9a-f]+")
+        assert re.fullmatch(directory, environment["HVDLITE_JOB_DIR"])
+        assert variables.pop("HVDLITE_STORE").startswith("file://")
+        assert variables.items() <= environment.items()
+        assert {"HVDLITE_RANK", "HVDLITE_HOST", "OMP_NUM_THREADS"} <= variables.keys()
+
+
+def test_a_reader_of_a_plan_may_go_away(launch):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    job = launch("--dry-run", "-np", "2", stdout=write_end)
+    os.close(write_end)
+    code, _, err = job.ended()
+    assert (code, err) == (141, b"")
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not say which cores are usable")
 def test_the_usable_cores_are_shared_out_unless_the_user_says_otherwise(launch, monkeypatch):
     cores = len(os.sched_getaffinity(0))
