@@ -33,6 +33,10 @@ its last words are shown again, and its exit code is hvdlite-run's.
   -hostfile, --hostfile FILE
                         the same from a file, a line for each host: localhost slots=4
   --dry-run             print which rank would run where, with the variables set for it, and start nothing
+  --output-filename DIR
+                        what each worker writes also goes to DIR/rank.N/stdout and stderr, as it is
+  -prefix-timestamp, --prefix-output-with-timestamp
+                        begin each line that is shown with the time
   --grace SECONDS       how long workers may take to end after SIGTERM or Ctrl-C before they are killed (3)
   --verbose             say what is done: which rank runs where, its pid, signals sent
   --version             print the version
@@ -43,7 +47,7 @@ Flags after COMMAND are its own. For example:
   hvdlite-run -np 4 python train.py --epochs 10
 """
 
-_WITH_VALUE = ("-np", "--num-proc", "-H", "--hosts", "-hostfile", "--hostfile", "--grace")
+_WITH_VALUE = ("-np", "--num-proc", "-H", "--hosts", "-hostfile", "--hostfile", "--output-filename", "--grace")
 _EXAMPLE = "hvdlite-run -np 4 python train.py"
 # A worker's grace; with PEER_LOST_S in `supervise` it keeps a failed job's end below 5 s.
 _GRACE_S = 3.0
@@ -86,7 +90,14 @@ def _run(argv: Sequence[str]) -> int:
 
     from .job import run_job  # noqa: PLC0415  # so that --help and wrong flags are answered at once
 
-    return run_job(slots, command, grace=options.grace, verbose=options.verbose)
+    return run_job(
+        slots,
+        command,
+        grace=options.grace,
+        verbose=options.verbose,
+        timestamps=options.prefix_output_with_timestamp,
+        record_dir=options.output_filename,
+    )
 
 
 def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
@@ -131,6 +142,8 @@ def _parser() -> _Parser:
     parser.add_argument("-H", "--hosts")
     parser.add_argument("-hostfile", "--hostfile")
     parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--output-filename")
+    parser.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true")
     parser.add_argument("--grace", type=_seconds, default=_GRACE_S)
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--version", action="store_true")

@@ -17,6 +17,7 @@ from .errors import LauncherError, UsageError
 from .output import Screen
 from .plan import Slot, job_dir, slot_environment
 from .protocol import Event, Interrupted, ScreenDone, SignalRanks, StartJob
+from .record import Record
 from .remote import RemoteAgent
 from .signals import signals_as_bytes
 from .supervise import Supervisor
@@ -27,14 +28,25 @@ _AGENT_S = 15.0  # for an agent to end all that runs on its host
 _HASTY_AGENT_S, _HASTY_SCREEN_S = 2.0, 1.0
 
 
-def run_job(slots: Sequence[Slot], command: Sequence[str], *, grace: float, verbose: bool = False) -> int:
+def run_job(
+    slots: Sequence[Slot],
+    command: Sequence[str],
+    *,
+    grace: float,
+    verbose: bool = False,
+    timestamps: bool = False,
+    record_dir: str | None = None,
+) -> int:
     """Run ``command`` in every slot and give the launcher's exit code. ``grace`` is in seconds.
+
+    ``timestamps`` begin each line on the screen; ``record_dir`` is where each worker's output goes too.
 
     This process adopts what the job leaves behind, and handles INT, TERM and HUP meanwhile: it must have no
     other children, and this must be its main thread.
     """
     events: SimpleQueue[Event] = SimpleQueue()
-    screen = Screen(events)
+    record = None if record_dir is None else Record(record_dir, len(slots))
+    screen = Screen(events, timestamps=timestamps, record=record)
     log = screen.say if verbose else _say_nothing
     token = os.urandom(8).hex()
     tree.adopt_orphans()

@@ -79,9 +79,9 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class ScreenFailed:
-    """Nothing can be written to this stream of the launcher any more."""
+    """Nothing can be written there any more: to a stream of the launcher's, or to a worker's file."""
 
-    stream: Stream
+    where: str
     error: OSError
 
 

@@ -120,7 +120,7 @@ class Supervisor:
                 if event.error.errno == errno.EPIPE:
                     self._decide(Outcome(128 + signal.SIGPIPE))
                 else:
-                    self._decide(Outcome(1, f"cannot write to {event.stream}: {event.error.strerror}"))
+                    self._decide(Outcome(1, f"cannot write to {event.where}: {event.error.strerror}"))
                 self._end(signal.SIGTERM)
             case ScreenDone():
                 raise AssertionError("the screen was closed before the job's end")

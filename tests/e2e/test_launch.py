@@ -219,6 +219,34 @@ def test_bytes_that_are_no_text_pass_unharmed(launch):
     assert out == b"[0]<stdout>:" + everything + b"\n"
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_each_worker_wrote_is_in_its_files_byte_by_byte(launch, tmp_path, size):
+    program = "printf 'rank %s\\r\\377 no end' $HVDLITE_RANK; echo err >&2"
+    job = launch("--output-filename", "new/logs", "-np", str(size), "sh", "-c", program, cwd=tmp_path)
+    code, out, _ = job.ended()
+    assert code == 0
+    assert out.count(b"<stdout>:") == 2 * size
+    for rank in range(size):
+        directory = tmp_path / "new" / "logs" / f"rank.{rank}"
+        assert (directory / "stdout").read_bytes() == b"rank %d\r\xff no end" % rank
+        assert (directory / "stderr").read_bytes() == b"err\n"
+
+
+def test_a_disk_that_is_full_in_mid_job_ends_the_job_and_names_the_file(launch, tmp_path):
+    (tmp_path / "rank.1").mkdir()
+    (tmp_path / "rank.1" / "stdout").symlink_to("/dev/full")
+    job = launch("--output-filename", tmp_path, "-np", "2", "sh", "-c", "echo x; exec sleep 1000")
+    code, _, err = job.ended()
+    assert code == 1
+    assert err.decode() == f"hvdlite-run: cannot write to {tmp_path}/rank.1/stdout: No space left on device\n"
+    job.assert_gone()
+
+
+def test_lines_can_begin_with_the_time(launch):
+    _, out, _ = launch("-prefix-timestamp", "-np", "1", "echo", "text").ended()
+    assert re.fullmatch(rb"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[0\]<stdout>:text\n", out)
+
+
 def test_a_worker_may_close_its_streams(launch):
     code, out, _ = launch("-np", "2", "sh", "-c", "echo one; exec >&- 2>&-; exit 5").ended()
     assert code == 5

@@ -39,6 +39,11 @@ def test_every_flag_is_in_the_help_and_no_other():
         (["-H", "", "true"], "-H: '' is not host:slots"),
         (["-H", "localhost:1", "--hostfile", "x", "true"], "-H and --hostfile both say where workers run"),
         (["--hostfile", "/no/such", "true"], "--hostfile /no/such: no such file or directory"),
+        (
+            ["--output-filename", "/dev/null/x", "-np", "1", "true"],
+            "--output-filename: cannot write /dev/null/x/rank.0: Not",
+        ),
+        (["--output-filename", "", "-np", "1", "true"], "--output-filename: '' is no directory"),
         (["-hostfile", "/", "true"], "--hostfile /: is a directory"),
         (["-H", "localhost:2", "-np", "3", "true"], "-np 3 is more than the 2 slots of the hosts"),
         (["-H", "localhost,node7:2", "true"], "'node7' is another host"),
