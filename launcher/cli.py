@@ -10,9 +10,10 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
+from .environment import chosen_environment
 from .errors import LauncherError, UsageError
 from .hostfile import read_hostfile
 from .hosts import Host, count_auto_slots, only_this_machine, parse_hosts
@@ -37,6 +38,8 @@ its last words are shown again, and its exit code is hvdlite-run's.
                         what each worker writes also goes to DIR/rank.N/stdout and stderr, as it is
   -prefix-timestamp, --prefix-output-with-timestamp
                         begin each line that is shown with the time
+  -x NAME[=VALUE]       give workers this variable, with the value it has here or this one; may be repeated
+  --no-env              give them no other but PATH, HOME, LD_LIBRARY_PATH and PYTHONHOME, not all that are set here
   --grace SECONDS       how long workers may take to end after SIGTERM or Ctrl-C before they are killed (3)
   --verbose             say what is done: which rank runs where, its pid, signals sent
   --version             print the version
@@ -47,7 +50,7 @@ Flags after COMMAND are its own. For example:
   hvdlite-run -np 4 python train.py --epochs 10
 """
 
-_WITH_VALUE = ("-np", "--num-proc", "-H", "--hosts", "-hostfile", "--hostfile", "--output-filename", "--grace")
+_WITH_VALUE = ("-np", "--num-proc", "-H", "--hosts", "-hostfile", "--hostfile", "--output-filename", "-x", "--grace")
 _EXAMPLE = "hvdlite-run -np 4 python train.py"
 # A worker's grace; with PEER_LOST_S in `supervise` it keeps a failed job's end below 5 s.
 _GRACE_S = 3.0
@@ -84,8 +87,9 @@ def _run(argv: Sequence[str]) -> int:
     if not command and not options.dry_run:
         raise UsageError(f"no command to run; it follows the flags, such as: {_EXAMPLE}")
     slots = plan_slots(hosts, options.num_proc)
+    environment = chosen_environment(os.environ, options.exports, inherit=not options.no_env)
     if options.dry_run:
-        print(_preview(slots), end="", flush=True)
+        print(_preview(slots, environment), end="", flush=True)
         return 0
 
     from .job import run_job  # noqa: PLC0415  # so that --help and wrong flags are answered at once
@@ -93,6 +97,7 @@ def _run(argv: Sequence[str]) -> int:
     return run_job(
         slots,
         command,
+        environment=environment,
         grace=options.grace,
         verbose=options.verbose,
         timestamps=options.prefix_output_with_timestamp,
@@ -115,11 +120,11 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
     return only_this_machine(count_auto_slots(hosts, lambda _: slots_by_hardware()))
 
 
-def _preview(slots: tuple[Slot, ...]) -> str:
+def _preview(slots: tuple[Slot, ...], environment: Mapping[str, str]) -> str:
     import tempfile  # noqa: PLC0415  # costs 10 ms, needless for a job
 
     directory = job_dir("<job>", tempfile.gettempdir())
-    return preview(slots, os.environ, job_dir=directory, cores=usable_cores(), loopback=loopback_interface())
+    return preview(slots, environment, job_dir=directory, cores=usable_cores(), loopback=loopback_interface())
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -144,6 +149,8 @@ def _parser() -> _Parser:
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--output-filename")
     parser.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true")
+    parser.add_argument("-x", action="append", default=[], dest="exports")
+    parser.add_argument("--no-env", action="store_true")
     parser.add_argument("--grace", type=_seconds, default=_GRACE_S)
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--version", action="store_true")

@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
 from . import tree
@@ -32,6 +32,7 @@ def run_job(
     slots: Sequence[Slot],
     command: Sequence[str],
     *,
+    environment: Mapping[str, str],
     grace: float,
     verbose: bool = False,
     timestamps: bool = False,
@@ -39,6 +40,7 @@ def run_job(
 ) -> int:
     """Run ``command`` in every slot and give the launcher's exit code. ``grace`` is in seconds.
 
+    ``environment`` is what all workers get, to which each slot's own is added.
     ``timestamps`` begin each line on the screen; ``record_dir`` is where each worker's output goes too.
 
     This process adopts what the job leaves behind, and handles INT, TERM and HUP meanwhile: it must have no
@@ -53,7 +55,7 @@ def run_job(
     with _signals_as_events(events), _Agents(slots, events, screen.room, token) as agents:
         for slot in slots:
             log(f"rank {slot.rank}: {slot.host.name}, local rank {slot.local_rank} of {slot.local_size}")
-        agents.start(command, _working_directory())
+        agents.start(command, _working_directory(), environment)
         supervisor = Supervisor(slots, signal_ranks=agents.signal, screen=screen, log=log, grace=grace)
         outcome = supervisor.run(events)
         agents.end(timeout_s=_HASTY_AGENT_S if outcome.hasty else _AGENT_S)
@@ -83,7 +85,7 @@ class _Agents:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def start(self, command: Sequence[str], cwd: str) -> None:
+    def start(self, command: Sequence[str], cwd: str, environment: Mapping[str, str]) -> None:
         size = len(self._slots)
         for host in dict.fromkeys(slot.host for slot in self._slots):
             workers = {slot.rank: slot_environment(slot, size) for slot in self._slots if slot.host == host}
@@ -92,7 +94,7 @@ class _Agents:
             except OSError as error:
                 raise LauncherError(f"cannot start the agent on {host.name}: {error}") from error
             self._agents.append(agent)
-            agent.send(StartJob(self._token, tuple(command), cwd, dict(os.environ), workers))
+            agent.send(StartJob(self._token, tuple(command), cwd, environment, workers))
 
     def signal(self, ranks: Collection[int], signum: int) -> None:
         for agent in self._agents:

@@ -26,6 +26,13 @@ from dataclasses import dataclass
 from .errors import UsageError
 from .hosts import Host
 
+OWN_VARIABLES = frozenset(
+    {
+        *("HVDLITE_RANK", "HVDLITE_SIZE", "HVDLITE_LOCAL_RANK", "HVDLITE_LOCAL_SIZE", "HVDLITE_CROSS_RANK"),
+        *("HVDLITE_CROSS_SIZE", "HVDLITE_HOST", "HVDLITE_STORE", "HVDLITE_JOB_DIR"),
+    }
+)
+
 
 @dataclass(frozen=True)
 class Slot:

@@ -133,6 +133,22 @@ def test_a_hostfile_says_how_many_workers_there_are(launch, tmp_path):
     assert [environment["HVDLITE_SIZE"] for environment in environments] == ["3"] * 3
 
 
+def test_workers_have_the_environment_of_the_launcher_and_what_is_added(launch):
+    flags = ("-x", "ADDED=a=b c", "-xTHERE=new", "-np", "1")
+    (environment,) = _environments(launch, *flags, env={"THERE": "old", "OTHER": "\udcff"})
+    assert (environment["ADDED"], environment["THERE"], environment["OTHER"]) == ("a=b c", "new", "\udcff")
+
+
+def test_without_the_environment_workers_have_what_is_named_and_what_starts_a_program(launch):
+    flags = ("--no-env", "-x", "HVDLITE_TEST_MARK", "-x", "NAMED=1", "-np", "1")
+    (environment,) = _environments(launch, *flags, env={"API_KEY": "s3cret"})
+    assert environment["PATH"] == os.environ["PATH"]
+    ours = {name for name in environment if name.startswith("HVDLITE_")}
+    unless_set = {"OMP_NUM_THREADS", "PYTHONUNBUFFERED", "GLOO_SOCKET_IFNAME"}
+    needed = {"PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONHOME"}
+    assert environment.keys() - ours - unless_set - needed == {"NAMED"} | (environment.keys() & {"LC_CTYPE"})
+
+
 def test_a_dry_run_tells_what_a_job_then_sets_and_starts_nothing(launch, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("API_KEY", "s3cret")

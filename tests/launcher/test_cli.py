@@ -44,6 +44,13 @@ def test_every_flag_is_in_the_help_and_no_other():
             "--output-filename: cannot write /dev/null/x/rank.0: Not",
         ),
         (["--output-filename", "", "-np", "1", "true"], "--output-filename: '' is no directory"),
+        (
+            ["-np", "1", "-x", "NOT_SET_HERE", "true"],
+            "-x: 'NOT_SET_HERE' is not set here; say -x NAME=VALUE",
+        ),
+        (["-np", "1", "-x", "=s3cret", "true"], "-x: there is no name before the value; say -x NAME=VALUE\n"),
+        (["-np", "1", "-x", "HVDLITE_RANK=1", "true"], "-x: HVDLITE_RANK is hvdlite-run's own to set"),
+        (["-np", "1", "-x"], "-x: expected one argument"),
         (["-hostfile", "/", "true"], "--hostfile /: is a directory"),
         (["-H", "localhost:2", "-np", "3", "true"], "-np 3 is more than the 2 slots of the hosts"),
         (["-H", "localhost,node7:2", "true"], "'node7' is another host"),
@@ -64,6 +71,7 @@ def test_wrong_use_is_one_line_and_exit_code_2(argv, said, capsys):
     [
         (["-np", "2", "python", "x.py", "-np", "3"], ["-np", "2"], ["python", "x.py", "-np", "3"]),
         (["-np", "2", "--verbose", "--", "--odd", "--"], ["-np", "2", "--verbose"], ["--odd", "--"]),
+        (["-np", "2", "-x", "A=1", "-xB", "cmd", "-x", "C"], ["-np", "2", "-x", "A=1", "-xB"], ["cmd", "-x", "C"]),
         (["--grace=1", "-H", "a:1", "cmd", "--", "x"], ["--grace=1", "-H", "a:1"], ["cmd", "--", "x"]),
         (["-np"], ["-np"], []),
     ],
