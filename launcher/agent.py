@@ -22,10 +22,13 @@ from typing import IO
 
 from . import tree
 from .errors import LauncherError, ProtocolError
+from .feed import Feed
 from .plan import job_dir, peer_lost_file
 from .protocol import (
     Decoder,
     Exited,
+    Input,
+    InputWanted,
     Message,
     Output,
     Refused,
@@ -59,6 +62,7 @@ class Agent:
         self._workers: dict[int, Worker] = {}  # by pid, those that run
         self._groups: list[int] = []  # of all workers ever
         self._forwarders: dict[int, Callable[[], object]] = {}  # by the file descriptor that they read
+        self._feeds: dict[int, Feed] = {}  # by rank
         self._held_up = False
         self._job_dir: str | None = None
         self._over = False
@@ -102,6 +106,9 @@ class Agent:
                     self._start(message)
                 case SignalRanks():
                     self._signal(message)
+                case Input():
+                    if feed := self._feeds.get(message.rank):
+                        feed.put(message.data)
                 case _:
                     raise ProtocolError("the launcher sent what only an agent says")
 
@@ -128,6 +135,8 @@ class Agent:
         for stream, pipe in worker.pipes.items():
             forward = self._forwarders[pipe.fileno()] = partial(self._forward, worker, stream)
             self._listen(pipe.fileno(), forward)
+        if (stdin := worker.process.stdin) is not None:
+            self._feeds[worker.rank] = Feed(stdin, self._selector, lambda: self._send(InputWanted(worker.rank)))
 
     def _signal(self, command: SignalRanks) -> None:
         for pid, worker in self._workers.items():
@@ -168,6 +177,8 @@ class Agent:
                 continue  # an orphan that we adopted
             worker.process.returncode = returncode
             self._drain(worker)
+            if feed := self._feeds.pop(worker.rank, None):
+                feed.close()
             peer_lost = self._job_dir is not None and os.path.exists(peer_lost_file(self._job_dir, worker.rank))
             self._send(Exited(worker.rank, returncode, peer_lost))
 

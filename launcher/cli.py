@@ -45,7 +45,7 @@ its last words are shown again, and its exit code is hvdlite-run's.
   --version             print the version
   -h, --help            print this
 
-Flags after COMMAND are its own. For example:
+Standard input reaches rank 0. Flags after COMMAND are its own. For example:
 
   hvdlite-run -np 4 python train.py --epochs 10
 """

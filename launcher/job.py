@@ -16,10 +16,11 @@ from . import tree
 from .errors import LauncherError, UsageError
 from .output import Screen
 from .plan import Slot, job_dir, slot_environment
-from .protocol import Event, Interrupted, ScreenDone, SignalRanks, StartJob
+from .protocol import Event, Input, Interrupted, ScreenDone, SignalRanks, StartJob
 from .record import Record
 from .remote import RemoteAgent
 from .signals import signals_as_bytes
+from .stdin import Stdin
 from .supervise import Supervisor
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -56,7 +57,15 @@ def run_job(
         for slot in slots:
             log(f"rank {slot.rank}: {slot.host.name}, local rank {slot.local_rank} of {slot.local_size}")
         agents.start(command, _working_directory(), environment)
-        supervisor = Supervisor(slots, signal_ranks=agents.signal, screen=screen, log=log, grace=grace)
+        supervisor = Supervisor(
+            slots,
+            signal_ranks=agents.signal,
+            send_input=agents.feed,
+            stdin=Stdin(events),
+            screen=screen,
+            log=log,
+            grace=grace,
+        )
         outcome = supervisor.run(events)
         agents.end(timeout_s=_HASTY_AGENT_S if outcome.hasty else _AGENT_S)
         log("no process of the job is left")
@@ -99,6 +108,10 @@ class _Agents:
     def signal(self, ranks: Collection[int], signum: int) -> None:
         for agent in self._agents:
             agent.send(SignalRanks(tuple(ranks), signum))
+
+    def feed(self, data: bytes) -> None:
+        """Send input to rank 0, which the first host has."""
+        self._agents[0].send(Input(0, data))
 
     def end(self, timeout_s: float = _AGENT_S) -> None:
         """Hang up on all, wait until they are gone, and do their work here for any that was lost."""

@@ -35,7 +35,7 @@ class CannotStartError(Exception):
 
 
 def start_workers(job: StartJob, job_dir: str) -> Iterator[Worker]:
-    """Start them one by one, each at the head of its own session."""
+    """Start them one by one, each at the head of its own session. Rank 0 alone has a standard input."""
     cores = usable_cores()
     loopback = None if "GLOO_SOCKET_IFNAME" in job.environment else loopback_interface()
     set_up = tree.dying_with_parent()
@@ -46,7 +46,7 @@ def start_workers(job: StartJob, job_dir: str) -> Iterator[Worker]:
                 job.command,
                 cwd=job.cwd,
                 env=environment,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,

@@ -78,8 +78,8 @@ def test_any_argument_reaches_a_worker_unchanged(launch):
     assert out.decode() == f"[0]<stdout>:{os.fsdecode(argument)!a}\n"
 
 
-def test_a_worker_runs_in_the_directory_of_the_launcher_and_reads_nothing(launch, tmp_path):
-    _, out, _ = launch("-np", "1", "sh", "-c", "pwd; cat", cwd=tmp_path).ended()
+def test_a_worker_runs_in_the_directory_of_the_launcher(launch, tmp_path):
+    _, out, _ = launch("-np", "1", "sh", "-c", "pwd", cwd=tmp_path).ended()
     assert out.decode() == f"[0]<stdout>:{tmp_path}\n"
 
 

@@ -8,7 +8,7 @@ import hvdlite_launcher
 
 ORDER = [
     *("errors", "protocol", "signals", "tree", "report", "machine", "hosts", "hostfile", "plan", "preview"),
-    *("environment", "remote", "workers", "agent", "record", "output", "supervise", "job", "cli"),
+    *("environment", "remote", "workers", "feed", "agent", "record", "output", "stdin", "supervise", "job", "cli"),
 ]
 FILES = {path.stem: path for path in Path(hvdlite_launcher.__file__).parent.glob("*.py")}
 
