@@ -1,7 +1,7 @@
 """
-The ranks that communicate together, and the collectives that everything else is made of.
+The ranks that communicate together, and the collectives that all else is made of.
 
-    Group (rank, size, hosts) ── Engine: a torch.distributed process group, or nobody else ── Work
+    Group (rank, size, hosts) ── an operation on its engine ── Work (wait, or what went wrong)
 
 A group is handed to whoever communicates; nothing here is global. Which group is the whole job's is
 known to `world`. Errors of the engine leave here as hvdlite's own, with the rank, the host and what was
@@ -16,13 +16,14 @@ import pickle
 from collections import deque
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .engine import Channels, ClosedEngine, Engine, EngineWork
 from .errors import CommunicationError, MismatchError, PeerLostError, says_peer_lost
 
 
@@ -35,82 +36,6 @@ class ReduceOp(IntEnum):
 
 Average = ReduceOp.Average
 Sum = ReduceOp.Sum
-
-
-class EngineWork(Protocol):
-    """What an engine returns at once for an operation that it has begun."""
-
-    def wait(self) -> object: ...
-    def is_completed(self) -> bool: ...
-
-
-class Engine(Protocol):
-    """The part of `torch.distributed.ProcessGroup` that hvdlite is built on."""
-
-    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork: ...
-    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork: ...
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork: ...
-
-
-class Channels(Protocol):
-    """Where a group gets further engines from, between the same ranks and independent of each other."""
-
-    def open(self) -> Engine:
-        """A new engine; every rank of the group must call it."""
-        ...
-
-    def close(self, engine: Engine, /) -> None:
-        """Give one back; waits for nobody."""
-        ...
-
-
-class AloneEngine:
-    """The engine of a rank that has no others: every collective is done as it begins."""
-
-    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
-        return _Done()
-
-    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
-        return _Done()
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
-        for output, tensor in zip(outputs, inputs, strict=True):
-            output[0].copy_(tensor)
-        return _Done()
-
-
-class ClosedEngine:
-    """The engine of a group that has been left."""
-
-    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
-        raise self._error()
-
-    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
-        raise self._error()
-
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
-        raise self._error()
-
-    def _error(self) -> RuntimeError:
-        return RuntimeError("hvd.shutdown() or close() was called before: make the optimizer anew after hvd.init()")
-
-
-class AloneChannels:
-    """Engines for a rank that has no others."""
-
-    def open(self) -> Engine:
-        return AloneEngine()
-
-    def close(self, engine: Engine, /) -> None:
-        return
-
-
-class _Done:
-    def wait(self) -> None:
-        return
-
-    def is_completed(self) -> bool:
-        return True
 
 
 class Work:

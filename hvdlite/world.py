@@ -13,19 +13,23 @@ import itertools
 import logging
 import multiprocessing
 import os
+import signal
 import socket
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
-from .collective import AloneChannels, Channels, Engine, Group
+from .collective import Group
+from .engine import AloneChannels, Channels, TorchChannels
 from .errors import LaunchEnvironmentError, MismatchError, NotInitializedError, says_peer_lost
 from .topology import Seat, Topology, read_seat, seats_to_topology
 
@@ -42,32 +46,6 @@ class World:
     group: Group
     leave: Callable[[], None]
     pid: int
-
-
-class TorchChannels:
-    """Process groups of all ranks: first the default one if it is ours, then further ones beside it."""
-
-    def __init__(self, backend: str, timeout: timedelta, unused_default: dist.ProcessGroup | None = None) -> None:
-        self._backend = backend
-        self._timeout = timeout
-        self._unused_default = unused_default
-        self._open: list[dist.ProcessGroup] = []
-
-    def open(self) -> Engine:
-        if self._unused_default is not None:
-            default, self._unused_default = self._unused_default, None
-            return default
-        group = dist.new_group(backend=self._backend, timeout=self._timeout)
-        assert isinstance(group, dist.ProcessGroup), "every rank is a member of it"
-        self._open.append(group)
-        return group
-
-    def close(self, engine: Engine, /) -> None:
-        # Gone already where the default group has been destroyed, and all others with it.
-        for group in [group for group in self._open if group is engine]:
-            self._open.remove(group)
-            if dist.is_initialized():
-                dist.destroy_process_group(group)
 
 
 _world: World | None = None
@@ -232,19 +210,29 @@ def _own_version() -> str:
 
 def _end_of_program() -> None:
     world = _world
-    if world is not None and world.pid != os.getpid():
-        # A child that was forked has the connections, but they are not its own to close.
+    if world is None or world.pid != os.getpid():
+        # Not in it, or a forked child: that has the connections, but they are not its own to close.
         return
     # The interpreter leaves the exception that ends the program here before it runs exit handlers.
     error = getattr(sys, "last_value", None)
-    if world is None or world.topology.size == 1 or error is None or isinstance(error, KeyboardInterrupt):
-        shutdown()
-        return
-    # A rank that failed may have collectives under way that will never end. Destroying their group waits
-    # for them, and not destroying it aborts when the interpreter goes: so this process ends here, with the
-    # exit code of an exception. The others learn it from the system, as after any other death.
+    if world.topology.size > 1 and error is not None and not isinstance(error, KeyboardInterrupt):
+        _end_after(error)
+    elif world.topology.size > 1 and threading.current_thread() is threading.main_thread():
+        _leave_note("left")
+        # Once the connections are closed the others fail, and the launcher ends what still runs. This
+        # process ends by itself: its own exit code, which may be the cause of it all, must not be lost.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    shutdown()
+
+
+def _end_after(error: BaseException) -> NoReturn:
+    """End this process here and now, with the exit code of an exception.
+
+    It may have collectives under way that will never end. Destroying their group waits for them, and not
+    destroying it aborts when the interpreter goes. The others learn of the end from the system.
+    """
     if says_peer_lost(error):
-        _leave_note_that_a_peer_was_lost(os.environ)
+        _leave_note("peer-lost")
     for child in multiprocessing.active_children():
         if child.daemon:
             child.terminate()
@@ -258,8 +246,8 @@ def _end_of_program() -> None:
 atexit.register(_end_of_program)
 
 
-def _leave_note_that_a_peer_was_lost(environ: Mapping[str, str]) -> None:
-    """Let hvdlite-run tell a rank that dies of another's death from the one that died first."""
-    directory = environ.get("HVDLITE_JOB_DIR")
-    if directory is not None and Path(directory).is_dir():
-        Path(directory, f"rank.{environ['HVDLITE_RANK']}.peer-lost").touch()
+def _leave_note(what: str) -> None:
+    """Let hvdlite-run tell a rank that ends because of another's end from the one that ended first."""
+    directory = os.environ.get("HVDLITE_JOB_DIR")
+    if directory is not None and "HVDLITE_RANK" in os.environ and Path(directory).is_dir():
+        Path(directory, f"rank.{os.environ['HVDLITE_RANK']}.{what}").touch()

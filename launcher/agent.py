@@ -18,12 +18,11 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from typing import IO
 
 from . import tree
 from .errors import LauncherError, ProtocolError
 from .feed import Feed
-from .plan import job_dir, peer_lost_file
+from .plan import job_dir, left_file, peer_lost_file
 from .protocol import (
     Decoder,
     Exited,
@@ -39,7 +38,7 @@ from .protocol import (
     encode,
 )
 from .signals import signals_as_bytes
-from .workers import CannotStartError, Worker, start_workers
+from .workers import CannotStartError, Worker, capacity_bytes, start_workers
 
 _READ_BYTES = 1 << 16
 _OUTGOING_BYTES = 1 << 18  # with more than this unsent, the workers' pipes are left to fill
@@ -179,8 +178,9 @@ class Agent:
             self._drain(worker)
             if feed := self._feeds.pop(worker.rank, None):
                 feed.close()
-            peer_lost = self._job_dir is not None and os.path.exists(peer_lost_file(self._job_dir, worker.rank))
-            self._send(Exited(worker.rank, returncode, peer_lost))
+            assert self._job_dir is not None, "workers are started after it is made"
+            peer_lost, left = (os.path.exists(note(self._job_dir, worker.rank)) for note in (peer_lost_file, left_file))
+            self._send(Exited(worker.rank, returncode, peer_lost, left))
 
     def _drain(self, worker: Worker) -> None:
         """Pass on all that a dead worker wrote, which is what its pipes can hold.
@@ -188,7 +188,7 @@ class Agent:
         Not what comes until their end: a child of the worker's may keep them open, or write for ever.
         """
         for stream, pipe in list(worker.pipes.items()):
-            left = _capacity_bytes(pipe)
+            left = capacity_bytes(pipe)
             while left > 0 and (count := self._forward(worker, stream, limit=left)):
                 left -= count
 
@@ -220,10 +220,6 @@ class Agent:
                     self._selector.unregister(fd)
                 else:
                     self._selector.register(fd, selectors.EVENT_READ, forward)
-
-
-def _capacity_bytes(pipe: IO[bytes]) -> int:
-    return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) if sys.platform == "linux" else 1 << 16
 
 
 def main() -> int:

@@ -116,3 +116,8 @@ def job_dir(token: str, tmp: str) -> str:
 def peer_lost_file(job_dir: str, rank: int) -> str:
     """What worker ``rank`` leaves behind to say that it ends only because it lost a peer."""
     return os.path.join(job_dir, f"rank.{rank}.peer-lost")
+
+
+def left_file(job_dir: str, rank: int) -> str:
+    """What worker ``rank`` leaves behind to say that it leaves the others by itself, whatever they lose by it."""
+    return os.path.join(job_dir, f"rank.{rank}.left")

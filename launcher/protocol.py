@@ -53,12 +53,14 @@ class InputWanted:
 class Exited:
     """A worker has ended, and all it wrote came before this.
 
-    ``returncode`` is -n for signal n. ``peer_lost``: it said itself that it ends only because another did.
+    ``returncode`` is -n for signal n. ``peer_lost``: it said itself that it ends only because another did;
+    ``left``: that it was leaving the others, before they could notice.
     """
 
     rank: int
     returncode: int
     peer_lost: bool = False
+    left: bool = False
 
 
 @dataclass(frozen=True)
@@ -210,7 +212,9 @@ def _from_fields(kind: int, fields: Any) -> Message:  # Any: it is JSON from out
     if kind == _JSON_KINDS[InputWanted]:
         return InputWanted(_int(fields["rank"]))
     if kind == _JSON_KINDS[Exited]:
-        return Exited(_int(fields["rank"]), _int(fields["returncode"]), fields["peer_lost"] is True)
+        return Exited(
+            _int(fields["rank"]), _int(fields["returncode"]), fields["peer_lost"] is True, fields["left"] is True
+        )
     if kind == _JSON_KINDS[Refused]:
         return Refused(_str(fields["why"]), _int(fields["exit_code"]))
     if kind == _JSON_KINDS[SignalRanks]:

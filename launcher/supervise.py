@@ -95,6 +95,7 @@ class Supervisor:
         self._stderr = {rank: Tail() for rank in self._host}
         self._done: list[int] = []  # ranks that ended well, in order
         self._suspect: Exited | None = None
+        self._named: Exited | None = None  # a suspect that was blamed, while who left it may still be ending
         self._outcome: Outcome | None = None
         self._ending = False
         self._gave_up = False
@@ -151,11 +152,15 @@ class Supervisor:
     # ------------------------------------------------------------- judgements
 
     def _judge(self, end: Exited) -> None:
-        if self._outcome is not None:
-            return
         if end.returncode == 0:
             self._done.append(end.rank)
-        elif end.peer_lost:
+        if self._outcome is not None:
+            if self._named is not None and end.left:
+                self._blame_who_left(self._named, end)
+            return
+        if end.returncode == 0:
+            return
+        if end.peer_lost:
             if self._suspect is None:
                 self._suspect = end
                 self._set_alarm(PEER_LOST_S, self._settle)
@@ -164,10 +169,16 @@ class Supervisor:
             self._end(signal.SIGTERM)
 
     def _settle(self) -> None:
-        """No peer has failed by itself: the one that lost it is all we can name."""
+        """No peer has failed by itself: the one that lost it is all we can name so far."""
         if self._suspect is not None:
+            self._named = self._suspect
             self._blame(self._suspect)
             self._end(signal.SIGTERM)
+
+    def _blame_who_left(self, named: Exited, end: Exited) -> None:
+        """It takes longer to end than others take to notice, and does not mind SIGTERM meanwhile."""
+        self._named, self._outcome = None, None
+        self._blame(end if end.returncode else named)
 
     def _blame(self, end: Exited) -> None:
         rank = end.rank

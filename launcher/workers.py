@@ -6,9 +6,11 @@ What becomes of them is watched in `agent`.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO
@@ -58,6 +60,11 @@ def start_workers(job: StartJob, job_dir: str) -> Iterator[Worker]:
         assert process.stdout is not None
         assert process.stderr is not None
         yield Worker(rank, process, {"stdout": process.stdout, "stderr": process.stderr})
+
+
+def capacity_bytes(pipe: IO[bytes]) -> int:
+    """How much may be in it that nobody has read yet."""
+    return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) if sys.platform == "linux" else 1 << 16
 
 
 def _refusal(job: StartJob, environment: Mapping[str, str], error: OSError) -> Refused:

@@ -13,7 +13,7 @@ import pytest
 import hvdlite
 
 LIBRARY = [
-    "errors", "topology", "plan", "bucket", "compression", "collective", "world", "operations", "replicate",
+    "errors", "topology", "plan", "bucket", "compression", "engine", "collective", "world", "operations", "replicate",
     "sparse", "layout", "wire", "reducer", "arguments", "proxy", "optimizer", "__init__",
 ]  # fmt: skip
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]

@@ -62,7 +62,9 @@ def test_any_bytes_are_messages_or_the_begin_of_one_or_an_error(garbage):
         assert "\n" not in str(error)  # noqa: PT017  # either outcome is right
 
 
-FIELDS = st.sampled_from(["rank", "pid", "returncode", "peer_lost", "ranks", "signum", "token", "command", "workers"])
+FIELDS = st.sampled_from(
+    ["rank", "pid", "returncode", "peer_lost", "left", "ranks", "signum", "token", "command", "workers"]
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner),

@@ -213,6 +213,23 @@ def test_a_peer_that_ended_well_too_early_is_named_with_the_failure():
     assert played.report.startswith("rank 1 had ended with exit code 0 before the others were done\nrank 0 on")
 
 
+def test_a_rank_that_left_is_the_cause_also_when_it_takes_long_to_end():
+    played = Played(Exited(0, 1, peer_lost=True), TIME_PASSES, Exited(1, 7, left=True))
+    assert played.exit_code == 7
+    assert played.report.startswith("rank 1 on localhost")
+
+
+def test_a_rank_that_left_with_0_is_told_also_when_it_takes_long_to_end():
+    played = Played(Exited(0, 5, peer_lost=True), TIME_PASSES, Exited(1, 0, left=True))
+    assert played.exit_code == 5
+    assert played.report.startswith("rank 1 had ended with exit code 0 before the others were done\nrank 0 on")
+
+
+def test_a_rank_that_left_after_another_failed_is_not_the_cause():
+    played = Played(Exited(0, 3), Exited(1, 7, left=True))
+    assert played.exit_code == 3
+
+
 def test_a_job_of_which_one_lost_a_peer_is_gone_within_5_seconds():
     played = Played(Exited(0, 7, peer_lost=True), TIME_PASSES, TIME_PASSES, Exited(1, -9))
     assert played.signals[-1] == (PEER_LOST_S + GRACE, [1], KILL)
