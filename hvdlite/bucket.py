@@ -66,6 +66,10 @@ class Bucket:
         self._densify = densify
         self.slots = [Slot(self, piece, param) for piece, param in zip(plan.slices, params, strict=True)]
         self._buffer: Tensor | None = None
+        # PyTorch's count of changes to the buffer after our own last one, from a gradient's arrival until the
+        # averages are there; None when a change is the user's good right.
+        self._version: int | None = None
+        self._is_wanted = True
         self._missing = len(self.slots)
 
     @property
@@ -86,6 +90,8 @@ class Bucket:
 
     def expect(self) -> None:
         """Begin a step: wait for the parameters that require a gradient now."""
+        self._version = None
+        self._is_wanted = True
         self._missing = sum(1 for slot in self.slots if slot.param.requires_grad)
 
     def arrive(self, slot: Slot) -> None:
@@ -103,7 +109,11 @@ class Bucket:
         buffer, view, param = self.buffer, slot.view, slot.param
         assert view is not None, "the buffer sets the views"
         grad = param.grad
-        if grad is view or grad is None:
+        if grad is None:
+            return
+        if grad is view:
+            # Autograd has added to it.
+            self._note_version(last_pass)
             return
         if grad.layout != torch.strided:
             slot.sparse = True
@@ -114,16 +124,19 @@ class Bucket:
                 f"wrapped and has a gradient of {grad.dtype} on {grad.device} now: move or convert the model "
                 "before hvd.DistributedOptimizer(...)"
             )
+        self._require_untouched()
         if last_pass and self._scale != 1.0:
             torch.mul(grad.detach(), self._scale, out=view)
             slot.scaled = True
         else:
             view.copy_(grad.detach())
         param.grad = view
+        self._note_version(last_pass)
 
     def seal(self) -> Tensor:
         """The flat buffer, ready to travel: no stale values, and the flags of this rank set."""
         buffer = self.buffer
+        self._require_untouched()
         used = [self._fill(slot) for slot in self.slots]
         tail = buffer[self.plan.grad_numel :]
         if all(used) and not self.sleepers and not any(slot.sparse for slot in self.slots):
@@ -134,7 +147,31 @@ class Bucket:
             sparse = [slot.arrived and slot.sparse for slot in self.slots]
             wake = [sleeper.asleep and sleeper.needed for sleeper in self.sleepers]
             tail.copy_(torch.tensor([*used, *sparse, *wake], dtype=buffer.dtype))
+        self._note_version(True)
         return buffer
+
+    def give_up(self) -> None:
+        """What this step brings is wanted by nobody: it may be changed, or cast away, at any time."""
+        self._is_wanted = False
+
+    def accept(self) -> None:
+        """The averages are about to be written: from now on the gradients are the user's to change."""
+        if not self._is_wanted:
+            return
+        self._require_untouched()
+        for slot in self.slots:
+            grad = slot.param.grad
+            if slot.arrived and not slot.sparse and grad is not slot.view and grad is not None:
+                raise _changed_too_early(f"the gradient of {slot.name} was replaced")
+        self._version = None
+
+    def _note_version(self, begin: bool) -> None:
+        if begin or self._version is not None:
+            self._version = self.buffer._version
+
+    def _require_untouched(self) -> None:
+        if self._is_wanted and self._version is not None and self._version != self.buffer._version:
+            raise _changed_too_early(f"one of the {self.plan.describe()} was changed")
 
     def _fill(self, slot: Slot) -> bool:
         """Make sure that the slice holds this rank's share; whether it has one."""
@@ -175,3 +212,11 @@ class Bucket:
         """After the all-reduce: which of the `sleepers` some rank needs."""
         start = self.plan.grad_numel + 2 * len(self.slots)
         return [value > 0 for value in self.buffer[start:].abs().tolist()]
+
+
+def _changed_too_early(what: str) -> GradientError:
+    return GradientError(
+        f"{what} while it was on its way between the ranks, which would have made them differ: call "
+        "optimizer.synchronize() after backward() and before clipping or changing gradients; hooks that change "
+        "them belong on the parameters before hvd.DistributedOptimizer(...)"
+    )

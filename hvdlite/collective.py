@@ -51,6 +51,9 @@ class Work:
         try:
             self._work.wait()
         except RuntimeError as error:
+            if "DataLoader worker" in str(error):
+                # Raised by a signal handler of PyTorch's wherever the program happens to be.
+                raise
             raise self._group.error_of(self._what, error) from error
 
     def is_completed(self) -> bool:
@@ -105,6 +108,11 @@ class Group:
     def error_of(self, what: str, error: BaseException) -> CommunicationError:
         """The engine's error as hvdlite's own."""
         where = f"{what} failed on {self.describe_rank(self.rank)}"
+        if "timed out" in str(error).lower():
+            return CommunicationError(
+                f"{where} because another rank did not take part in time: it hangs, or the ranks call different "
+                f"things; raise hvd.init(timeout_s=...) if it is only slow. ({_first_line(error)})"
+            )
         if says_peer_lost(error):
             return PeerLostError(
                 f"{where} because another rank has gone; what ended that rank is the cause, "

@@ -30,8 +30,8 @@ def allreduce(tensor: Tensor, *, name: str | None = None, op: ReduceOp = Average
         op = ReduceOp(op)
     except ValueError:
         raise ValueError(f"{what}: op={op!r} is not hvd.Average or hvd.Sum") from None
-    signature = (tuple(tensor.shape), str(tensor.dtype), tensor.device.type, op.name)
-    group.require_agreement(signature, what, "(shape, dtype, device, op)")
+    signature = (name, tuple(tensor.shape), str(tensor.dtype), tensor.device.type, op.name)
+    group.require_agreement(signature, what, "(name, shape, dtype, device, op)")
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     divides_exactly = not (tensor.is_floating_point() or tensor.is_complex())
     if op is Average and not divides_exactly:
@@ -63,8 +63,8 @@ def broadcast(tensor: Tensor, root_rank: int, *, name: str | None = None) -> Ten
     what = _title("broadcast", name)
     _check_tensor(tensor, what)
     check_root(root_rank, group)
-    signature = (tuple(tensor.shape), str(tensor.dtype), tensor.device.type, root_rank)
-    group.require_agreement(signature, what, "(shape, dtype, device, root_rank)")
+    signature = (name, tuple(tensor.shape), str(tensor.dtype), tensor.device.type, root_rank)
+    group.require_agreement(signature, what, "(name, shape, dtype, device, root_rank)")
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     group.broadcast(result, root_rank, what).wait()
     return result

@@ -174,8 +174,8 @@ class DistributedOptimizer(OptimizerProxy):
         """As PyTorch's. A GradientError where gradients are on their way, since they would be lost."""
         self._reducer.require_nothing_pending(
             "zero_grad() was called after backward() and before step() or synchronize(),",
-            "call step() first. If these gradients are not wanted at all, compute them under "
-            "`with optimizer.no_sync():`, or freeze the parameters meanwhile",
+            "call step() first, or, to drop them, synchronize(), on every rank. Gradients that are never wanted are "
+            "best computed under `with optimizer.no_sync():`, or with the parameters frozen meanwhile",
         )
         self._optimizer.zero_grad(set_to_none)
 

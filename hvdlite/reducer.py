@@ -46,6 +46,7 @@ class Reducer:
         self._group: Group | None = None
         self.backward_passes_per_step = backward_passes_per_step
         self._hooks: list[RemovableHandle] = []
+        self._is_closed = False
         self._layout = Layout(
             cap_bytes=settings.cap_bytes, scale=settings.scales(group.size)[0], densify=settings.sparse_as_dense
         )
@@ -64,6 +65,7 @@ class Reducer:
     def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
         """Take in parameters: plan their buckets, after those there are, and hook their gradients."""
         params = dict(named_params)
+        _take_over(params.values())
         self._uncompared.append(self._layout.add(params, groups))
         self._hooks += [_hook(param, self._on_gradient) for param in params.values()]
 
@@ -83,6 +85,7 @@ class Reducer:
 
     def close(self) -> None:
         """Remove every hook. Gradients stay where they are; what is under way is not waited for."""
+        self._is_closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -134,10 +137,17 @@ class Reducer:
         A parameter that no rank used keeps ``grad = None``; one that some ranks used is averaged over all
         of them, the others counting as zero.
         """
+        if self._is_closed:
+            raise GradientError(
+                "this DistributedOptimizer averages nothing any more: it was closed, or another one was made over "
+                "the same parameters since; step with that one, or with the optimizer that was wrapped"
+            )
         if self._synchronized:
             return
         if not self._collecting:
             self._begin_step()
+        # Not at the end of backward, which would be too early: ranks that did not use every parameter launch
+        # the rest only here, and may wait for each other in other collectives before.
         try:
             self._reduce_everything()
             self._give_back()
@@ -265,11 +275,22 @@ class Reducer:
 
     def _discard(self) -> None:
         """Let what is under way come to its end on all ranks, and begin anew."""
+        for bucket in self._layout.buckets:
+            bucket.give_up()
         try:
             self._reduce_everything()
         finally:
             self._end_step()
             self._backwards.clear()
+
+
+def _take_over(params: Iterable[Tensor]) -> None:
+    """Close whoever averages these parameters' gradients so far: averaged twice, they would be too small."""
+    for param in params:
+        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
+            earlier = getattr(hook, "__self__", None)
+            if isinstance(earlier, Reducer):
+                earlier.close()
 
 
 def _hook(param: Tensor, on_gradient: object) -> RemovableHandle:

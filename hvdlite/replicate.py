@@ -56,7 +56,9 @@ def broadcast_optimizer_state(
     check_root(root_rank, group)
     what = "broadcast_optimizer_state"
     shapes = [[tuple(param.shape) for param in entry["params"]] for entry in optimizer.param_groups]
-    group.require_agreement(shapes, what, "the list of parameter shapes by parameter group")
+    # Under the wrapper, whose class says nothing, the state's shape is that of the optimizer it wraps.
+    kind = sorted(optimizer.defaults)
+    group.require_agreement((kind, shapes), what, "(settings, parameter shapes by parameter group)")
     own_state = optimizer.state_dict() if group.rank == root_rank else None
     skeleton, tensors = _take_tensors_out(own_state)
     skeleton, metas = broadcast_object((skeleton, [_Meta.of(t) for t in tensors]), root_rank, process_set=group)

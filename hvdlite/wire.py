@@ -51,6 +51,7 @@ class InFlight:
     """The all-reduce of a bucket under way, and all that must outlive it."""
 
     def __init__(self, bucket: Bucket, group: Group, settings: Settings) -> None:
+        self._bucket = bucket
         self._compression = settings.compression
         _, self._scale_after = settings.scales(group.size)
         self._out = _as_real(bucket.seal())
@@ -65,6 +66,7 @@ class InFlight:
     def finish(self) -> None:
         """Block until done; leave the average in the bucket, and so in every gradient that is a view of it."""
         self._work.wait()
+        self._bucket.accept()
         self._compression.decompress(self._wire, self._out)
         if self._scale_after != 1.0:
             self._out.mul_(self._scale_after)

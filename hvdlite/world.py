@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 
 from .collective import Group
 from .engine import AloneChannels, Channels, TorchChannels
-from .errors import LaunchEnvironmentError, MismatchError, NotInitializedError, says_peer_lost
+from .errors import CommunicationError, LaunchEnvironmentError, MismatchError, NotInitializedError, says_peer_lost
 from .topology import Seat, Topology, read_seat, seats_to_topology
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -72,6 +72,11 @@ def init(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
         return
     if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
         raise ValueError(f"timeout_s={timeout_s!r} is not a positive number of seconds")
+    if _is_child_of_multiprocessing():
+        raise LaunchEnvironmentError(
+            "hvd.init() was called in a child process that multiprocessing started, where it would take the place "
+            'of its parent\'s rank: put what the main program does under `if __name__ == "__main__":`'
+        )
     timeout = timedelta(seconds=timeout_s)
     if dist.is_available() and dist.is_initialized():
         _world = _adopt(timeout)
@@ -135,6 +140,12 @@ def cross_size() -> int:
     return current_world().topology.cross_size
 
 
+def _is_child_of_multiprocessing() -> bool:
+    # A spawned child imports the main program before it knows its parent; until then it is "inheriting".
+    is_starting = getattr(multiprocessing.current_process(), "_inheriting", False)
+    return is_starting or multiprocessing.parent_process() is not None
+
+
 def _alone() -> World:
     seat = Seat(rank=0, size=1, node="", host=socket.gethostname(), local_rank=0)
     return _world_of(seat, AloneChannels(), leave=lambda: None)
@@ -142,13 +153,23 @@ def _alone() -> World:
 
 def _connect(seat: Seat, timeout: timedelta) -> World:
     backend = _GLOO_AND_NCCL if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    try:
+        _make_default_group(seat, backend, timeout)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"hvd.init() failed on rank {seat.rank} ({seat.host}): another rank did not call it within "
+            f"{timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
+        ) from error
+    return _world_of(seat, TorchChannels(backend, timeout, dist.group.WORLD), leave=_destroy_default_group)
+
+
+def _make_default_group(seat: Seat, backend: str, timeout: timedelta) -> None:
     if seat.store_url is None:
         dist.init_process_group(backend, init_method="env://", rank=seat.rank, world_size=seat.size, timeout=timeout)
     else:
         # A prefix of its own for every init, so that one after a shutdown does not read the first one's keys.
         store = PrefixStore(f"init{next(_generation)}", _open_store(seat.store_url, seat.size, timeout))
         dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
-    return _world_of(seat, TorchChannels(backend, timeout, dist.group.WORLD), leave=_destroy_default_group)
 
 
 def _adopt(timeout: timedelta) -> World:

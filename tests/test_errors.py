@@ -183,10 +183,8 @@ def test_more_backward_passes_than_announced_name_the_parameter_and_the_way_out(
         model = nn.Linear(2, 1, bias=False)
         optimizer = wrap(group, model.parameters(), named_parameters=model.named_parameters())
         model(torch.ones(1, 2)).sum().backward()
-        try:
-            model(torch.ones(1, 2)).sum().backward()
-        finally:
-            optimizer.synchronize()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
 
     for outcome in attempt_ranks(2, rank):
         assert isinstance(outcome, hvd.GradientError)
@@ -209,6 +207,70 @@ def test_zero_grad_while_gradients_are_in_flight_is_an_error_and_the_step_still_
 
     mean = (size + 1) / 2
     assert run_ranks(size, rank) == [[-mean, -mean]] * size
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda param: nn.utils.clip_grad_norm_([param], 0.1),
+        lambda param: nn.utils.clip_grad_value_([param], 0.1),
+        lambda param: param.grad.zero_(),
+        lambda param: setattr(param, "grad", param.grad * 2),
+    ],
+    ids=["clip_grad_norm_", "clip_grad_value_", "zero_", "assignment"],
+)
+def test_gradients_changed_on_their_way_are_an_error_and_no_silent_divergence(size, change):
+    def rank(group: Group):
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = wrap(group, model.parameters(), named_parameters=model.named_parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        change(model.weight)
+        with pytest.raises(hvd.GradientError, match=r"weight was (changed|replaced).*call optimizer\.synchronize\(\)"):
+            optimizer.step()
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.synchronize()
+        change(model.weight)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+
+    run_ranks(size, rank)
+
+
+def test_a_hook_of_the_users_that_changes_gradients_is_refused_after_wrapping_and_obeyed_before():
+    def rank(group: Group):
+        late, early = weight(), weight()
+
+        def clamp(param: torch.Tensor) -> None:
+            param.grad.clamp_(-0.1, 0.1)
+
+        early.register_post_accumulate_grad_hook(clamp)
+        optimizer = wrap(group, [early])
+        early.sum().backward()
+        optimizer.step()
+        optimizer = wrap(group, [late])
+        late.register_post_accumulate_grad_hook(clamp)
+        with pytest.raises(hvd.GradientError, match=r"before hvd\.DistributedOptimizer"):
+            late.sum().backward(), optimizer.step()
+        return early.tolist()
+
+    for value in run_ranks(2, rank):
+        assert value == pytest.approx([-0.1, -0.1])
+
+
+def test_a_second_optimizer_over_the_same_parameters_takes_them_over():
+    def rank(group: Group):
+        param = weight()
+        first = wrap(group, [param])
+        second = wrap(group, [param])
+        (param.sum() * (1 + group.rank)).backward()
+        second.step()
+        with pytest.raises(hvd.GradientError, match="another one was made over the same parameters"):
+            first.step()
+        return param.tolist()
+
+    assert run_ranks(2, rank) == [[-1.5, -1.5]] * 2
 
 
 def test_zero_grad_in_the_middle_of_an_accumulation_starts_it_again():

@@ -118,6 +118,7 @@ def test_barrier_returns_on_every_rank():
     ("call", "words"),
     [
         (lambda rank: hvd.allreduce(torch.zeros(2 + rank), name="loss"), "allreduce of 'loss'"),
+        (lambda rank: hvd.allreduce(torch.zeros(2), name=["loss", "accuracy"][rank]), "'accuracy'"),
         (lambda rank: hvd.allreduce(torch.zeros(2, dtype=FLOATS[rank])), "torch.bfloat16"),
         (lambda rank: hvd.allreduce(torch.zeros(2), op=hvd.ReduceOp(rank)), "Sum"),
         (lambda rank: hvd.allgather(torch.zeros(1, 2 + rank)), r"\(3,\)"),

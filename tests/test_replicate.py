@@ -180,6 +180,15 @@ def test_optimizers_of_different_shapes_and_lbfgs_are_errors():
         run_ranks(1, lambda g: hvd.broadcast_optimizer_state(torch.optim.LBFGS([torch.ones(1)]), process_set=g))
 
 
+def test_optimizers_of_different_classes_are_an_error_on_every_rank():
+    def rank(group: Group):
+        kind = torch.optim.Adam if group.rank else torch.optim.SGD
+        hvd.broadcast_optimizer_state(kind([nn.Parameter(torch.ones(2))], lr=1.0), process_set=group)
+
+    for outcome in attempt_ranks(2, rank):
+        assert isinstance(outcome, hvd.MismatchError)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_objects_travel_whole(size):
     def rank(group: Group):

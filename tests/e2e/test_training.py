@@ -123,6 +123,35 @@ def test_models_that_differ_end_the_job_at_once_and_name_the_parameter(launch, t
     assert re.search(rb"MismatchError: parameter 'weight' has shape \(2, 3\).* on rank 0 .*shape \(3, 3\)", err)
 
 
+def test_a_rank_that_does_not_come_to_init_is_told_by_the_others(launch, tmp_path):
+    body = """
+    if os.environ["HVDLITE_RANK"] == "1": time.sleep(1000)
+    hvd.init(timeout_s=2)
+    """
+    code, _, err = launch("-np", "2", sys.executable, program(tmp_path, body)).ended()
+    assert code == 1
+    assert (
+        b"CommunicationError: hvd.init() failed on rank 0 (localhost): another rank did not call it within 2 s" in err
+    )
+
+
+@pytest.mark.slow
+def test_a_spawned_child_does_not_take_its_parents_place(launch, tmp_path):
+    body = """
+    import multiprocessing
+    hvd.init(timeout_s=20)
+    if __name__ == "__main__":
+        child = multiprocessing.get_context("spawn").Process(target=print)
+        child.start()
+        child.join()
+        assert child.exitcode == 1
+        hvd.barrier()
+    """
+    code, _, err = launch("-np", "2", sys.executable, program(tmp_path, body)).ended()
+    assert code == 0, err.decode()
+    assert b"LaunchEnvironmentError: hvd.init() was called in a child process" in err
+
+
 def test_a_rank_that_does_not_come_is_reported_after_the_timeout(launch, tmp_path):
     body = """
     hvd.init(timeout_s=2)
