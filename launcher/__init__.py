@@ -5,7 +5,8 @@
 
 The modules import only what lies to their left:
 
-    errors, protocol, signals, tree, report < hosts < plan < remote < workers < agent < output < supervise < job < cli
+    errors, protocol, signals, tree, report, machine < hosts < hostfile < plan < preview < environment < remote
+    < workers < feed < agent < record < output < stdin < supervise < job < cli
 
 Nothing here imports torch or hvdlite: the launcher answers at once, and runs where torch is not installed.
 What it shares with the library is the environment of a worker (see `plan`), not code.

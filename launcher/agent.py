@@ -18,14 +18,16 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from typing import IO
 
 from . import tree
 from .errors import LauncherError, ProtocolError
+from .feed import Feed
 from .plan import job_dir, left_file, peer_lost_file
 from .protocol import (
     Decoder,
     Exited,
+    Input,
+    InputWanted,
     Message,
     Output,
     Refused,
@@ -36,7 +38,7 @@ from .protocol import (
     encode,
 )
 from .signals import signals_as_bytes
-from .workers import CannotStartError, Worker, start_workers
+from .workers import CannotStartError, Worker, capacity_bytes, start_workers
 
 _READ_BYTES = 1 << 16
 _OUTGOING_BYTES = 1 << 18  # with more than this unsent, the workers' pipes are left to fill
@@ -59,6 +61,7 @@ class Agent:
         self._workers: dict[int, Worker] = {}  # by pid, those that run
         self._groups: list[int] = []  # of all workers ever
         self._forwarders: dict[int, Callable[[], object]] = {}  # by the file descriptor that they read
+        self._feeds: dict[int, Feed] = {}  # by rank
         self._held_up = False
         self._job_dir: str | None = None
         self._over = False
@@ -102,6 +105,9 @@ class Agent:
                     self._start(message)
                 case SignalRanks():
                     self._signal(message)
+                case Input():
+                    if feed := self._feeds.get(message.rank):
+                        feed.put(message.data)
                 case _:
                     raise ProtocolError("the launcher sent what only an agent says")
 
@@ -128,6 +134,8 @@ class Agent:
         for stream, pipe in worker.pipes.items():
             forward = self._forwarders[pipe.fileno()] = partial(self._forward, worker, stream)
             self._listen(pipe.fileno(), forward)
+        if (stdin := worker.process.stdin) is not None:
+            self._feeds[worker.rank] = Feed(stdin, self._selector, lambda: self._send(InputWanted(worker.rank)))
 
     def _signal(self, command: SignalRanks) -> None:
         for pid, worker in self._workers.items():
@@ -168,6 +176,8 @@ class Agent:
                 continue  # an orphan that we adopted
             worker.process.returncode = returncode
             self._drain(worker)
+            if feed := self._feeds.pop(worker.rank, None):
+                feed.close()
             assert self._job_dir is not None, "workers are started after it is made"
             peer_lost, left = (os.path.exists(note(self._job_dir, worker.rank)) for note in (peer_lost_file, left_file))
             self._send(Exited(worker.rank, returncode, peer_lost, left))
@@ -178,7 +188,7 @@ class Agent:
         Not what comes until their end: a child of the worker's may keep them open, or write for ever.
         """
         for stream, pipe in list(worker.pipes.items()):
-            left = _capacity_bytes(pipe)
+            left = capacity_bytes(pipe)
             while left > 0 and (count := self._forward(worker, stream, limit=left)):
                 left -= count
 
@@ -210,10 +220,6 @@ class Agent:
                     self._selector.unregister(fd)
                 else:
                     self._selector.register(fd, selectors.EVENT_READ, forward)
-
-
-def _capacity_bytes(pipe: IO[bytes]) -> int:
-    return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) if sys.platform == "linux" else 1 << 16
 
 
 def main() -> int:

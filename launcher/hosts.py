@@ -1,6 +1,6 @@
 """The hosts a user names with ``-H``: their grammar, and which of them are this machine.
 
-What runs where on them is planned in `plan`.
+A file of them is read in `hostfile`; what runs where on them is planned in `plan`.
 """
 
 from __future__ import annotations
@@ -8,23 +8,29 @@ from __future__ import annotations
 import getpass
 import re
 import socket
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from .errors import UsageError
+
+AUTO = 0  # slots that are yet to be counted; no host has none
 
 _EXAMPLE = "such as node1:4"
 
 _ITEM = re.compile(
     r"(?:(?P<user>[^\s@:,\[\]]+)@)?"
     r"(?:\[(?P<ipv6>[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?)\]|(?P<name>[\w.][\w.-]*))"
-    r"(?::(?P<slots>[0-9]+))?",
+    r"(?::(?P<slots>[0-9]+|auto))?",
     re.ASCII,
 )
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and how many workers it may hold. ``name`` is as the user wrote it, less IPv6's brackets."""
+    """A machine and how many workers it may hold. ``name`` is as the user wrote it, less IPv6's brackets.
+
+    ``slots`` is `AUTO` until `count_auto_slots` has put a number there.
+    """
 
     name: str
     slots: int = 1
@@ -32,35 +38,57 @@ class Host:
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Read ``a:2,user@b:4,[fd00::1]:2,c``. No slots: one. A host named twice is one host, its slots added."""
-    hosts: dict[tuple[str | None, str], Host] = {}
-    for item in text.split(","):
-        host = _parse_item(item.strip())
-        key = (host.user, host.name)
-        known = hosts.get(key)
-        hosts[key] = host if known is None else replace(known, slots=known.slots + host.slots)
-    return tuple(hosts.values())
+    """Read ``a:2,user@b:4,[fd00::1]:2,c:auto,d``. No slots: one. What is no host is a `UsageError`."""
+    try:
+        return each_once(parse_host(item.strip()) for item in text.split(","))
+    except UsageError as error:
+        raise UsageError(f"-H: {error}") from None
 
 
-def _parse_item(item: str) -> Host:
+def parse_host(item: str) -> Host:
+    """Read ``host:slots``. Where it stood is for the caller to say."""
     match = _ITEM.fullmatch(item)
     if match is None:
         if item.count(":") > 1 and "[" not in item:
-            raise UsageError(f"-H: {item!r} is not host:slots; an IPv6 address goes in brackets, such as [fd00::1]:4")
-        raise UsageError(f"-H: {item!r} is not host:slots, {_EXAMPLE}")
-    digits = (match["slots"] or "1").lstrip("0")
+            raise UsageError(f"{item!r} is not host:slots; an IPv6 address goes in brackets, such as [fd00::1]:4")
+        raise UsageError(f"{item!r} is not host:slots, {_EXAMPLE}")
+    return Host(match["ipv6"] or match["name"], parse_slots(match["slots"] or "1", item), match["user"])
+
+
+def parse_slots(text: str, item: str) -> int:
+    """Read digits or ``auto``, which stand in ``item``."""
+    if text == "auto":
+        return AUTO
+    digits = text.lstrip("0")
     if not digits:
-        raise UsageError(f"-H: {item!r} has no slots; a host needs at least one, {_EXAMPLE}")
+        raise UsageError(f"{item!r} has no slots; a host needs at least one, {_EXAMPLE}")
     if len(digits) > 6:
-        raise UsageError(f"-H: {item!r} has more slots than any host can hold")
-    return Host(match["ipv6"] or match["name"], int(digits), match["user"])
+        raise UsageError(f"{item!r} has more slots than any host can hold")
+    return int(digits)
+
+
+def each_once(named: Iterable[Host]) -> tuple[Host, ...]:
+    """A host named twice is one host, its slots added."""
+    hosts: dict[tuple[str | None, str], Host] = {}
+    for host in named:
+        key = (host.user, host.name)
+        known = hosts.get(key, replace(host, slots=0))
+        if key in hosts and AUTO in (known.slots, host.slots):
+            raise UsageError(f"{host.name!r} is named twice, though auto is all the slots it has")
+        hosts[key] = replace(known, slots=known.slots + host.slots)
+    return tuple(hosts.values())
+
+
+def count_auto_slots(hosts: Iterable[Host], count: Callable[[Host], int]) -> tuple[Host, ...]:
+    """The same hosts, each with a number of slots; ``count`` is asked for those that were `AUTO`."""
+    return tuple(replace(host, slots=count(host)) if host.slots == AUTO else host for host in hosts)
 
 
 def only_this_machine(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
     """All of them as one host, if all name this machine; the first that does not is a `UsageError`."""
     for host in hosts:
         if not _is_this_machine(host):
-            raise UsageError(f"-H: {host.name!r} is another host; so far only this machine can be launched on")
+            raise UsageError(f"{host.name!r} is another host; so far only this machine can be launched on")
     return (replace(hosts[0], slots=sum(host.slots for host in hosts)),)
 
 

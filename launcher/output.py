@@ -3,7 +3,7 @@
 Bytes pass as they are. A line that its worker never finished is finished when the worker ends. A carriage
 return alone, as in a progress bar, ends a line too; where it goes to a terminal, the newest such line is
 drawn in place below all others, so that a bar moves as it would without the launcher. Of several bars the
-newest is seen.
+newest is seen. Files that a user wants to have of each worker get the bytes before they become lines.
 
 A thread of its own writes, so that a screen that stands still (Ctrl-S, a pager) never holds up what is
 decided.
@@ -15,12 +15,14 @@ import os
 import re
 import select
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
 from .protocol import Event, Output, ScreenDone, ScreenFailed, Stream
+from .record import Record
 
 MAX_LINE_BYTES = 1 << 20  # a longer one is shown in pieces
 ROOM = 64  # pieces of output that may wait to be written
@@ -33,10 +35,14 @@ _PIECE = re.compile(rb"([^\r\n]*)(\r\n|\n|\r)")
 
 @dataclass
 class Lines:
-    """Makes whole lines of one worker's bytes; ``bar`` is the one in progress, if bars are drawn in place."""
+    """Makes whole lines of one worker's bytes; ``bar`` is the one in progress, if bars are drawn in place.
+
+    ``stamp`` gives what goes before the prefix of the lines that are completed now.
+    """
 
     prefix: bytes
     in_place: bool
+    stamp: Callable[[], bytes] = bytes
     bar: bytes = b""
     _rest: bytearray = field(default_factory=bytearray)
 
@@ -49,13 +55,15 @@ class Lines:
             self._rest += data
             return self.finish() if len(self._rest) > MAX_LINE_BYTES else b""
         # The flood goes this way: a search and a replace, no loop.
-        lines = b"".join((self.prefix, self._rest, head.replace(b"\n", b"\n" + self.prefix), b"\n"))
+        prefix = self.stamp() + self.prefix
+        lines = b"".join((prefix, self._rest, head.replace(b"\n", b"\n" + prefix), b"\n"))
         self._rest = bytearray(rest)
         self.bar = b""
         return lines
 
     def _with_bars(self, data: bytes) -> bytes:
         text = bytes(self._rest) + data
+        prefix = self.stamp() + self.prefix
         lines = []
         start = 0
         for match in _PIECE.finditer(text):
@@ -64,23 +72,24 @@ class Lines:
             start = match.end()
             body, end = match.groups()
             if end != b"\r":
-                lines.append(self.prefix + body + end)
+                lines.append(prefix + body + end)
                 self.bar = b""
             elif not body.strip():
                 self.bar = b""
             elif self.in_place:
-                self.bar = self.prefix + body
+                self.bar = prefix + body
             else:
-                lines.append(self.prefix + body + b"\n")
+                lines.append(prefix + body + b"\n")
         self._rest = bytearray(text[start:])
         return b"".join(lines)
 
     def finish(self) -> bytes:
         """The unfinished last line, finished."""
-        rest = bytes(self._rest).rstrip(b"\r") or self.bar.removeprefix(self.prefix)
+        rest = bytes(self._rest).rstrip(b"\r")
+        line = self.stamp() + self.prefix + rest if rest else self.bar
         self._rest.clear()
         self.bar = b""
-        return self.prefix + rest + b"\n" if rest else b""
+        return line + b"\n" if line else b""
 
 
 class Screen:
@@ -93,11 +102,16 @@ class Screen:
         stdout: int = 1,
         stderr: int = 2,
         environ: Mapping[str, str] = os.environ,
+        timestamps: bool = False,
+        record: Record | None = None,
     ) -> None:
+        """``timestamps``: each line begins with when it was shown. ``record`` is closed at the end."""
         self._events = events
         self._fds: dict[Stream, int] = {"stdout": stdout, "stderr": stderr}
         self._in_place = {s: os.isatty(fd) and environ.get("TERM") != "dumb" for s, fd in self._fds.items()}
         self._coloured = not environ.get("NO_COLOR")
+        self._stamp: Callable[[], bytes] = _now if timestamps else bytes
+        self._record = record
         self._lines: dict[tuple[int, Stream], Lines] = {}
         self._newest_bar: tuple[Stream, Lines] | None = None  # the one that stands on the terminal
         self._failed: set[Stream] = set()
@@ -126,13 +140,22 @@ class Screen:
             task()
         for rank, _ in list(self._lines):
             self._finish(rank)
+        if self._record is not None:
+            self._record.close()
         self._events.put(ScreenDone())
 
     def _show(self, output: Output) -> None:
+        if self._record is not None:
+            try:
+                self._record.write(output)
+            except OSError as error:
+                self._record.close()
+                self._record = None
+                self._events.put(ScreenFailed(error.filename, error))
         lines = self._lines.get((output.rank, output.stream))
         if lines is None:
             prefix = self._prefix(output.rank, output.stream)
-            lines = self._lines[output.rank, output.stream] = Lines(prefix, self._in_place[output.stream])
+            lines = self._lines[output.rank, output.stream] = Lines(prefix, self._in_place[output.stream], self._stamp)
         self._write(output.stream, lines.feed(output.data), lines)
         self.room.release()
 
@@ -176,3 +199,8 @@ class Screen:
             except OSError as error:
                 self._failed.add(stream)
                 self._events.put(ScreenFailed(stream, error))
+
+
+def _now() -> bytes:
+    """As Horovod writes it: Mon Jan 20 12:00:01 2020."""
+    return time.asctime().encode()

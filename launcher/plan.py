@@ -26,6 +26,13 @@ from dataclasses import dataclass
 from .errors import UsageError
 from .hosts import Host
 
+OWN_VARIABLES = frozenset(
+    {
+        *("HVDLITE_RANK", "HVDLITE_SIZE", "HVDLITE_LOCAL_RANK", "HVDLITE_LOCAL_SIZE", "HVDLITE_CROSS_RANK"),
+        *("HVDLITE_CROSS_SIZE", "HVDLITE_HOST", "HVDLITE_STORE", "HVDLITE_JOB_DIR"),
+    }
+)
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -45,7 +52,7 @@ def plan_slots(hosts: tuple[Host, ...], size: int | None = None) -> tuple[Slot, 
     if size is None:
         size = total
     if size > total:
-        raise UsageError(f"-np {size} is more than the {total} slots of -H; give a host more, as in host:{size}")
+        raise UsageError(f"-np {size} is more than the {total} slots of the hosts; give one more, as in host:{size}")
     local_sizes = list(_fill(hosts, size))
     cross_sizes = Counter(local_rank for local_size in local_sizes for local_rank in range(local_size))
     cross_ranks: Counter[int] = Counter()
@@ -81,7 +88,14 @@ def slot_environment(slot: Slot, size: int) -> dict[str, str]:
 def host_environment(
     given: Mapping[str, str], own: Mapping[str, str], *, job_dir: str, cores: int, loopback: str | None
 ) -> dict[str, str]:
-    """A worker's whole environment: what the user ``given``, its ``own`` slot's variables, and its host's.
+    """A worker's whole environment: what the user has ``given``, and what is set for it."""
+    return {**given, **variables_set(given, own, job_dir=job_dir, cores=cores, loopback=loopback)}
+
+
+def variables_set(
+    given: Mapping[str, str], own: Mapping[str, str], *, job_dir: str, cores: int, loopback: str | None
+) -> dict[str, str]:
+    """What a worker's environment has beyond what the user has ``given``: its ``own`` slot's and its host's.
 
     ``cores`` are those its host lets the job use; ``loopback`` is the interface's name there, if it has one.
     """
@@ -90,8 +104,8 @@ def host_environment(
     if loopback is not None and local_size == int(own["HVDLITE_SIZE"]):
         # Or gloo would resolve the hostname, which often fails, and leave the machine's inside.
         unless_set["GLOO_SOCKET_IFNAME"] = loopback
-    store = f"file://{job_dir}/store"
-    return {**unless_set, **given, **own, "HVDLITE_STORE": store, "HVDLITE_JOB_DIR": job_dir}
+    defaults = {name: value for name, value in unless_set.items() if name not in given}
+    return {**own, "HVDLITE_STORE": f"file://{job_dir}/store", "HVDLITE_JOB_DIR": job_dir, **defaults}
 
 
 def job_dir(token: str, tmp: str) -> str:

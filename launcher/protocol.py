@@ -1,11 +1,11 @@
 """What launcher and agent say to each other, and how it lies on the wire.
 
-    launcher ── StartJob, SignalRanks ──► agent's stdin   (at its end: kill everything)
-    launcher ◄── Started, Output, Exited, Refused ── agent's stdout
+    launcher ── StartJob, SignalRanks, Input ──► agent's stdin   (at its end: kill everything)
+    launcher ◄── Started, InputWanted, Output, Exited, Refused ── agent's stdout
 
-A frame is a header (kind, rank, length of the payload) and the payload. Output travels as the bytes that the
-worker wrote, so that a flood costs no more than copying it; all else is small, and JSON. `Lost` and
-`Interrupted` and the screen's events arise in the launcher and never travel. Who reads and writes the pipes
+A frame is a header (kind, rank, length of the payload) and the payload. Output and input travel as the bytes that
+they are, so that a flood costs no more than copying it; all else is small, and JSON. `Lost`, `Interrupted`,
+`InputRead` and the screen's events arise in the launcher and never travel. Who reads and writes the pipes
 is not said here: see `remote` (the launcher's end) and `agent`.
 """
 
@@ -40,6 +40,13 @@ class Output:
 class Started:
     rank: int
     pid: int
+
+
+@dataclass(frozen=True)
+class InputWanted:
+    """A worker's standard input has taken all that was sent, and has room for one more `Input`."""
+
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -80,10 +87,17 @@ class Interrupted:
 
 
 @dataclass(frozen=True)
-class ScreenFailed:
-    """Nothing can be written to this stream of the launcher any more."""
+class InputRead:
+    """What came on the launcher's standard input; nothing, at its end."""
 
-    stream: Stream
+    data: bytes
+
+
+@dataclass(frozen=True)
+class ScreenFailed:
+    """Nothing can be written there any more: to a stream of the launcher's, or to a worker's file."""
+
+    where: str
     error: OSError
 
 
@@ -92,8 +106,8 @@ class ScreenDone:
     """All output has been written."""
 
 
-AgentEvent = Output | Started | Exited | Refused
-Event = AgentEvent | Lost | Interrupted | ScreenFailed | ScreenDone
+AgentEvent = Output | Started | InputWanted | Exited | Refused
+Event = AgentEvent | Lost | Interrupted | InputRead | ScreenFailed | ScreenDone
 
 
 # -------------------------------------------------------------- commands
@@ -116,23 +130,41 @@ class SignalRanks:
     signum: int
 
 
-Command = StartJob | SignalRanks
+@dataclass(frozen=True)
+class Input:
+    """For a worker's standard input, once it was wanted; nothing means its end."""
+
+    rank: int
+    data: bytes
+
+
+Command = StartJob | SignalRanks | Input
 Message = AgentEvent | Command
 
 
 # --------------------------------------------------------------- framing
 
-_HEADER = struct.Struct(">BII")  # kind, rank (of output; else 0), payload's length
+_HEADER = struct.Struct(">BII")  # kind, rank (of output and input; else 0), payload's length
 _STREAMS: dict[int, Stream] = {1: "stdout", 2: "stderr"}
 _STREAM_KINDS: dict[Stream, int] = {stream: kind for kind, stream in _STREAMS.items()}
-_JSON_KINDS: dict[type[Message], int] = {Started: 3, Exited: 4, Refused: 5, StartJob: 16, SignalRanks: 17}
-_KINDS = {*_STREAMS, *_JSON_KINDS.values()}
+_INPUT_KIND = 18
+_JSON_KINDS: dict[type[Message], int] = {
+    Started: 3,
+    Exited: 4,
+    Refused: 5,
+    InputWanted: 6,
+    StartJob: 16,
+    SignalRanks: 17,
+}
+_KINDS = {*_STREAMS, _INPUT_KIND, *_JSON_KINDS.values()}
 
 
 def encode(message: Message) -> bytes:
     """The one frame that carries ``message``."""
     if isinstance(message, Output):
         return _HEADER.pack(_STREAM_KINDS[message.stream], message.rank, len(message.data)) + message.data
+    if isinstance(message, Input):
+        return _HEADER.pack(_INPUT_KIND, message.rank, len(message.data)) + message.data
     payload = json.dumps(asdict(message)).encode()
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ProtocolError(f"command and environment are {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}")
@@ -166,6 +198,8 @@ class Decoder:
 def _decode(kind: int, rank: int, payload: bytes) -> Message:
     if kind in _STREAMS:
         return Output(rank, _STREAMS[kind], payload)
+    if kind == _INPUT_KIND:
+        return Input(rank, payload)
     try:
         return _from_fields(kind, json.loads(payload))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -175,6 +209,8 @@ def _decode(kind: int, rank: int, payload: bytes) -> Message:
 def _from_fields(kind: int, fields: Any) -> Message:  # Any: it is JSON from outside, each field is checked below
     if kind == _JSON_KINDS[Started]:
         return Started(_int(fields["rank"]), _int(fields["pid"]))
+    if kind == _JSON_KINDS[InputWanted]:
+        return InputWanted(_int(fields["rank"]))
     if kind == _JSON_KINDS[Exited]:
         return Exited(
             _int(fields["rank"]), _int(fields["returncode"]), fields["peer_lost"] is True, fields["left"] is True

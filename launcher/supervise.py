@@ -20,7 +20,19 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from .plan import Slot
-from .protocol import Event, Exited, Interrupted, Lost, Output, Refused, ScreenDone, ScreenFailed, Started
+from .protocol import (
+    Event,
+    Exited,
+    InputRead,
+    InputWanted,
+    Interrupted,
+    Lost,
+    Output,
+    Refused,
+    ScreenDone,
+    ScreenFailed,
+    Started,
+)
 from .report import Failure, Tail, shell_code, signal_name
 
 # A worker that says it only lost a peer is the cause only if no other fails for this long: the peer whose
@@ -36,6 +48,12 @@ class Screen(Protocol):
     def show(self, output: Output) -> None: ...
     def finish(self, rank: int) -> None: ...
     def say(self, text: str) -> None: ...
+
+
+class Input(Protocol):
+    """Where input comes from; `stdin.Stdin`. Each read is answered by an `InputRead`."""
+
+    def read(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -56,6 +74,8 @@ class Supervisor:
         slots: Collection[Slot],
         *,
         signal_ranks: Callable[[Collection[int], int], None],
+        send_input: Callable[[bytes], None],
+        stdin: Input,
         screen: Screen,
         log: Callable[[str], None],
         grace: float,
@@ -64,6 +84,8 @@ class Supervisor:
         """``grace``: seconds from the first signal to SIGKILL. ``log`` takes what only the curious want."""
         self._host: Mapping[int, str] = {slot.rank: slot.host.name for slot in slots}
         self._signal_ranks = signal_ranks
+        self._send_input = send_input
+        self._stdin = stdin
         self._screen = screen
         self._log = log
         self._grace = grace
@@ -103,6 +125,10 @@ class Supervisor:
             case Started():
                 self._pids[event.rank] = event.pid
                 self._log(f"rank {event.rank} is pid {event.pid} on {self._host[event.rank]}")
+            case InputWanted():
+                self._stdin.read()
+            case InputRead():
+                self._send_input(event.data)
             case Exited():
                 self._screen.finish(event.rank)
                 self._running.discard(event.rank)
@@ -118,10 +144,7 @@ class Supervisor:
             case Interrupted():
                 self._interrupt(event.signum)
             case ScreenFailed():
-                if event.error.errno == errno.EPIPE:
-                    self._decide(Outcome(128 + signal.SIGPIPE))
-                else:
-                    self._decide(Outcome(1, f"cannot write to {event.stream}: {event.error.strerror}"))
+                self._decide(_without_screen(event))
                 self._end(signal.SIGTERM)
             case ScreenDone():
                 raise AssertionError("the screen was closed before the job's end")
@@ -218,3 +241,9 @@ class Supervisor:
         alarm, self._alarm = self._alarm, None
         if alarm is not None:
             alarm[1]()
+
+
+def _without_screen(failed: ScreenFailed) -> Outcome:
+    if failed.error.errno == errno.EPIPE:
+        return Outcome(128 + signal.SIGPIPE)
+    return Outcome(1, f"cannot write to {failed.where}: {failed.error.strerror}")

@@ -6,14 +6,17 @@ What becomes of them is watched in `agent`.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import IO
 
 from . import tree
+from .machine import loopback_interface, usable_cores
 from .plan import host_environment
 from .protocol import Refused, StartJob, Stream
 
@@ -34,9 +37,9 @@ class CannotStartError(Exception):
 
 
 def start_workers(job: StartJob, job_dir: str) -> Iterator[Worker]:
-    """Start them one by one, each at the head of its own session."""
-    cores = _usable_cores()
-    loopback = None if "GLOO_SOCKET_IFNAME" in job.environment else _loopback_interface()
+    """Start them one by one, each at the head of its own session. Rank 0 alone has a standard input."""
+    cores = usable_cores()
+    loopback = None if "GLOO_SOCKET_IFNAME" in job.environment else loopback_interface()
     set_up = tree.dying_with_parent()
     for rank, own in job.workers.items():
         environment = host_environment(job.environment, own, job_dir=job_dir, cores=cores, loopback=loopback)
@@ -45,7 +48,7 @@ def start_workers(job: StartJob, job_dir: str) -> Iterator[Worker]:
                 job.command,
                 cwd=job.cwd,
                 env=environment,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
@@ -57,6 +60,11 @@ def start_workers(job: StartJob, job_dir: str) -> Iterator[Worker]:
         assert process.stdout is not None
         assert process.stderr is not None
         yield Worker(rank, process, {"stdout": process.stdout, "stderr": process.stderr})
+
+
+def capacity_bytes(pipe: IO[bytes]) -> int:
+    """How much may be in it that nobody has read yet."""
+    return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) if sys.platform == "linux" else 1 << 16
 
 
 def _refusal(job: StartJob, environment: Mapping[str, str], error: OSError) -> Refused:
@@ -80,20 +88,3 @@ def _refusal(job: StartJob, environment: Mapping[str, str], error: OSError) -> R
         why += f"; did you mean: python {program}?"
     name = program if program.isprintable() and program else repr(program)
     return Refused(f"{name}: {why}", exit_code)
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _loopback_interface() -> str | None:
-    import psutil  # noqa: PLC0415  # costs 20 ms, needless where the user names the interface
-
-    interfaces = psutil.net_if_addrs()
-    for loopback in ("127.0.0.1", "::1"):
-        for name, addresses in interfaces.items():
-            if any(address.address == loopback for address in addresses):
-                return name
-    return None

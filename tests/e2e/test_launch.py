@@ -78,8 +78,8 @@ def test_any_argument_reaches_a_worker_unchanged(launch):
     assert out.decode() == f"[0]<stdout>:{os.fsdecode(argument)!a}\n"
 
 
-def test_a_worker_runs_in_the_directory_of_the_launcher_and_reads_nothing(launch, tmp_path):
-    _, out, _ = launch("-np", "1", "sh", "-c", "pwd; cat", cwd=tmp_path).ended()
+def test_a_worker_runs_in_the_directory_of_the_launcher(launch, tmp_path):
+    _, out, _ = launch("-np", "1", "sh", "-c", "pwd", cwd=tmp_path).ended()
     assert out.decode() == f"[0]<stdout>:{tmp_path}\n"
 
 
@@ -125,6 +125,57 @@ def test_the_jobs_directory_is_private_and_goes_with_the_job(launch):
     _, out, _ = job.ended()
     assert out == b"[0]<stdout>:700\n"
     assert job.leftovers() == []
+
+
+def test_a_hostfile_says_how_many_workers_there_are(launch, tmp_path):
+    (tmp_path / "hosts").write_text("# this machine\nlocalhost slots=2 max-slots=4\n127.0.0.1:1\n")
+    environments = _environments(launch, "-hostfile", str(tmp_path / "hosts"))
+    assert [environment["HVDLITE_SIZE"] for environment in environments] == ["3"] * 3
+
+
+def test_workers_have_the_environment_of_the_launcher_and_what_is_added(launch):
+    flags = ("-x", "ADDED=a=b c", "-xTHERE=new", "-np", "1")
+    (environment,) = _environments(launch, *flags, env={"THERE": "old", "OTHER": "\udcff"})
+    assert (environment["ADDED"], environment["THERE"], environment["OTHER"]) == ("a=b c", "new", "\udcff")
+
+
+def test_without_the_environment_workers_have_what_is_named_and_what_starts_a_program(launch):
+    flags = ("--no-env", "-x", "HVDLITE_TEST_MARK", "-x", "NAMED=1", "-np", "1")
+    (environment,) = _environments(launch, *flags, env={"API_KEY": "s3cret"})
+    assert environment["PATH"] == os.environ["PATH"]
+    ours = {name for name in environment if name.startswith("HVDLITE_")}
+    unless_set = {"OMP_NUM_THREADS", "PYTHONUNBUFFERED", "GLOO_SOCKET_IFNAME"}
+    needed = {"PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONHOME"}
+    assert environment.keys() - ours - unless_set - needed == {"NAMED"} | (environment.keys() & {"LC_CTYPE"})
+
+
+def test_a_dry_run_tells_what_a_job_then_sets_and_starts_nothing(launch, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("API_KEY", "s3cret")
+    monkeypatch.setenv("HVDLITE_JOB_DIR", "/of/an/outer/job")
+    ran = tmp_path / "ran"
+    job = launch("--dry-run", "-np", "2", "touch", ran)
+    code, out, err = job.ended()
+    assert (code, err) == (0, b"")
+    assert b"s3cret" not in out
+    assert not ran.exists()
+    assert job.leftovers() == []
+    told = [dict(line.strip().split("=", 1) for line in rank.splitlines()[1:]) for rank in out.decode().split("\n\n")]
+    for variables, environment in zip(told, _environments(launch, "-np", "2"), strict=True):
+        directory = re.escape(variables.pop("HVDLITE_JOB_DIR")).replace("tmp0", "tmp1").replace("<job>", "[0-9a-f]+")
+        assert re.fullmatch(directory, environment["HVDLITE_JOB_DIR"])
+        assert variables.pop("HVDLITE_STORE").startswith("file://")
+        assert variables.items() <= environment.items()
+        assert {"HVDLITE_RANK", "HVDLITE_HOST", "OMP_NUM_THREADS"} <= variables.keys()
+
+
+def test_a_reader_of_a_plan_may_go_away(launch):
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    job = launch("--dry-run", "-np", "2", stdout=write_end)
+    os.close(write_end)
+    code, _, err = job.ended()
+    assert (code, err) == (141, b"")
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not say which cores are usable")
@@ -182,6 +233,34 @@ def test_bytes_that_are_no_text_pass_unharmed(launch):
     program = f"import os; os.write(1, {everything!r})"
     _, out, _ = launch("-np", "1", sys.executable, "-c", program).ended()
     assert out == b"[0]<stdout>:" + everything + b"\n"
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_each_worker_wrote_is_in_its_files_byte_by_byte(launch, tmp_path, size):
+    program = "printf 'rank %s\\r\\377 no end' $HVDLITE_RANK; echo err >&2"
+    job = launch("--output-filename", "new/logs", "-np", str(size), "sh", "-c", program, cwd=tmp_path)
+    code, out, _ = job.ended()
+    assert code == 0
+    assert out.count(b"<stdout>:") == 2 * size
+    for rank in range(size):
+        directory = tmp_path / "new" / "logs" / f"rank.{rank}"
+        assert (directory / "stdout").read_bytes() == b"rank %d\r\xff no end" % rank
+        assert (directory / "stderr").read_bytes() == b"err\n"
+
+
+def test_a_disk_that_is_full_in_mid_job_ends_the_job_and_names_the_file(launch, tmp_path):
+    (tmp_path / "rank.1").mkdir()
+    (tmp_path / "rank.1" / "stdout").symlink_to("/dev/full")
+    job = launch("--output-filename", tmp_path, "-np", "2", "sh", "-c", "echo x; exec sleep 1000")
+    code, _, err = job.ended()
+    assert code == 1
+    assert err.decode() == f"hvdlite-run: cannot write to {tmp_path}/rank.1/stdout: No space left on device\n"
+    job.assert_gone()
+
+
+def test_lines_can_begin_with_the_time(launch):
+    _, out, _ = launch("-prefix-timestamp", "-np", "1", "echo", "text").ended()
+    assert re.fullmatch(rb"\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\[0\]<stdout>:text\n", out)
 
 
 def test_a_worker_may_close_its_streams(launch):

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.hosts import Host, only_this_machine, parse_hosts
+from hvdlite_launcher.hosts import AUTO, Host, count_auto_slots, only_this_machine, parse_hosts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,11 +19,29 @@ def test_every_form_of_a_host_is_read():
     )
 
 
+PIECES = st.sampled_from(["a", "b", ":", ",", "auto", "4", "0", "user@", "[fd00::1]", "\n", "\0"])
+
+
+def test_auto_slots_are_counted_by_who_is_asked():
+    hosts = parse_hosts("a:auto,b:2,user@c:auto")
+    assert hosts[0] == Host("a", AUTO)
+    counted = count_auto_slots(hosts, lambda host: {"a": 8, "c": 4}[host.name])
+    assert counted == (Host("a", 8), Host("b", 2), Host("c", 4, "user"))
+
+
+def test_a_host_that_has_all_its_slots_cannot_have_more():
+    for text in ("a:auto,a:2", "a:2,a:auto", "a:auto,a:auto"):
+        with pytest.raises(UsageError, match="'a' is named twice, though auto is all the slots it has"):
+            parse_hosts(text)
+
+
 def test_a_host_named_twice_is_one_host_with_the_slots_of_both():
     assert parse_hosts("a:2,b:1,a,a:3") == (Host("a", 6), Host("b", 1))
 
 
-@pytest.mark.parametrize("item", ["a:", "a:x", "a:-1", ":2", "a:2:3", "", "-a:2", "a b:2", "@a:2", "[a]:2", "a:²"])
+@pytest.mark.parametrize(
+    "item", ["a:", "a:x", "a:-1", ":2", "a:2:3", "", "-a:2", "a b:2", "@a:2", "[a]:2", "a:²", "a:Auto"]
+)
 def test_what_is_no_host_is_named_with_a_right_example(item):
     with pytest.raises(UsageError) as error:
         parse_hosts(f"good:1,{item}")
@@ -42,7 +60,7 @@ def test_no_slots_and_absurdly_many_are_refused(item):
         parse_hosts(item)
 
 
-@given(st.text() | st.text(alphabet="ab:@[],.-0123 "))
+@given(st.text() | st.text(alphabet="ab:@[],.-0123 ") | st.lists(PIECES).map("".join))
 def test_any_text_gives_hosts_or_a_usage_error(text):
     try:
         hosts = parse_hosts(text)
@@ -50,7 +68,8 @@ def test_any_text_gives_hosts_or_a_usage_error(text):
         assert "\n" not in str(error)  # noqa: PT017  # either outcome is right
     else:
         assert hosts
-        assert all(host.slots > 0 and host.name for host in hosts)
+        assert all(host.name and (host.slots > 0 or host.slots == AUTO) for host in hosts)
+        assert len({(host.user, host.name) for host in hosts}) == len(hosts)
 
 
 def test_all_names_of_this_machine_are_one_host_under_the_first_name():

@@ -1,12 +1,15 @@
 """Whole lines with a prefix, bytes unharmed, and bars that stay readable."""
 
+import errno
 import os
 import pty
+import time
 from queue import SimpleQueue
 
 import pytest
 from hvdlite_launcher.output import MAX_LINE_BYTES, Lines, Screen
 from hvdlite_launcher.protocol import Output, ScreenDone, ScreenFailed
+from hvdlite_launcher.record import Record
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +47,14 @@ def test_a_line_without_end_is_shown_in_pieces_and_not_kept_for_ever():
     shown = b"".join(lines.feed(b"x" * 1000) for _ in range(MAX_LINE_BYTES // 1000 + 1))
     assert shown.endswith(b"x\n")
     assert len(shown) > MAX_LINE_BYTES
+
+
+def test_all_lines_that_are_completed_at_once_have_the_same_stamp():
+    times = iter([b"t1", b"t2", b"t3"])
+    lines = Lines(b">", in_place=False, stamp=lambda: next(times))
+    assert lines.feed(b"a\nb\nunfin") == b"t1>a\nt1>b\n"
+    assert lines.feed(b"ished\r\nrest") == b"t2>unfinished\r\n"
+    assert lines.finish() == b"t3>rest\n"
 
 
 def test_each_state_of_a_bar_is_a_line_where_it_cannot_be_drawn_in_place():
@@ -108,6 +119,31 @@ def test_a_reader_that_went_away_is_an_event_once_and_room_is_given_back():
     assert isinstance(failed.error, BrokenPipeError)
     assert isinstance(events.get(timeout=10), ScreenDone)
     os.close(write_end)
+
+
+def test_a_timestamp_is_as_horovod_writes_it(pipe):
+    events = SimpleQueue()
+    screen = Screen(events, stdout=pipe[1], environ={}, timestamps=True)
+    _outputs(screen, Output(0, "stdout", b"text\n"))
+    assert isinstance(events.get(timeout=10), ScreenDone)
+    os.close(pipe[1])
+    stamp, bracket, rest = _read_all(pipe[0]).partition(b"[")
+    assert bracket + rest == b"[0]<stdout>:text\n"
+    assert abs(time.mktime(time.strptime(stamp.decode())) - time.time()) < 60
+
+
+def test_a_file_that_cannot_be_written_is_an_event_once_and_the_screen_goes_on(pipe, tmp_path):
+    (tmp_path / "rank.0").mkdir()
+    (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
+    events = SimpleQueue()
+    screen = Screen(events, stdout=pipe[1], environ={}, record=Record(str(tmp_path), 1))
+    _outputs(screen, *[Output(0, "stdout", b"line\n")] * 3)
+    failed = events.get(timeout=10)
+    assert isinstance(failed, ScreenFailed)
+    assert (failed.where, failed.error.errno) == (str(tmp_path / "rank.0" / "stdout"), errno.ENOSPC)
+    assert isinstance(events.get(timeout=10), ScreenDone)
+    os.close(pipe[1])
+    assert _read_all(pipe[0]) == b"[0]<stdout>:line\n" * 3
 
 
 def _on_terminal(environ, *outputs):

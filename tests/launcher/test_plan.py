@@ -3,7 +3,7 @@
 import pytest
 from hvdlite_launcher.errors import UsageError
 from hvdlite_launcher.hosts import Host
-from hvdlite_launcher.plan import host_environment, plan_slots, slot_environment
+from hvdlite_launcher.plan import OWN_VARIABLES, host_environment, plan_slots, slot_environment
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,3 +89,10 @@ def test_more_workers_than_cores_get_one_thread_each():
 @pytest.mark.parametrize(("hosts", "loopback"), [((Host("a"), Host("b")), "lo"), (LOCALHOST, None)])
 def test_gloo_is_kept_on_loopback_only_where_all_workers_are(hosts, loopback):
     assert "GLOO_SOCKET_IFNAME" not in _environment({}, hosts, loopback)
+
+
+def test_the_variables_that_only_we_set_are_all_listed():
+    (slot,) = plan_slots((Host("a"),))
+    own = slot_environment(slot, 1)
+    everything = host_environment({}, own, job_dir="/job", cores=1, loopback="lo")
+    assert {name for name in everything if name.startswith("HVDLITE_")} == OWN_VARIABLES

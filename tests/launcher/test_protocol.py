@@ -10,6 +10,8 @@ from hvdlite_launcher.protocol import (
     MAX_PAYLOAD_BYTES,
     Decoder,
     Exited,
+    Input,
+    InputWanted,
     Output,
     Refused,
     SignalRanks,
@@ -27,6 +29,8 @@ WORDS = st.binary(max_size=20).map(lambda word: word.replace(b"\0", b"").decode(
 ENVIRONMENTS = st.dictionaries(WORDS, WORDS, max_size=4)
 MESSAGES = st.one_of(
     st.builds(Output, RANKS, st.sampled_from(["stdout", "stderr"]), st.binary()),
+    st.builds(Input, RANKS, st.binary()),
+    st.builds(InputWanted, RANKS),
     st.builds(Started, RANKS, NUMBERS),
     st.builds(Exited, RANKS, NUMBERS, st.booleans()),
     st.builds(Refused, WORDS, NUMBERS),

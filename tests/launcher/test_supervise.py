@@ -8,7 +8,17 @@ from queue import Empty
 import pytest
 from hvdlite_launcher.hosts import Host
 from hvdlite_launcher.plan import plan_slots
-from hvdlite_launcher.protocol import Exited, Interrupted, Lost, Output, Refused, ScreenFailed, Started
+from hvdlite_launcher.protocol import (
+    Exited,
+    InputRead,
+    InputWanted,
+    Interrupted,
+    Lost,
+    Output,
+    Refused,
+    ScreenFailed,
+    Started,
+)
 from hvdlite_launcher.supervise import PEER_LOST_S, Supervisor
 
 GRACE = 3.0
@@ -35,10 +45,14 @@ class Played:
         self.signals = []
         self.shown = []
         self.said = []
+        self.reads = 0
+        self.sent = []
         self._now = 0.0
         self._script = list(script)
         supervisor = Supervisor(
             plan_slots(hosts),
+            send_input=self.sent.append,
+            stdin=self,
             signal_ranks=lambda ranks, signum: self.signals.append((self._now, list(ranks), signum)),
             screen=self,
             log=lambda text: None,
@@ -69,6 +83,11 @@ class Played:
             self._now += event.delay_s
             return event.event
         return event
+
+    # the standard input
+
+    def read(self):
+        self.reads += 1
 
     # the screen
 
@@ -154,6 +173,11 @@ def test_the_report_names_the_worker_and_ends_with_its_last_words():
 def test_output_is_shown_in_order_and_finished_when_its_worker_ends():
     outputs = [Output(0, "stdout", b"a"), Output(0, "stderr", b"b")]
     assert Played(*outputs, Exited(0, 0), Exited(1, 0)).shown == [*outputs, "end of 0", "end of 1"]
+
+
+def test_input_is_read_when_it_is_wanted_and_sent_when_it_came():
+    played = Played(InputWanted(0), InputRead(b"a"), InputWanted(0), InputRead(b""), Exited(0, 0), Exited(1, 0))
+    assert (played.reads, played.sent) == (2, [b"a", b""])
 
 
 # ---------------------------------------------------------- who lost a peer

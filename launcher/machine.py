@@ -1,0 +1,64 @@
+"""What this machine has: cores and GPUs that a job may use, and the interface that never leaves it.
+
+Looked up without torch, so that a host answers where torch is not installed, and at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+_NVIDIA_GPUS = "/proc/driver/nvidia/gpus"
+_NVIDIA_SMI_S = 30.0  # it wakes sleeping GPUs first
+
+
+def usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def slots_by_hardware(environ: Mapping[str, str] = os.environ, nvidia_gpus: str = _NVIDIA_GPUS) -> int:
+    """What ``auto`` stands for: the GPUs that a worker with this environment sees, else the usable cores."""
+    return _visible(_count_gpus(environ, nvidia_gpus), environ.get("CUDA_VISIBLE_DEVICES")) or usable_cores()
+
+
+def _count_gpus(environ: Mapping[str, str], nvidia_gpus: str) -> int:
+    try:
+        return len(os.listdir(nvidia_gpus))
+    except OSError:  # no driver, or one that says it elsewhere, as under WSL
+        pass
+    import subprocess  # noqa: PLC0415  # costs 10 ms, and most machines have no need of it
+
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"],
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_NVIDIA_SMI_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith(b"GPU ") for line in listed.stdout.splitlines())
+
+
+def _visible(gpus: int, devices: str | None) -> int:
+    """How many of them CUDA_VISIBLE_DEVICES leaves; CUDA reads it up to the first that is none."""
+    if devices is None:
+        return gpus
+    names = [name.strip() for name in devices.split(",")]
+    valid = next((i for i, name in enumerate(names) if not name or name.startswith("-")), len(names))
+    return min(gpus, valid)
+
+
+def loopback_interface() -> str | None:
+    import psutil  # noqa: PLC0415  # costs 20 ms, needless where the user names the interface
+
+    interfaces = psutil.net_if_addrs()
+    for loopback in ("127.0.0.1", "::1"):
+        for name, addresses in interfaces.items():
+            if any(address.address == loopback for address in addresses):
+                return name
+    return None

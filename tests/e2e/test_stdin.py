@@ -1,0 +1,114 @@
+"""The standard input of hvdlite-run, with real processes: who gets it, and whom it never holds up."""
+
+import os
+import pty
+import subprocess
+import sys
+import threading
+import time
+
+import psutil
+import pytest
+
+# A shell's part: a session with a terminal, the job in its background, and in front once told so on stdin.
+SHELL = """
+import os, signal, subprocess, sys
+terminal = os.open(sys.argv[1], os.O_RDWR)
+job = subprocess.Popen(sys.argv[2:], stdin=terminal, preexec_fn=os.setpgrp)
+print(job.pid, flush=True)
+sys.stdin.readline()
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+os.tcsetpgrp(terminal, job.pid)
+sys.exit(job.wait())
+"""
+
+
+def test_rank_0_reads_it_to_its_end_and_the_others_read_nothing(launch, tmp_path):
+    data = os.urandom(3_000_000)
+    job = launch("-np", "3", "sh", "-c", 'exec cat >"read.$HVDLITE_RANK"', stdin=subprocess.PIPE, cwd=tmp_path)
+    job.process.communicate(data, timeout=30)
+    assert job.process.returncode == 0
+    assert [(tmp_path / f"read.{rank}").read_bytes() for rank in range(3)] == [data, b"", b""]
+
+
+def test_lines_arrive_as_they_are_typed(launch):
+    job = launch("-np", "1", "cat", stdin=subprocess.PIPE, bufsize=0)
+    for line in (b"one\n", b"two\n"):
+        job.process.stdin.write(line)
+        assert job.process.stdout.readline() == b"[0]<stdout>:" + line
+    assert job.ended()[0] == 0
+
+
+@pytest.mark.parametrize("reads", ["exec <&-", "head -c 1"], ids=["nothing", "one byte"])
+def test_a_job_ends_though_its_input_does_not(launch, reads):
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"typed\n")
+    job = launch("-np", "2", "sh", "-c", reads, stdin=read_end)
+    os.close(read_end)
+    assert job.ended()[0] == 0
+    job.assert_gone()
+    with pytest.raises(BrokenPipeError):
+        os.write(write_end, b"nobody is there")
+    os.close(write_end)
+
+
+def test_what_rank_0_does_not_read_stays_with_who_writes_it(launch, tmp_path):
+    total, piece = 64 << 20, bytes(1 << 16)
+    os.mkfifo(tmp_path / "go")
+    read_end, write_end = os.pipe()
+    job = launch(
+        "-np", "2", "sh", "-c", "[ $HVDLITE_RANK = 1 ] || { read go <go; wc -c; }", stdin=read_end, cwd=tmp_path
+    )
+    os.close(read_end)
+    written = [0]
+
+    def write():
+        while written[0] < total:
+            written[0] += os.write(write_end, piece)
+        os.close(write_end)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    before = -1
+    while written[0] != before:  # until it stands still
+        before = written[0]
+        time.sleep(0.5)
+    assert before < 1 << 20
+    (tmp_path / "go").write_text("now\n")
+    writer.join(30)
+    code, out, _ = job.ended()
+    assert (code, out) == (0, b"[0]<stdout>:%d\n" % total)
+
+
+def test_rank_0_that_does_not_read_can_be_ended(launch):
+    job = launch("-np", "2", "sh", "-c", "echo ready; exec sleep 1000", stdin=open("/dev/zero", "rb"))  # noqa: SIM115
+    assert job.process.stdout.readline().endswith(b"ready\n")
+    job.process.terminate()
+    assert job.ended()[0] == 143
+    job.assert_gone()
+
+
+def test_in_the_background_of_a_shell_it_is_not_stopped_and_reads_once_it_is_in_front():
+    terminal, line = pty.openpty()
+    command = [sys.executable, "-m", "hvdlite_launcher", "-np", "1", "sh", "-c", 'echo ready; read x; echo "got $x"']
+    shell = subprocess.Popen(
+        [sys.executable, "-c", SHELL, os.ttyname(line), *command],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    launcher = psutil.Process(int(shell.stdout.readline()))
+    try:
+        os.write(terminal, b"typed\n")
+        assert shell.stdout.readline() == b"[0]<stdout>:ready\n"
+        assert launcher.status() != psutil.STATUS_STOPPED
+        out, _ = shell.communicate(b"in front\n", timeout=30)
+        assert out == b"[0]<stdout>:got typed\n"
+        assert shell.returncode == 0
+    finally:
+        if launcher.is_running():
+            launcher.kill()
+        shell.kill()
+        shell.communicate()
+        os.close(terminal)
+        os.close(line)

@@ -1,0 +1,54 @@
+"""The plan as text."""
+
+from hvdlite_launcher import cli
+from hvdlite_launcher.hosts import Host
+from hvdlite_launcher.plan import plan_slots
+from hvdlite_launcher.preview import preview
+
+FIRST = """\
+rank 0 on a: local rank 0 of 2, cross rank 0 of 2
+    HVDLITE_RANK=0
+    HVDLITE_SIZE=3
+    HVDLITE_LOCAL_RANK=0
+    HVDLITE_LOCAL_SIZE=2
+    HVDLITE_CROSS_RANK=0
+    HVDLITE_CROSS_SIZE=2
+    HVDLITE_HOST=a
+    HVDLITE_STORE=file:///tmp/hvdlite-<job>/store
+    HVDLITE_JOB_DIR=/tmp/hvdlite-<job>
+    OMP_NUM_THREADS=4
+    PYTHONUNBUFFERED=1
+
+"""
+
+
+def _preview(given, *hosts):
+    return preview(plan_slots(hosts), given, job_dir="/tmp/hvdlite-<job>", cores=8, loopback="lo")
+
+
+def test_each_rank_is_shown_with_its_place_and_the_variables_set_for_it():
+    shown = _preview({}, Host("a", 2), Host("b", 1))
+    assert shown.startswith(FIRST)
+    places = [line for line in shown.splitlines() if line.startswith("rank")]
+    assert places == [
+        "rank 0 on a: local rank 0 of 2, cross rank 0 of 2",
+        "rank 1 on a: local rank 1 of 2, cross rank 0 of 1",
+        "rank 2 on b: local rank 0 of 1, cross rank 1 of 2",
+    ]
+
+
+def test_what_the_user_has_set_is_not_shown():
+    shown = _preview({"OMP_NUM_THREADS": "7", "API_KEY": "s3cret", "GLOO_SOCKET_IFNAME": "eth7"}, Host("a", 2))
+    assert not any(word in shown for word in ("OMP_NUM_THREADS", "API_KEY", "s3cret", "GLOO_SOCKET_IFNAME", "eth7"))
+
+
+def test_a_plan_can_be_seen_without_a_command(capsys):
+    assert cli.main(["--dry-run", "-H", "localhost:2"]) == 0
+    out, err = capsys.readouterr()
+    assert out.count("rank ") == 2 + 4
+    assert err == ""
+
+
+def test_a_plan_that_cannot_be_is_as_wrong_as_without_a_dry_run(capsys):
+    assert cli.main(["--dry-run", "-H", "localhost:2", "-np", "3"]) == 2
+    assert "more than the 2 slots" in capsys.readouterr().err
