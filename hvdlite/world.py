@@ -9,6 +9,7 @@ Only this module knows that there is a current world; everything below is handed
 from __future__ import annotations
 
 import atexit
+import gc
 import itertools
 import logging
 import multiprocessing
@@ -17,6 +18,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +36,8 @@ from .errors import CommunicationError, LaunchEnvironmentError, MismatchError, N
 from .topology import Seat, Topology, read_seat, seats_to_topology
 
 DEFAULT_TIMEOUT_S = 300.0
+
+_LAST_TURN_S = 0.1
 
 _GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
 
@@ -243,7 +247,13 @@ def _end_of_program() -> None:
         # Once the connections are closed the others fail, and the launcher ends what still runs. This
         # process ends by itself: its own exit code, which may be the cause of it all, must not be lost.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Cycles of the program's own, such as a DistributedDataParallel, may hold on to the default group.
+    gc.collect()
     shutdown()
+    if world.topology.size > 1:
+        # What still holds it keeps gloo's threads alive, and one that needs the interpreter to drop its last
+        # tensor when that is going aborts the process: let them have it now.
+        time.sleep(_LAST_TURN_S)
 
 
 def _end_after(error: BaseException) -> NoReturn:
