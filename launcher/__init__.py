@@ -5,7 +5,7 @@
 
 The modules import only what lies to their left:
 
-    errors, protocol, signals, tree, report, machine < hosts < hostfile < plan < preview < environment < remote
+    errors, protocol, signals, tree, report, machine, flags < hosts < hostfile < plan < preview < environment < remote
     < workers < feed < agent < record < output < stdin < supervise < job < cli
 
 Nothing here imports torch or hvdlite: the launcher answers at once, and runs where torch is not installed.

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hvdlite_launcher import cli
+from hvdlite_launcher import cli, flags
 
 HELP = Path(__file__).with_name("help.txt")
 
@@ -14,9 +14,9 @@ def test_the_help_is_as_agreed(capsys):
 
 
 def test_every_flag_is_in_the_help_and_no_other():
-    flags = {flag for action in cli._parser()._actions for flag in action.option_strings}
-    in_help = {word.strip(",") for line in cli.HELP.splitlines() for word in line.split() if line.startswith("  -")}
-    assert flags == {word for word in in_help if word.startswith("-")}
+    known = {name for flag in flags.Parser().flags for name in flag.option_strings}
+    in_help = {word.strip(",") for line in flags.HELP.splitlines() for word in line.split() if line.startswith("  -")}
+    assert known == {word for word in in_help if word.startswith("-")}
 
 
 @pytest.mark.parametrize(
@@ -26,12 +26,13 @@ def test_every_flag_is_in_the_help_and_no_other():
         (["true"], "how many workers?"),
         (["-np", "2"], "no command to run"),
         (["-np", "2", "--"], "no command to run"),
-        (["-np", "0", "true"], "-np/--num-proc: '0' is not a number of workers, such as 4"),
-        (["-np", "-1", "true"], "-np/--num-proc"),
-        (["-np", "x", "true"], "-np/--num-proc: 'x' is not a number of workers"),
-        (["-np", "1" * 5000, "true"], "-np/--num-proc"),
-        (["-np"], "-np/--num-proc: expected one argument"),
-        (["-np2", "true"], "unknown flag -np2; did you mean -np?"),
+        (["-np", "0", "true"], "-np/-n/--num-proc: '0' is not a number of workers, such as 4"),
+        (["-np", "-1", "true"], "-np/-n/--num-proc"),
+        (["-np", "x", "true"], "-np/-n/--num-proc: 'x' is not a number of workers"),
+        (["-np", "1" * 5000, "true"], "-np/-n/--num-proc"),
+        (["-np"], "-np/-n/--num-proc: expected one argument"),
+        (["-np2", "true"], "-np/-n/--num-proc: 'p2' is not a number of workers"),
+        (["-n", "two", "true"], "-np/-n/--num-proc: 'two' is not a number of workers, such as 4"),
         (["--verbos", "-np", "2", "true"], "unknown flag --verbos; did you mean --verbose?"),
         (["--num-proc=2", "--bogus=1", "true"], "unknown flag --bogus; see hvdlite-run --help"),
         (["--verbose=1", "-np", "2", "true"], "--verbose: "),
@@ -67,8 +68,10 @@ def test_wrong_use_is_one_line_and_exit_code_2(argv, said, capsys):
 
 
 @pytest.mark.parametrize(
-    ("argv", "flags", "command"),
+    ("argv", "own", "command"),
     [
+        (["-n", "2", "cmd", "-n", "3"], ["-n", "2"], ["cmd", "-n", "3"]),
+        (["-n2", "cmd"], ["-n2"], ["cmd"]),
         (["-np", "2", "python", "x.py", "-np", "3"], ["-np", "2"], ["python", "x.py", "-np", "3"]),
         (["-np", "2", "--verbose", "--", "--odd", "--"], ["-np", "2", "--verbose"], ["--odd", "--"]),
         (["-np", "2", "-x", "A=1", "-xB", "cmd", "-x", "C"], ["-np", "2", "-x", "A=1", "-xB"], ["cmd", "-x", "C"]),
@@ -76,5 +79,11 @@ def test_wrong_use_is_one_line_and_exit_code_2(argv, said, capsys):
         (["-np"], ["-np"], []),
     ],
 )
-def test_flags_after_the_command_are_its_own(argv, flags, command):
-    assert cli.split_command(argv) == (flags, command)
+def test_flags_after_the_command_are_its_own(argv, own, command):
+    assert flags.Parser().split_command(argv) == (own, command)
+
+
+@pytest.mark.parametrize("argv", [["-n", "2"], ["-n2"], ["-np", "2"], ["--num-proc", "2"], ["--num-proc=2"]])
+def test_the_number_of_workers_may_be_given_as_mpirun_and_srun_have_it(argv, capsys):
+    assert cli.main([*argv, "--dry-run"]) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("rank")] == ["0", "1"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import hvdlite_launcher
 
 ORDER = [
-    *("errors", "protocol", "signals", "tree", "report", "machine", "hosts", "hostfile", "plan", "preview"),
+    *("errors", "protocol", "signals", "tree", "report", "machine", "flags", "hosts", "hostfile", "plan", "preview"),
     *("environment", "remote", "workers", "feed", "agent", "record", "output", "stdin", "supervise", "job", "cli"),
 ]
 FILES = {path.stem: path for path in Path(hvdlite_launcher.__file__).parent.glob("*.py")}

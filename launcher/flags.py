@@ -1,0 +1,108 @@
+"""The flags of hvdlite-run: their names, how the value of each is read, and the help.
+
+Whatever is wrong with them is a `UsageError`. What they make happen is in `cli` and what that calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .errors import UsageError
+
+# Written by hand: argparse words it differently from one Python to the next.
+HELP = """\
+usage: hvdlite-run [-np N] [-H HOSTS | --hostfile FILE] [FLAG ...] [--] COMMAND [ARGUMENT ...]
+
+Run COMMAND in N workers, each with a rank, and show what they print. When one fails, the others are ended,
+its last words are shown again, and its exit code is hvdlite-run's.
+
+  -np N, -n N, --num-proc N
+                        how many workers; without it, one for each slot of the hosts
+  -H, --hosts HOSTS     where they may run, as host:slots,host:slots; so far only this machine: localhost:4.
+                        localhost:auto is as many as it has GPUs, else cores. Without it, localhost:N
+  -hostfile, --hostfile FILE
+                        the same from a file, a line for each host: localhost slots=4
+  --dry-run             print which rank would run where, with the variables set for it, and start nothing
+  --output-filename DIR
+                        what each worker writes also goes to DIR/rank.N/stdout and stderr, as it is
+  -prefix-timestamp, --prefix-output-with-timestamp
+                        begin each line that is shown with the time
+  -x NAME[=VALUE]       give workers this variable, with the value it has here or this one; may be repeated
+  --no-env              give them no other but PATH, HOME, LD_LIBRARY_PATH and PYTHONHOME, not all that are set here
+  --grace SECONDS       how long workers may take to end after SIGTERM or Ctrl-C before they are killed (3)
+  --verbose             say what is done: which rank runs where, its pid, signals sent
+  --version             print the version
+  -h, --help            print this
+
+Standard input reaches rank 0. Flags after COMMAND are its own. For example:
+
+  hvdlite-run -np 4 python train.py --epochs 10
+"""
+
+EXAMPLE = "hvdlite-run -np 4 python train.py"
+# A worker's grace; with PEER_LOST_S in `supervise` it keeps a failed job's end below 5 s.
+_GRACE_S = 3.0
+
+
+class Parser(argparse.ArgumentParser):
+    """Every flag; a new one is added here and in `HELP`, and nowhere else."""
+
+    def __init__(self) -> None:
+        super().__init__(prog="hvdlite-run", add_help=False, allow_abbrev=False)
+        self.add_argument("-np", "-n", "--num-proc", type=_positive)
+        self.add_argument("-H", "--hosts")
+        self.add_argument("-hostfile", "--hostfile")
+        self.add_argument("--dry-run", action="store_true")
+        self.add_argument("--output-filename")
+        self.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true")
+        self.add_argument("-x", action="append", default=[], dest="exports")
+        self.add_argument("--no-env", action="store_true")
+        self.add_argument("--grace", type=_seconds, default=_GRACE_S)
+        self.add_argument("--verbose", action="store_true")
+        self.add_argument("--version", action="store_true")
+        self.add_argument("-h", "--help", action="store_true")
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message.removeprefix("argument "))
+
+    @property
+    def flags(self) -> tuple[argparse.Action, ...]:
+        return tuple(self._actions)
+
+    def split_command(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The launcher's own flags, and the command: from the first word that is no flag, or after ``--``."""
+        with_value = {name for flag in self.flags if flag.nargs != 0 for name in flag.option_strings}
+        i = 0
+        while i < len(argv) and argv[i].startswith("-") and argv[i] != "--":
+            i += 2 if argv[i] in with_value else 1
+        flags, command = list(argv[:i]), list(argv[i:])
+        return flags, command[1:] if command[:1] == ["--"] else command
+
+    def unknown_flag(self, flag: str) -> UsageError:
+        import difflib  # noqa: PLC0415  # only for this message
+
+        name = flag.partition("=")[0]
+        known = [option for action in self.flags for option in action.option_strings]
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+        hint = f"did you mean {close[0]}?" if close else "see hvdlite-run --help"
+        return UsageError(f"unknown flag {name}; {hint}")
+
+
+def _positive(text: str) -> int:
+    # Not int() alone: it takes " 4_0 ", and a number that no machine can run.
+    if not (text.isascii() and text.isdigit() and 0 < len(text) <= 6 and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers, such as 4")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds up to a day, such as 10")
+    return seconds
