@@ -5,8 +5,9 @@
 
 The modules import only what lies to their left:
 
-    errors, protocol, signals, tree, report, machine, flags < hosts < hostfile < plan < preview < environment < remote
-    < workers < feed < agent < record < output < stdin < supervise < job < cli
+    version, errors, messages, protocol, signals, tree, report, machine, network < hosts < hostfile < plan
+    < environment < preview < channel < ssh < job < remote < gather < agents < workers < feed < outlets < agent
+    < keeper < record < output < stdin < supervise < launch < flags < cli
 
 Nothing here imports torch or hvdlite: the launcher answers at once, and runs where torch is not installed.
 What it shares with the library is the environment of a worker (see `plan`), not code.

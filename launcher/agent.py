@@ -1,9 +1,9 @@
 """`python -m hvdlite_launcher.agent`: one host's workers, from their start until nothing of them is left.
 
-It reads commands on stdin and writes events on stdout (see `protocol`), and decides nothing but this: when
-its stdin ends, the launcher is done or gone, and every process that came from here is killed, the job's
-directory removed. One thread, one loop, nothing that blocks: a launcher that does not read holds up the
-workers' output, but never the end of the job.
+It reads commands on stdin and writes events on stdout (see `channel`), and decides nothing but this: when
+its stdin ends, or says nothing for too long, the launcher is done or gone, and every process that came from here
+is killed, the job's directory removed. One thread, one loop, nothing that blocks: a launcher that does not read
+holds up the workers' output, but never the end of the job.
 """
 
 from __future__ import annotations
@@ -14,34 +14,35 @@ import os
 import selectors
 import shutil
 import signal
+import socket
 import sys
 import tempfile
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Collection
 
-from . import tree
+from . import network, tree
+from .channel import Channel
 from .errors import LauncherError, ProtocolError
 from .feed import Feed
-from .plan import job_dir, left_file, peer_lost_file
-from .protocol import (
-    Decoder,
+from .machine import slots_by_hardware
+from .messages import (
+    Beat,
     Exited,
+    Greet,
+    Hello,
     Input,
     InputWanted,
-    Message,
-    Output,
     Refused,
     SignalRanks,
     Started,
     StartJob,
-    Stream,
-    encode,
 )
+from .outlets import Outlets
+from .plan import job_dir, left_file, peer_lost_file
+from .protocol import MARK
 from .signals import signals_as_bytes
-from .workers import CannotStartError, Worker, capacity_bytes, start_workers
+from .version import VERSION
+from .workers import CannotStartError, Worker, start_workers
 
-_READ_BYTES = 1 << 16
-_OUTGOING_BYTES = 1 << 18  # with more than this unsent, the workers' pipes are left to fill
 _PIPE_BYTES = 1 << 20
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -49,33 +50,39 @@ _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Agent:
     """The loop over three file descriptors: commands in, events out, and the signals we get, as bytes."""
 
-    def __init__(self, commands: int, events: int, signals: int, *, adopts: bool) -> None:
-        """``adopts``: orphans among our descendants become our children, so that none is out of sight."""
+    def __init__(
+        self, commands: int, events: int, signals: int, *, adopts: bool, tell_directory: Callable[[str], object]
+    ) -> None:
+        """``adopts``: orphans among our descendants become our children, so that none is out of sight.
+
+        ``tell_directory`` is told which directory is to be removed if this process cannot do it.
+        """
         self._commands = commands
-        self._events = events
         self._signals = signals
         self._adopts = adopts
-        self._decoder = Decoder()
-        self._outgoing = bytearray()
+        self._tell_directory = tell_directory
         self._selector = selectors.DefaultSelector()
+        self._channel = Channel(commands, events, self._selector)
+        self._outlets = Outlets(self._selector, self._channel)
+        self._greeting: Greet | None = None
+        self._port: socket.socket | None = None  # kept from others, see `network.reserve_port`
         self._workers: dict[int, Worker] = {}  # by pid, those that run
         self._groups: list[int] = []  # of all workers ever
-        self._forwarders: dict[int, Callable[[], object]] = {}  # by the file descriptor that they read
         self._feeds: dict[int, Feed] = {}  # by rank
-        self._held_up = False
         self._job_dir: str | None = None
-        self._over = False
+        self._told_to_end = False
 
     def run(self) -> None:
         """Until the launcher hangs up or a signal tells us to; then kill, tidy up and return."""
         self._listen(self._commands, self._read_commands)
         self._listen(self._signals, self._read_signals)
-        os.set_blocking(self._events, False)
         try:
-            while not self._over:
-                for key, _ in self._selector.select():
+            while not (self._told_to_end or self._channel.closed):
+                for key, _ in self._selector.select(self._channel.time_left_s()):
                     key.data()
-                self._flush()
+                self._channel.tick()
+                self._channel.flush()
+                self._outlets.hold_up()
         finally:
             self._end()
 
@@ -96,11 +103,10 @@ class Agent:
     # ------------------------------------------------------- from the launcher
 
     def _read_commands(self) -> None:
-        data = os.read(self._commands, _READ_BYTES)
-        if not data:
-            self._over = True
-        for message in self._decoder.feed(data):
+        for message in self._channel.receive():
             match message:
+                case Greet():
+                    self._answer(message)
                 case StartJob():
                     self._start(message)
                 case SignalRanks():
@@ -108,34 +114,54 @@ class Agent:
                 case Input():
                     if feed := self._feeds.get(message.rank):
                         feed.put(message.data)
+                case Beat():
+                    pass
                 case _:
                     raise ProtocolError("the launcher sent what only an agent says")
 
-    def _start(self, job: StartJob) -> None:
-        if self._job_dir is not None:
-            raise ProtocolError("the launcher started a second job")
+    def _answer(self, greeting: Greet) -> None:
+        self._greeting = greeting
+        if greeting.beats:
+            self._channel.beat()
         try:
+            address = network.own_address(os.environ) if greeting.beats else None
+            if greeting.interface is not None:
+                address = network.address_of(greeting.interface)
+        except LauncherError as error:
+            self._channel.send(Refused(str(error), 2))
+            return
+        self._port = network.reserve_port()
+        slots = slots_by_hardware() if greeting.count_slots else None
+        self._channel.send(Hello(VERSION, slots, address, self._port.getsockname()[1]))
+
+    def _start(self, job: StartJob) -> None:
+        if self._job_dir is not None or self._greeting is None:
+            raise ProtocolError("the launcher started a job before it said hello, or a second one")
+        try:
+            interface = self._greeting.interface or _interface_towards(job.peers)
             path = job_dir(job.token, tempfile.gettempdir())
             os.mkdir(path, 0o700)
+        except LauncherError as error:
+            self._channel.send(Refused(f"{error}; --network-interface says which to use", 1))
+            return
         except OSError as error:
-            self._send(Refused(f"cannot make a directory for the job: {error}", 1))
+            self._channel.send(Refused(f"cannot make a directory for the job: {error}", 1))
             return
         self._job_dir = path
+        self._tell_directory(path)
         try:
-            for worker in start_workers(job, path):
-                self._send(Started(worker.rank, worker.process.pid))
+            for worker in start_workers(job, path, interface):
+                self._channel.send(Started(worker.rank, worker.process.pid))
                 self._watch(worker)
         except CannotStartError as error:
-            self._send(error.refused)
+            self._channel.send(error.refused)
 
     def _watch(self, worker: Worker) -> None:
         self._workers[worker.process.pid] = worker
         self._groups.append(worker.process.pid)
-        for stream, pipe in worker.pipes.items():
-            forward = self._forwarders[pipe.fileno()] = partial(self._forward, worker, stream)
-            self._listen(pipe.fileno(), forward)
+        self._outlets.watch(worker)
         if (stdin := worker.process.stdin) is not None:
-            self._feeds[worker.rank] = Feed(stdin, self._selector, lambda: self._send(InputWanted(worker.rank)))
+            self._feeds[worker.rank] = Feed(stdin, self._selector, lambda: self._channel.send(InputWanted(worker.rank)))
 
     def _signal(self, command: SignalRanks) -> None:
         for pid, worker in self._workers.items():
@@ -148,81 +174,29 @@ class Agent:
 
     # ------------------------------------------------------------ from workers
 
-    def _forward(self, worker: Worker, stream: Stream, *, limit: int = _READ_BYTES) -> int:
-        """Pass on what the worker wrote; the number of bytes, 0 if nothing was there."""
-        pipe = worker.pipes.get(stream)
-        if pipe is None:
-            return 0
-        try:
-            data = os.read(pipe.fileno(), limit)
-        except BlockingIOError:
-            return 0
-        if data:
-            self._send(Output(worker.rank, stream, data))
-        else:
-            del worker.pipes[stream], self._forwarders[pipe.fileno()]
-            if not self._held_up:
-                self._selector.unregister(pipe)
-            pipe.close()
-        return len(data)
-
     def _read_signals(self) -> None:
         received = os.read(self._signals, 4096)
         if any(signum != signal.SIGCHLD for signum in received):
-            self._over = True
+            self._told_to_end = True
         for pid, returncode in tree.reap()[0]:
             worker = self._workers.pop(pid, None)
             if worker is None:
                 continue  # an orphan that we adopted
             worker.process.returncode = returncode
-            self._drain(worker)
+            self._outlets.drain(worker)
             if feed := self._feeds.pop(worker.rank, None):
                 feed.close()
             assert self._job_dir is not None, "workers are started after it is made"
             peer_lost, left = (os.path.exists(note(self._job_dir, worker.rank)) for note in (peer_lost_file, left_file))
-            self._send(Exited(worker.rank, returncode, peer_lost, left))
-
-    def _drain(self, worker: Worker) -> None:
-        """Pass on all that a dead worker wrote, which is what its pipes can hold.
-
-        Not what comes until their end: a child of the worker's may keep them open, or write for ever.
-        """
-        for stream, pipe in list(worker.pipes.items()):
-            left = capacity_bytes(pipe)
-            while left > 0 and (count := self._forward(worker, stream, limit=left)):
-                left -= count
-
-    # --------------------------------------------------------- to the launcher
-
-    def _send(self, message: Message) -> None:
-        self._outgoing += encode(message)
-
-    def _flush(self) -> None:
-        """Write what the launcher takes now. While too much is left, the workers' pipes are not read."""
-        try:
-            while self._outgoing:
-                del self._outgoing[: os.write(self._events, self._outgoing)]
-        except BlockingIOError:
-            pass
-        except OSError:  # nobody listens any more
-            self._over = True
-            return
-        waits = self._events in self._selector.get_map()
-        if self._outgoing and not waits:
-            self._selector.register(self._events, selectors.EVENT_WRITE, self._flush)
-        elif waits and not self._outgoing:
-            self._selector.unregister(self._events)
-        hold_up = len(self._outgoing) > _OUTGOING_BYTES
-        if hold_up != self._held_up:
-            self._held_up = hold_up
-            for fd, forward in self._forwarders.items():
-                if hold_up:
-                    self._selector.unregister(fd)
-                else:
-                    self._selector.register(fd, selectors.EVENT_READ, forward)
+            self._channel.send(Exited(worker.rank, returncode, peer_lost, left))
 
 
-def main() -> int:
+def _interface_towards(peers: Collection[str]) -> str | None:
+    """The interface by which the job's other hosts are reached; without any, the one that stays inside."""
+    return network.interface_with(network.address_towards(peers)) if peers else network.loopback_interface()
+
+
+def main(tell_directory: Callable[[str], object] = lambda _: None) -> int:
     adopts = tree.adopt_orphans()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would hide how workers end
     # Nothing that is started or that prints shall find the wire as its own stdin or stdout.
@@ -234,11 +208,14 @@ def main() -> int:
         with contextlib.suppress(OSError):
             fcntl.fcntl(events, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     try:
+        os.write(events, MARK)
         with signals_as_bytes(_SIGNALS) as signals:
-            Agent(commands, events, signals, adopts=adopts).run()
+            Agent(commands, events, signals, adopts=adopts, tell_directory=tell_directory).run()
     except LauncherError as error:
         print(f"hvdlite-run: agent: {error}", file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # the launcher went before it was greeted
+        return 0
     return 0
 
 

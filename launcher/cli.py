@@ -9,16 +9,20 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from .environment import chosen_environment
 from .errors import LauncherError, UsageError
 from .flags import EXAMPLE, HELP, Parser
 from .hostfile import read_hostfile
-from .hosts import Host, count_auto_slots, only_this_machine, parse_hosts
-from .machine import loopback_interface, slots_by_hardware, usable_cores
-from .plan import Slot, job_dir, plan_slots
+from .hosts import Host, find_this_machine, parse_hosts
+from .job import Job
+from .machine import usable_cores
+from .network import loopback_interface
+from .plan import HostFacts, job_dir, plan_slots
 from .preview import preview
+from .ssh import Ssh
+from .version import VERSION
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,26 +48,49 @@ def _run(argv: Sequence[str]) -> int:
         print(HELP, end="")
         return 0
     if options.version:
-        print(f"hvdlite-run {_version()}")
+        print(f"hvdlite-run {VERSION}")
         return 0
     if unknown:
         raise parser.unknown_flag(unknown[0])
-    hosts = _hosts(options)
-    if not command and not options.dry_run:
-        raise UsageError(f"no command to run; it follows the flags, such as: {EXAMPLE}")
-    slots = plan_slots(hosts, options.num_proc)
-    environment = chosen_environment(os.environ, options.exports, inherit=not options.no_env)
+    job = _job(options, command)
     if options.dry_run:
-        print(_preview(slots, environment), end="", flush=True)
+        print(_preview(job), end="", flush=True)
         return 0
+    if not command:
+        raise UsageError(f"no command to run; it follows the flags, such as: {EXAMPLE}")
 
-    from .job import run_job  # noqa: PLC0415  # so that --help and wrong flags are answered at once
+    from .launch import launch  # noqa: PLC0415  # so that --help and wrong flags are answered at once
 
-    return run_job(
-        slots,
-        command,
-        environment=environment,
-        grace=options.grace,
+    return launch(job)
+
+
+def _job(options: argparse.Namespace, command: Sequence[str]) -> Job:
+    hosts = find_this_machine(_hosts(options))
+    if strangers := options.network_interface.keys() - {
+        "",
+        *(host.label for host in hosts),
+        *(host.name for host in hosts),
+    }:
+        raise UsageError(f"--network-interface: {min(strangers)!r} is none of the hosts")
+    identity_file = options.ssh_identity_file
+    if identity_file is not None and not os.path.isfile(identity_file):
+        raise UsageError(f"-i: there is no file {identity_file!r}")
+    return Job(
+        hosts=hosts,
+        size=options.num_proc,
+        command=tuple(command),
+        cwd=_working_directory(),
+        environment=chosen_environment(os.environ, options.exports, inherit=not options.no_env),
+        grace_s=options.grace,
+        start_timeout_s=options.start_timeout,
+        ssh=Ssh(
+            port=options.ssh_port,
+            identity_file=identity_file,
+            args=options.ssh_args,
+            program=options.ssh_program,
+            remote_python=options.remote_python,
+        ),
+        interfaces=options.network_interface,
         verbose=options.verbose,
         timestamps=options.prefix_output_with_timestamp,
         record_dir=options.output_filename,
@@ -74,31 +101,31 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
     if options.hosts is not None and options.hostfile is not None:
         raise UsageError("-H and --hostfile both say where workers run; give one of them")
     if options.hosts is not None:
-        hosts = parse_hosts(options.hosts)
-    elif options.hostfile is not None:
-        hosts = read_hostfile(options.hostfile)
-    elif options.num_proc is not None:
-        hosts = (Host("localhost", options.num_proc),)
-    else:
-        raise UsageError(f"how many workers? Say -np N, such as: {EXAMPLE}")
-    # Counted where they are, which so far is here.
-    return only_this_machine(count_auto_slots(hosts, lambda _: slots_by_hardware()))
+        return parse_hosts(options.hosts)
+    if options.hostfile is not None:
+        return read_hostfile(options.hostfile)
+    if options.num_proc is not None:
+        return (Host("localhost", options.num_proc),)
+    raise UsageError(f"how many workers? Say -np N, such as: {EXAMPLE}")
 
 
-def _preview(slots: tuple[Slot, ...], environment: Mapping[str, str]) -> str:
+def _preview(job: Job) -> str:
     import tempfile  # noqa: PLC0415  # costs 10 ms, needless for a job
 
-    directory = job_dir("<job>", tempfile.gettempdir())
-    return preview(slots, environment, job_dir=directory, cores=usable_cores(), loopback=loopback_interface())
+    here = HostFacts(job_dir("<job>", tempfile.gettempdir()), usable_cores(), loopback_interface())
+
+    from .launch import count_slots  # noqa: PLC0415  # as above
+
+    slots = plan_slots(count_slots(job), job.size)
+    alone = len({slot.host for slot in slots}) == 1
+    return preview(slots, job.environment, lambda host: here if host.is_here and alone else None)
 
 
-def _version() -> str:
-    from importlib import metadata  # noqa: PLC0415  # costs 20 ms, needless for a job
-
+def _working_directory() -> str:
     try:
-        return metadata.version("hvdlite")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
+        return os.getcwd()
+    except FileNotFoundError:
+        raise UsageError("the working directory does not exist any more") from None
 
 
 def _open_standard_streams() -> None:

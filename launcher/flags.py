@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shlex
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -21,10 +22,10 @@ its last words are shown again, and its exit code is hvdlite-run's.
 
   -np N, -n N, --num-proc N
                         how many workers; without it, one for each slot of the hosts
-  -H, --hosts HOSTS     where they may run, as host:slots,host:slots; so far only this machine: localhost:4.
-                        localhost:auto is as many as it has GPUs, else cores. Without it, localhost:N
+  -H, --hosts HOSTS     where they may run, as node1:4,user@node2:4,[fd00::1]:4; no number is one slot, auto as many
+                        as the host has GPUs, else cores. Without it, this machine
   -hostfile, --hostfile FILE
-                        the same from a file, a line for each host: localhost slots=4
+                        the same from a file, a line for each host: node1 slots=4
   --dry-run             print which rank would run where, with the variables set for it, and start nothing
   --output-filename DIR
                         what each worker writes also goes to DIR/rank.N/stdout and stderr, as it is
@@ -32,6 +33,17 @@ its last words are shown again, and its exit code is hvdlite-run's.
                         begin each line that is shown with the time
   -x NAME[=VALUE]       give workers this variable, with the value it has here or this one; may be repeated
   --no-env              give them no other but PATH, HOME, LD_LIBRARY_PATH and PYTHONHOME, not all that are set here
+  -p, --ssh-port PORT   where sshd listens on the hosts, unless your ssh config says so
+  -i, --ssh-identity-file FILE
+                        the private key for them
+  --ssh-args ARGS       further words for ssh, quoted as one and after a = sign, as in "=-J jump"
+  --ssh-program PROGRAM what takes ssh's place: it is called with a host and a command, and passes on stdin
+  --remote-python PATH  the Python on other hosts that has hvdlite, if not the one here or python3
+  --network-interface, --network-interfaces NAME
+                        what the workers talk over, if not what the hosts' routes say; per host: node1=eth0,node2=ib0
+  --start-timeout SECONDS
+                        how long every host may take to answer, and after the first hvd.init() every rank to come to
+                        it and be connected (60)
   --grace SECONDS       how long workers may take to end after SIGTERM or Ctrl-C before they are killed (3)
   --verbose             say what is done: which rank runs where, its pid, signals sent
   --version             print the version
@@ -45,6 +57,7 @@ Standard input reaches rank 0. Flags after COMMAND are its own. For example:
 EXAMPLE = "hvdlite-run -np 4 python train.py"
 # A worker's grace; with PEER_LOST_S in `supervise` it keeps a failed job's end below 5 s.
 _GRACE_S = 3.0
+_START_TIMEOUT_S = 60.0
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,6 +73,13 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true")
         self.add_argument("-x", action="append", default=[], dest="exports")
         self.add_argument("--no-env", action="store_true")
+        self.add_argument("-p", "--ssh-port", type=_port)
+        self.add_argument("-i", "--ssh-identity-file")
+        self.add_argument("--ssh-args", type=_words, default=())
+        self.add_argument("--ssh-program", default="ssh")
+        self.add_argument("--remote-python")
+        self.add_argument("--network-interface", "--network-interfaces", type=_interfaces, default={})
+        self.add_argument("--start-timeout", type=_seconds, default=_START_TIMEOUT_S)
         self.add_argument("--grace", type=_seconds, default=_GRACE_S)
         self.add_argument("--verbose", action="store_true")
         self.add_argument("--version", action="store_true")
@@ -106,3 +126,30 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds <= 86400:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds up to a day, such as 10")
     return seconds
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 65536):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, such as 22")
+    return int(text)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be split into words: {str(error).lower()}") from None
+
+
+def _interfaces(text: str) -> dict[str, str]:
+    """By host; that of "" is for all that are not named."""
+    interfaces: dict[str, str] = {}
+    for item in text.split(","):
+        host, _, name = item.strip().rpartition("=")
+        host = host.removeprefix("[").removesuffix("]")
+        if not name or host in interfaces:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not an interface for all hosts, such as eth0, or one for each: node1=eth0,node2=ib0"
+            )
+        interfaces[host] = name
+    return interfaces

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from .errors import UsageError
+from .network import is_own_address
 
 AUTO = 0  # slots that are yet to be counted; no host has none
 
@@ -29,12 +30,18 @@ _ITEM = re.compile(
 class Host:
     """A machine and how many workers it may hold. ``name`` is as the user wrote it, less IPv6's brackets.
 
-    ``slots`` is `AUTO` until `count_auto_slots` has put a number there.
+    ``slots`` is `AUTO` until `count_auto_slots` has put a number there. ``is_here``: it is the launcher's own.
     """
 
     name: str
     slots: int = 1
     user: str | None = None
+    is_here: bool = False
+
+    @property
+    def label(self) -> str:
+        """What it is called in messages, and told apart by."""
+        return self.name if self.user is None else f"{self.user}@{self.name}"
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
@@ -84,17 +91,34 @@ def count_auto_slots(hosts: Iterable[Host], count: Callable[[Host], int]) -> tup
     return tuple(replace(host, slots=count(host)) if host.slots == AUTO else host for host in hosts)
 
 
-def only_this_machine(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
-    """All of them as one host, if all name this machine; the first that does not is a `UsageError`."""
+def find_this_machine(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
+    """The same hosts; those that are this machine, by whatever names, as one."""
+    found: list[Host] = []
     for host in hosts:
         if not _is_this_machine(host):
-            raise UsageError(f"{host.name!r} is another host; so far only this machine can be launched on")
-    return (replace(hosts[0], slots=sum(host.slots for host in hosts)),)
+            found.append(host)
+            continue
+        here = next((i for i, known in enumerate(found) if known.is_here), None)
+        if here is None:
+            found.append(replace(host, is_here=True, user=None))
+        elif AUTO in (found[here].slots, host.slots):
+            raise UsageError(
+                f"{found[here].name!r} and {host.name!r} are the same machine; auto is all the slots it has"
+            )
+        else:
+            found[here] = replace(found[here], slots=found[here].slots + host.slots)
+    return tuple(found)
 
 
 def _is_this_machine(host: Host) -> bool:
+    if host.user is not None and host.user != getpass.getuser():
+        return False
     name = host.name.lower()
     own = socket.gethostname().lower()
-    if name not in {"localhost", "127.0.0.1", "::1", own, own.partition(".")[0]}:
+    if name in {"localhost", "127.0.0.1", "::1", own, own.partition(".")[0]}:
+        return True
+    try:
+        answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:  # an alias that only ssh knows
         return False
-    return host.user is None or host.user == getpass.getuser()
+    return any(is_own_address(str(address[0]).partition("%")[0]) for *_, address in answers)

@@ -1,4 +1,4 @@
-"""What this machine has: cores and GPUs that a job may use, and the interface that never leaves it.
+"""What this machine has: cores and GPUs that a job may use. Its network is in `network`.
 
 Looked up without torch, so that a host answers where torch is not installed, and at once.
 """
@@ -51,14 +51,3 @@ def _visible(gpus: int, devices: str | None) -> int:
     names = [name.strip() for name in devices.split(",")]
     valid = next((i for i, name in enumerate(names) if not name or name.startswith("-")), len(names))
     return min(gpus, valid)
-
-
-def loopback_interface() -> str | None:
-    import psutil  # noqa: PLC0415  # costs 20 ms, needless where the user names the interface
-
-    interfaces = psutil.net_if_addrs()
-    for loopback in ("127.0.0.1", "::1"):
-        for name, addresses in interfaces.items():
-            if any(address.address == loopback for address in addresses):
-                return name
-    return None

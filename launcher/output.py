@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
 
-from .protocol import Event, Output, ScreenDone, ScreenFailed, Stream
+from .messages import Event, Output, ScreenDone, ScreenFailed, Stream
 from .record import Record
 
 MAX_LINE_BYTES = 1 << 20  # a longer one is shown in pieces
@@ -98,6 +98,7 @@ class Screen:
     def __init__(
         self,
         events: SimpleQueue[Event],
+        room: threading.Semaphore,
         *,
         stdout: int = 1,
         stderr: int = 2,
@@ -105,7 +106,10 @@ class Screen:
         timestamps: bool = False,
         record: Record | None = None,
     ) -> None:
-        """``timestamps``: each line begins with when it was shown. ``record`` is closed at the end."""
+        """``room`` gets one back for each output that was shown.
+
+        ``timestamps``: each line begins with when that was. ``record`` is closed at the end.
+        """
         self._events = events
         self._fds: dict[Stream, int] = {"stdout": stdout, "stderr": stderr}
         self._in_place = {s: os.isatty(fd) and environ.get("TERM") != "dumb" for s, fd in self._fds.items()}
@@ -115,7 +119,7 @@ class Screen:
         self._lines: dict[tuple[int, Stream], Lines] = {}
         self._newest_bar: tuple[Stream, Lines] | None = None  # the one that stands on the terminal
         self._failed: set[Stream] = set()
-        self.room = threading.Semaphore(ROOM)
+        self.room = room
         self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="screen").start()
 

@@ -12,8 +12,12 @@ The variables are the public contract between hvdlite-run and hvdlite (or any ot
 A worker that ends only because it lost a peer leaves an empty file ``rank.<rank>.peer-lost`` in HVDLITE_JOB_DIR
 before it does, and is then not taken for the cause.
 
+A program that knows torch.distributed alone finds what torchrun would tell it: RANK, WORLD_SIZE, LOCAL_RANK,
+LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, a port kept free on rank 0's host until rank 0 listens.
+
 Set too unless the user did: OMP_NUM_THREADS (the cores of the host shared out among its workers),
-PYTHONUNBUFFERED=1, and, if all workers are on one host, GLOO_SOCKET_IFNAME (the loopback interface).
+PYTHONUNBUFFERED=1, and GLOO_SOCKET_IFNAME: the interface towards the other hosts, which NCCL_SOCKET_IFNAME names
+too, or the loopback interface if all workers are on one host.
 """
 
 from __future__ import annotations
@@ -30,15 +34,20 @@ OWN_VARIABLES = frozenset(
     {
         *("HVDLITE_RANK", "HVDLITE_SIZE", "HVDLITE_LOCAL_RANK", "HVDLITE_LOCAL_SIZE", "HVDLITE_CROSS_RANK"),
         *("HVDLITE_CROSS_SIZE", "HVDLITE_HOST", "HVDLITE_STORE", "HVDLITE_JOB_DIR"),
+        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     }
 )
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One worker's place. ``rank`` is global, ``local_rank`` within its host, ``cross_rank`` among hosts."""
+    """One worker's place. ``rank`` is global, ``local_rank`` within its host, ``cross_rank`` among hosts.
+
+    ``node`` is its host's number.
+    """
 
     rank: int
+    node: int
     local_rank: int
     local_size: int
     cross_rank: int
@@ -57,10 +66,10 @@ def plan_slots(hosts: tuple[Host, ...], size: int | None = None) -> tuple[Slot, 
     cross_sizes = Counter(local_rank for local_size in local_sizes for local_rank in range(local_size))
     cross_ranks: Counter[int] = Counter()
     slots: list[Slot] = []
-    for host, local_size in zip(hosts, local_sizes, strict=True):
+    for node, (host, local_size) in enumerate(zip(hosts, local_sizes, strict=True)):
         for local_rank in range(local_size):
             cross_rank, cross_size = cross_ranks[local_rank], cross_sizes[local_rank]
-            slots.append(Slot(len(slots), local_rank, local_size, cross_rank, cross_size, host))
+            slots.append(Slot(len(slots), node, local_rank, local_size, cross_rank, cross_size, host))
             cross_ranks[local_rank] += 1
     return tuple(slots)
 
@@ -72,8 +81,8 @@ def _fill(hosts: tuple[Host, ...], size: int) -> Iterator[int]:
         yield taken
 
 
-def slot_environment(slot: Slot, size: int) -> dict[str, str]:
-    """The variables that say which of ``size`` workers this one is."""
+def slot_environment(slot: Slot, size: int, *, master_address: str, master_port: int) -> dict[str, str]:
+    """The variables that say which of ``size`` workers this one is, and where rank 0 may listen."""
     return {
         "HVDLITE_RANK": str(slot.rank),
         "HVDLITE_SIZE": str(size),
@@ -81,31 +90,37 @@ def slot_environment(slot: Slot, size: int) -> dict[str, str]:
         "HVDLITE_LOCAL_SIZE": str(slot.local_size),
         "HVDLITE_CROSS_RANK": str(slot.cross_rank),
         "HVDLITE_CROSS_SIZE": str(slot.cross_size),
-        "HVDLITE_HOST": slot.host.name,
+        "HVDLITE_HOST": slot.host.label,
+        "RANK": str(slot.rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(slot.local_rank),
+        "LOCAL_WORLD_SIZE": str(slot.local_size),
+        "GROUP_RANK": str(slot.node),
+        "MASTER_ADDR": master_address,
+        "MASTER_PORT": str(master_port),
     }
 
 
-def host_environment(
-    given: Mapping[str, str], own: Mapping[str, str], *, job_dir: str, cores: int, loopback: str | None
-) -> dict[str, str]:
-    """A worker's whole environment: what the user has ``given``, and what is set for it."""
-    return {**given, **variables_set(given, own, job_dir=job_dir, cores=cores, loopback=loopback)}
+@dataclass(frozen=True)
+class HostFacts:
+    """What a worker's environment says of its host. ``interface`` is the one that its peers are reached by."""
+
+    job_dir: str
+    cores: int
+    interface: str | None
 
 
-def variables_set(
-    given: Mapping[str, str], own: Mapping[str, str], *, job_dir: str, cores: int, loopback: str | None
-) -> dict[str, str]:
-    """What a worker's environment has beyond what the user has ``given``: its ``own`` slot's and its host's.
-
-    ``cores`` are those its host lets the job use; ``loopback`` is the interface's name there, if it has one.
-    """
+def variables_set(given: Mapping[str, str], own: Mapping[str, str], host: HostFacts) -> dict[str, str]:
+    """What a worker's environment has beyond what the user has ``given``: its ``own`` slot's and its host's."""
     local_size = int(own["HVDLITE_LOCAL_SIZE"])
-    unless_set = {"OMP_NUM_THREADS": str(max(1, cores // local_size)), "PYTHONUNBUFFERED": "1"}
-    if loopback is not None and local_size == int(own["HVDLITE_SIZE"]):
-        # Or gloo would resolve the hostname, which often fails, and leave the machine's inside.
-        unless_set["GLOO_SOCKET_IFNAME"] = loopback
+    unless_set = {"OMP_NUM_THREADS": str(max(1, host.cores // local_size)), "PYTHONUNBUFFERED": "1"}
+    if host.interface is not None:
+        # Or gloo would resolve the hostname, which often fails, or leave the machine needlessly.
+        unless_set["GLOO_SOCKET_IFNAME"] = host.interface
+        if local_size != int(own["HVDLITE_SIZE"]):
+            unless_set["NCCL_SOCKET_IFNAME"] = f"={host.interface}"  # = for this very name, not all that begin so
     defaults = {name: value for name, value in unless_set.items() if name not in given}
-    return {**own, "HVDLITE_STORE": f"file://{job_dir}/store", "HVDLITE_JOB_DIR": job_dir, **defaults}
+    return {**own, "HVDLITE_STORE": f"file://{host.job_dir}/store", "HVDLITE_JOB_DIR": host.job_dir, **defaults}
 
 
 def job_dir(token: str, tmp: str) -> str:

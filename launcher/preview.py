@@ -5,19 +5,29 @@ Of a worker's environment it shows what hvdlite-run itself sets; what the user h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from .plan import Slot, slot_environment, variables_set
+from .environment import Environment
+from .hosts import Host
+from .plan import HostFacts, Slot, slot_environment, variables_set
 
 
-def preview(slots: Sequence[Slot], given: Mapping[str, str], *, job_dir: str, cores: int, loopback: str | None) -> str:
-    """A paragraph for each rank. The arguments by name are as in `plan.variables_set`."""
+def preview(slots: Sequence[Slot], environment: Environment, facts_of: Callable[[Host], HostFacts | None]) -> str:
+    """A paragraph for each rank. ``facts_of`` a host are None where only the host itself knows them."""
+    hosts = {slot.host for slot in slots}
+    first = slots[0].host
+    address = "127.0.0.1" if len(hosts) == 1 else f"<the address of {first.label}>"
     paragraphs = []
     for slot in slots:
-        own = slot_environment(slot, len(slots))
-        variables = variables_set(given, own, job_dir=job_dir, cores=cores, loopback=loopback)
+        own = slot_environment(slot, len(slots), master_address=address, master_port=0)
+        own["MASTER_PORT"] = f"<a free port of {first.label}>"
+        given = environment.here if slot.host.is_here else environment.elsewhere
+        facts = facts_of(slot.host)
+        variables = variables_set(given, own, facts or HostFacts("<its own>", 1, "<towards the others>"))
+        if facts is None and "OMP_NUM_THREADS" not in given:
+            variables["OMP_NUM_THREADS"] = f"<its cores / {slot.local_size}>"
         place = (
-            f"rank {slot.rank} on {slot.host.name}: local rank {slot.local_rank} of {slot.local_size}, "
+            f"rank {slot.rank} on {slot.host.label}: local rank {slot.local_rank} of {slot.local_size}, "
             f"cross rank {slot.cross_rank} of {slot.cross_size}\n"
         )
         paragraphs.append(place + "".join(f"    {name}={value}\n" for name, value in variables.items()))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 from .errors import UsageError
-from .protocol import Output, Stream
+from .messages import Output, Stream
 
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 

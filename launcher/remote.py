@@ -1,29 +1,36 @@
 """The launcher's end of an agent: starting it on its host, telling it what to do, hearing what happens there.
 
-How an agent is reached is `agent_argv` alone: ssh will be another list of words here, and nothing else
-changes. What the agent does is in `agent`; what its events mean is decided in `supervise`.
+How an agent on another host is reached is in `ssh`; what the agent does is in `agent`; what its events mean is
+decided in `supervise`. Each agent has threads of its own here, so that one that does not answer holds up no other.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
 import threading
-from collections.abc import Collection
-from queue import SimpleQueue
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from queue import Empty, SimpleQueue
 
+from .channel import BEAT_S, SILENCE_S
 from .errors import ProtocolError
 from .hosts import Host
-from .protocol import Command, Decoder, Event, Lost, Message, Output, Refused, encode
+from .messages import AgentSaid, Answered, Beat, Command, Event, Greet, Hello, Lost, Message, Output, Refused
+from .protocol import MARK, Decoder, encode
+from .report import signal_name
+from .version import VERSION
 
 _READ_BYTES = 1 << 18
+_NOISE_BYTES = 1 << 16  # what start files of a shell may print before the agent speaks
+_WORDS_S = 1.0  # for the last words of a process that has ended
 
 
-def agent_argv(host: Host) -> list[str]:
-    """The command that, run here, is the agent on ``host``: its stdin and stdout are the wire."""
-    del host  # it is this machine
+def local_agent_argv() -> list[str]:
+    """The command that is the agent on this machine: its stdin and stdout are the wire."""
     return [sys.executable, "-m", "hvdlite_launcher.agent"]
 
 
@@ -31,71 +38,175 @@ class RemoteAgent:
     """A running agent. Its events go to ``events``; hanging up ends everything on its host."""
 
     def __init__(
-        self, host: Host, ranks: Collection[int], events: SimpleQueue[Event], *, room: threading.Semaphore
+        self,
+        host: Host,
+        argv: list[str],
+        events: SimpleQueue[Event],
+        *,
+        room: threading.Semaphore,
+        explain: Callable[[int, str], str],
     ) -> None:
-        """``ranks`` are those that it will run.
+        """``argv`` starts it. ``explain(returncode, stderr)`` says why one never said hello.
 
         ``room`` is how much output may be on its way to the screen; whoever shows some gives it back.
         """
-        self._host = host
-        self._ranks = ranks
+        self.host = host
+        self.ranks: Collection[int] = ()
+        """Those that it runs, once it was told to."""
         self._events = events
         self._room = room
+        self._explain = explain
+        self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
+        self._greeted = threading.Event()
+        self._silent = self._dismissed = False
+        self._words = ""
         self._process = subprocess.Popen(
-            agent_argv(host),
+            argv,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            stderr=None if host.is_here else subprocess.PIPE,
             bufsize=0,
             # A session of its own: Ctrl-C on the terminal is for the launcher, which decides.
             start_new_session=True,
             # The user's directory must not be on the agent's sys.path: it may hold a queue.py.
-            cwd="/",
-            env=_with_absolute_python_path(),
+            cwd="/" if host.is_here else None,
+            env=_with_absolute_python_path() if host.is_here else None,
         )
-        threading.Thread(target=self._listen, daemon=True, name=f"agent on {host.name}").start()
+        self._stderr_thread = None if host.is_here else self._start_thread(self._listen_to_stderr)
+        self._start_thread(self._speak)
+        self._start_thread(self._listen)
+
+    def greet(self, *, count_slots: bool, interface: str | None) -> None:
+        """The first word. `Answered` or `Lost` is the answer."""
+        self.send(Greet(VERSION, not self.host.is_here, count_slots, interface))
 
     def send(self, command: Command) -> None:
-        """Tell the agent. One that is gone already is reported as `Lost`, not here."""
-        assert self._process.stdin is not None
-        rest = memoryview(encode(command))
-        with contextlib.suppress(OSError, ValueError):
-            while rest:
-                rest = rest[self._process.stdin.write(rest) :]
+        """Tell the agent, and wait for nothing. One that is gone already is reported as `Lost`, not here."""
+        self._outgoing.put(encode(command))
 
     def hang_up(self) -> None:
-        """The agent ends at once whatever still runs there, tidies up, and goes."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+        """The agent ends at once whatever still runs there, tidies up, and goes; that is no `Lost`."""
+        self._dismissed = True
+        self._outgoing.put(None)
 
     def wait(self, timeout_s: float) -> int:
         """The agent's exit code, 0 if nothing is left on its host; past the timeout it is killed."""
         try:
-            return self._process.wait(timeout_s)
+            return self._process.wait(0 if self._silent else timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
 
+    def _start_thread(self, work: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=work, daemon=True, name=f"{work.__name__} {self.host.label}")
+        thread.start()
+        return thread
+
+    # ----------------------------------------------------------------- speaking
+
+    def _speak(self) -> None:
+        assert self._process.stdin is not None
+        beat = None if self.host.is_here else encode(Beat())
+        with contextlib.suppress(OSError), self._process.stdin as stdin:
+            while True:
+                try:
+                    frame = self._outgoing.get(timeout=None if beat is None else BEAT_S)
+                except Empty:
+                    frame = beat
+                if frame is None:
+                    return
+                rest = memoryview(frame)
+                while rest:
+                    rest = rest[stdin.write(rest) :]
+
+    # ---------------------------------------------------------------- listening
+
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        decoder = Decoder()
-        why = "its agent ended unexpectedly"
         try:
-            while data := os.read(self._process.stdout.fileno(), _READ_BYTES):
-                for message in decoder.feed(data):
-                    self._pass_on(message)
+            why = self._read_messages()
         except ProtocolError as error:
             why = str(error)
-        self._events.put(Lost(self._host.name, why))
+        if not self._dismissed:
+            self._events.put(Lost(self.host.label, why))
+
+    def _read_messages(self) -> str:
+        """Until the end; why it came."""
+        assert self._process.stdout is not None
+        fd = self._process.stdout.fileno()
+        decoder = Decoder()
+        noise = b""
+        spoke = False
+        while True:
+            # Only while we listen: a screen that stands still makes us deaf, not the agent silent.
+            if not self._comes(fd):
+                self._silent = True
+                return f"nothing was heard of it for {SILENCE_S:g} s: it is down, or the network between us is cut"
+            data = os.read(fd, _READ_BYTES)
+            if not data:
+                return self._why_it_ended()
+            if not spoke:
+                noise, mark, data = (noise + data).partition(MARK)
+                spoke = bool(mark)
+                if not spoke and len(noise) > _NOISE_BYTES:
+                    return f"what answers there is no agent of hvdlite's: {noise[:40]!r}"
+            for message in decoder.feed(data):
+                self._pass_on(message)
+
+    def _comes(self, fd: int) -> bool:
+        """Whether there is something to read, or the end; False after too long a silence."""
+        # The system tells of the end here, and ssh does until the agent, which may take its time to start, beats.
+        if self.host.is_here or not self._greeted.is_set():
+            return True
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(SILENCE_S * 1000))
 
     def _pass_on(self, message: Message) -> None:
+        if isinstance(message, Beat):
+            return
         if isinstance(message, Command):
             raise ProtocolError("its agent sent what only a launcher says")
-        if not isinstance(message, Refused) and message.rank not in self._ranks:
+        if isinstance(message, Hello):
+            if message.version != VERSION:
+                raise ProtocolError(
+                    f"hvdlite is version {VERSION} here and {message.version} there: install the same version on all"
+                )
+            self._greeted.set()
+            self._events.put(Answered(self.host.label, message))
+            return
+        if isinstance(message, Refused):
+            if not self._greeted.is_set():
+                self._events.put(Lost(self.host.label, message.why))
+                return
+            message = message if self.host.is_here else replace(message, why=f"{self.host.label}: {message.why}")
+        elif message.rank not in self.ranks:
             raise ProtocolError(f"its agent speaks of rank {message.rank}, which is not there")
         if isinstance(message, Output):
             self._room.acquire()
         self._events.put(message)
+
+    def _why_it_ended(self) -> str:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_WORDS_S)
+        if self._stderr_thread is not None:
+            self._stderr_thread.join(_WORDS_S)
+        returncode = self._process.returncode
+        if not self._greeted.is_set() and returncode is not None:
+            return self._explain(returncode, self._words)
+        if returncode is not None and returncode < 0:
+            what = "its agent" if self.host.is_here else "our ssh client"
+            return f"{what} was killed by {signal_name(-returncode)}"
+        if returncode is not None and returncode > 128 and not self.host.is_here and returncode != 255:
+            return f"its agent was killed by {signal_name(returncode - 128)}"
+        last = self._words.strip().rpartition("\n")[2]
+        return last or "its agent ended unexpectedly"
+
+    def _listen_to_stderr(self) -> None:
+        assert self._process.stderr is not None
+        while data := os.read(self._process.stderr.fileno(), _READ_BYTES):
+            text = data.decode(errors="backslashreplace")
+            self._words = (self._words + text)[-_NOISE_BYTES:]
+            self._events.put(AgentSaid(self.host.label, text))
 
 
 def _with_absolute_python_path() -> dict[str, str]:

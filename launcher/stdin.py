@@ -16,7 +16,7 @@ import threading
 import time
 from queue import SimpleQueue
 
-from .protocol import Event, InputRead
+from .messages import Event, InputRead
 
 # A frame of it fits in an empty pipe, which the agent's is when it asks: passing it on waits for nobody.
 _PIECE_BYTES = 1 << 15

@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from .plan import Slot
-from .protocol import (
+from .messages import (
+    AgentSaid,
+    Answered,
     Event,
     Exited,
     InputRead,
@@ -33,6 +34,7 @@ from .protocol import (
     ScreenFailed,
     Started,
 )
+from .plan import Slot
 from .report import Failure, Tail, shell_code, signal_name
 
 # A worker that says it only lost a peer is the cause only if no other fails for this long: the peer whose
@@ -82,7 +84,7 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``grace``: seconds from the first signal to SIGKILL. ``log`` takes what only the curious want."""
-        self._host: Mapping[int, str] = {slot.rank: slot.host.name for slot in slots}
+        self._host: Mapping[int, str] = {slot.rank: slot.host.label for slot in slots}
         self._signal_ranks = signal_ranks
         self._send_input = send_input
         self._stdin = stdin
@@ -137,6 +139,8 @@ class Supervisor:
             case Refused():
                 self._decide(Outcome(event.exit_code, event.why))
                 self._running.clear()  # what started will not be told how it ends; hanging up ends it
+            case AgentSaid():
+                self._screen.say(f"{event.host}: {event.text.rstrip()}")
             case Lost():
                 self._running = {rank for rank in self._running if self._host[rank] != event.host}
                 self._decide(Outcome(1, f"lost {event.host}: {event.why}. Its workers were killed"))
@@ -146,8 +150,8 @@ class Supervisor:
             case ScreenFailed():
                 self._decide(_without_screen(event))
                 self._end(signal.SIGTERM)
-            case ScreenDone():
-                raise AssertionError("the screen was closed before the job's end")
+            case ScreenDone() | Answered():
+                raise AssertionError(f"out of turn: {event}")
 
     # ------------------------------------------------------------- judgements
 

@@ -24,8 +24,8 @@ def adopt_orphans() -> bool:
     return prctl is not None and prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
 
 
-def dying_with_parent() -> Callable[[], None] | None:
-    """What a new child is to call before it executes its command, so that even kill -9 of its parent ends it.
+def dying_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None] | None:
+    """What a new child is to call first, so that even kill -9 of its parent ends it, by ``signum``.
 
     For `subprocess.Popen(preexec_fn=…)`, which is safe in a process without threads (as the agent is).
     """
@@ -35,7 +35,7 @@ def dying_with_parent() -> Callable[[], None] | None:
     parent = os.getpid()
 
     def set_up() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(_PR_SET_PDEATHSIG, signum)
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import IO
 
 from . import tree
-from .machine import loopback_interface, usable_cores
-from .plan import host_environment
-from .protocol import Refused, StartJob, Stream
+from .machine import usable_cores
+from .messages import Refused, StartJob, Stream
+from .plan import HostFacts, variables_set
 
 
 @dataclass
@@ -36,13 +36,16 @@ class CannotStartError(Exception):
         self.refused = refused
 
 
-def start_workers(job: StartJob, job_dir: str) -> Iterator[Worker]:
-    """Start them one by one, each at the head of its own session. Rank 0 alone has a standard input."""
-    cores = usable_cores()
-    loopback = None if "GLOO_SOCKET_IFNAME" in job.environment else loopback_interface()
+def start_workers(job: StartJob, job_dir: str, interface: str | None) -> Iterator[Worker]:
+    """Start them one by one, each at the head of its own session. Rank 0 alone has a standard input.
+
+    ``interface`` is the one towards the job's other hosts.
+    """
+    given = {**os.environ, **job.environment} if job.inherits else job.environment
+    host = HostFacts(job_dir=job_dir, cores=usable_cores(), interface=interface)
     set_up = tree.dying_with_parent()
     for rank, own in job.workers.items():
-        environment = host_environment(job.environment, own, job_dir=job_dir, cores=cores, loopback=loopback)
+        environment = {**given, **variables_set(given, own, host)}
         try:
             process = subprocess.Popen(
                 job.command,

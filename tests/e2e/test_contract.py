@@ -4,7 +4,7 @@ import sys
 
 import pytest
 from hvdlite_launcher.hosts import Host
-from hvdlite_launcher.plan import host_environment, plan_slots, slot_environment
+from hvdlite_launcher.plan import HostFacts, plan_slots, slot_environment, variables_set
 
 from hvdlite.topology import read_seat
 
@@ -24,9 +24,8 @@ for step in range(1000):
 def test_the_library_reads_the_seat_that_the_launcher_planned():
     slots = plan_slots((Host("a", 2), Host("b", 1)))
     for slot in slots:
-        environment = host_environment(
-            {}, slot_environment(slot, len(slots)), job_dir="/tmp/a job", cores=2, loopback=None
-        )
+        own = slot_environment(slot, len(slots), master_address="a", master_port=1)
+        environment = variables_set({}, own, HostFacts("/tmp/a job", 2, None))
         seat = read_seat(environment)
         assert (seat.rank, seat.size, seat.local_rank, seat.host) == (
             slot.rank,

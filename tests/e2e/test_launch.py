@@ -8,6 +8,8 @@ import sys
 
 import psutil
 import pytest
+from hvdlite_launcher.plan import OWN_VARIABLES
+from hvdlite_launcher.protocol import MARK
 
 PRINT_ENVIRONMENT = "import os; print(dict(sorted(os.environ.items())))"
 
@@ -143,7 +145,7 @@ def test_without_the_environment_workers_have_what_is_named_and_what_starts_a_pr
     flags = ("--no-env", "-x", "HVDLITE_TEST_MARK", "-x", "NAMED=1", "-np", "1")
     (environment,) = _environments(launch, *flags, env={"API_KEY": "s3cret"})
     assert environment["PATH"] == os.environ["PATH"]
-    ours = {name for name in environment if name.startswith("HVDLITE_")}
+    ours = OWN_VARIABLES | {"HVDLITE_TEST_MARK"}
     unless_set = {"OMP_NUM_THREADS", "PYTHONUNBUFFERED", "GLOO_SOCKET_IFNAME"}
     needed = {"PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONHOME"}
     assert environment.keys() - ours - unless_set - needed == {"NAMED"} | (environment.keys() & {"LC_CTYPE"})
@@ -162,9 +164,10 @@ def test_a_dry_run_tells_what_a_job_then_sets_and_starts_nothing(launch, tmp_pat
     assert job.leftovers() == []
     told = [dict(line.strip().split("=", 1) for line in rank.splitlines()[1:]) for rank in out.decode().split("\n\n")]
     for variables, environment in zip(told, _environments(launch, "-np", "2"), strict=True):
-        directory = re.escape(variables.pop("HVDLITE_JOB_DIR")).replace("tmp0", "tmp1").replace("<job>", "[0-9a-f]+")
+        directory = re.escape(variables.pop("HVDLITE_JOB_DIR")).replace("tmp0", "tmp1").replace("<job>", "[0-9a-f]+-0")
         assert re.fullmatch(directory, environment["HVDLITE_JOB_DIR"])
         assert variables.pop("HVDLITE_STORE").startswith("file://")
+        assert variables.pop("MASTER_PORT") == "<a free port of localhost>"
         assert variables.items() <= environment.items()
         assert {"HVDLITE_RANK", "HVDLITE_HOST", "OMP_NUM_THREADS"} <= variables.keys()
 
@@ -305,6 +308,6 @@ def test_an_agent_that_is_told_nonsense_says_so_in_one_line_and_ends(garbage):
         [sys.executable, "-m", "hvdlite_launcher.agent"], input=garbage, capture_output=True, timeout=30, check=False
     )
     assert run.returncode == 1
-    assert run.stdout == b""
+    assert run.stdout == MARK
     assert run.stderr.startswith(b"hvdlite-run: agent: ")
     assert run.stderr.count(b"\n") == 1

@@ -104,7 +104,7 @@ def test_an_agent_killed_with_9_is_named_and_takes_all_along(launch, time):
     job.agent().kill()
     code, _, err = job.ended()
     assert code == 1
-    assert err.splitlines()[-1].startswith(b"hvdlite-run: lost localhost: its agent ended unexpectedly")
+    assert err.splitlines()[-1].startswith(b"hvdlite-run: lost localhost: its agent was killed by SIGKILL")
     job.assert_gone()
 
 

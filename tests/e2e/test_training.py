@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import textwrap
+from statistics import median
 
 import pytest
 
@@ -223,6 +224,6 @@ def test_peak_memory_is_no_higher_than_ddps_with_gradients_as_bucket_views(launc
         peaks[ddp].append(json.loads(out.rpartition(b":")[2]))
     gradients_kib = 20 * 1001 * 1000 * 4 // 1024
     assert min(peaks[False]) > gradients_kib, "the gradients themselves must show, or nothing is measured"
-    # Runs of either differ by 2 %, with how many all-reduces gloo happens to have buffers for at a time: the
-    # ranges must meet. One bucket more would be a fifth.
-    assert min(peaks[False]) <= max(peaks[True]), peaks
+    # Runs of either differ by 2 %, with how many all-reduces gloo happens to have buffers for at a time. One bucket
+    # more would be a fifth.
+    assert median(peaks[False]) <= 1.03 * median(peaks[True]), peaks

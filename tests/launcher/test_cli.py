@@ -54,7 +54,16 @@ def test_every_flag_is_in_the_help_and_no_other():
         (["-np", "1", "-x"], "-x: expected one argument"),
         (["-hostfile", "/", "true"], "--hostfile /: is a directory"),
         (["-H", "localhost:2", "-np", "3", "true"], "-np 3 is more than the 2 slots of the hosts"),
-        (["-H", "localhost,node7:2", "true"], "'node7' is another host"),
+        (
+            ["--network-interface", "eth0,node7=eth1", "-np", "1", "true"],
+            "--network-interface: 'node7' is none of the hosts",
+        ),
+        (
+            ["--network-interface", "eth0,", "-np", "1", "true"],
+            "--network-interface/--network-interfaces: 'eth0,' is not an interface",
+        ),
+        (["-p", "0", "-np", "1", "true"], "-p/--ssh-port: '0' is not a port, such as 22"),
+        (["--ssh-args", "'", "-np", "1", "true"], '--ssh-args: "\'" cannot be split into words: no closing quotation'),
         (["--grace", "-1", "-np", "2", "true"], "--grace: '-1' is not a number of seconds"),
         (["--grace", "nan", "-np", "2", "true"], "--grace: 'nan'"),
     ],

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.hosts import AUTO, Host, count_auto_slots, only_this_machine, parse_hosts
+from hvdlite_launcher.hosts import AUTO, Host, count_auto_slots, find_this_machine, parse_hosts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -73,12 +73,15 @@ def test_any_text_gives_hosts_or_a_usage_error(text):
 
 
 def test_all_names_of_this_machine_are_one_host_under_the_first_name():
-    hosts = (Host("127.0.0.1", 2), Host("localhost", 1), Host(socket.gethostname(), 1))
-    assert only_this_machine(hosts) == (Host("127.0.0.1", 4),)
+    hosts = (Host("127.0.0.1", 2), Host("b.invalid", 3), Host("localhost", 1), Host(socket.gethostname(), 1))
+    assert find_this_machine(hosts) == (Host("127.0.0.1", 4, is_here=True), Host("b.invalid", 3))
 
 
-@pytest.mark.parametrize("host", [Host("node7.example"), Host("localhost", 1, "somebody.else")])
-def test_another_host_is_named_as_what_cannot_be_launched_on_yet(host):
-    with pytest.raises(UsageError, match="so far only this machine") as error:
-        only_this_machine((Host("localhost"), host))
-    assert repr(host.name) in str(error.value)
+@pytest.mark.parametrize("host", [Host("node7.invalid"), Host("localhost", 1, "somebody.else")])
+def test_another_name_or_another_user_is_another_host(host):
+    assert find_this_machine((Host("localhost"), host)) == (Host("localhost", is_here=True), host)
+
+
+def test_two_names_of_this_machine_cannot_both_have_all_its_slots():
+    with pytest.raises(UsageError, match=r"'localhost' and '127.0.0.1' are the same machine"):
+        find_this_machine((Host("localhost", AUTO), Host("127.0.0.1", 2)))

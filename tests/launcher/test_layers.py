@@ -7,8 +7,9 @@ from pathlib import Path
 import hvdlite_launcher
 
 ORDER = [
-    *("errors", "protocol", "signals", "tree", "report", "machine", "flags", "hosts", "hostfile", "plan", "preview"),
-    *("environment", "remote", "workers", "feed", "agent", "record", "output", "stdin", "supervise", "job", "cli"),
+    *("version", "errors", "messages", "protocol", "signals", "tree", "report", "machine", "network", "hosts"),
+    *("hostfile", "plan", "environment", "preview", "channel", "ssh", "job", "remote", "gather", "agents", "workers"),
+    *("feed", "outlets", "agent", "keeper", "record", "output", "stdin", "supervise", "launch", "flags", "cli"),
 ]
 FILES = {path.stem: path for path in Path(hvdlite_launcher.__file__).parent.glob("*.py")}
 

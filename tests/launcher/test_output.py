@@ -3,12 +3,13 @@
 import errno
 import os
 import pty
+import threading
 import time
 from queue import SimpleQueue
 
 import pytest
-from hvdlite_launcher.output import MAX_LINE_BYTES, Lines, Screen
-from hvdlite_launcher.protocol import Output, ScreenDone, ScreenFailed
+from hvdlite_launcher.messages import Output, ScreenDone, ScreenFailed
+from hvdlite_launcher.output import MAX_LINE_BYTES, ROOM, Lines, Screen
 from hvdlite_launcher.record import Record
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,7 +96,7 @@ def _read_all(fd):
 
 def test_streams_keep_their_lines_whole_and_say_whose_they_are(pipe):
     events = SimpleQueue()
-    screen = Screen(events, stdout=pipe[1], stderr=pipe[1], environ={})
+    screen = Screen(events, threading.Semaphore(ROOM), stdout=pipe[1], stderr=pipe[1], environ={})
     _outputs(
         screen,
         Output(0, "stdout", b"of ra"),
@@ -112,7 +113,7 @@ def test_a_reader_that_went_away_is_an_event_once_and_room_is_given_back():
     read_end, write_end = os.pipe()
     os.close(read_end)
     events = SimpleQueue()
-    screen = Screen(events, stdout=write_end, environ={})
+    screen = Screen(events, threading.Semaphore(ROOM), stdout=write_end, environ={})
     _outputs(screen, *[Output(0, "stdout", b"line\n")] * 200)
     failed = events.get(timeout=10)
     assert isinstance(failed, ScreenFailed)
@@ -123,7 +124,7 @@ def test_a_reader_that_went_away_is_an_event_once_and_room_is_given_back():
 
 def test_a_timestamp_is_as_horovod_writes_it(pipe):
     events = SimpleQueue()
-    screen = Screen(events, stdout=pipe[1], environ={}, timestamps=True)
+    screen = Screen(events, threading.Semaphore(ROOM), stdout=pipe[1], environ={}, timestamps=True)
     _outputs(screen, Output(0, "stdout", b"text\n"))
     assert isinstance(events.get(timeout=10), ScreenDone)
     os.close(pipe[1])
@@ -136,7 +137,7 @@ def test_a_file_that_cannot_be_written_is_an_event_once_and_the_screen_goes_on(p
     (tmp_path / "rank.0").mkdir()
     (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
     events = SimpleQueue()
-    screen = Screen(events, stdout=pipe[1], environ={}, record=Record(str(tmp_path), 1))
+    screen = Screen(events, threading.Semaphore(ROOM), stdout=pipe[1], environ={}, record=Record(str(tmp_path), 1))
     _outputs(screen, *[Output(0, "stdout", b"line\n")] * 3)
     failed = events.get(timeout=10)
     assert isinstance(failed, ScreenFailed)
@@ -149,7 +150,7 @@ def test_a_file_that_cannot_be_written_is_an_event_once_and_the_screen_goes_on(p
 def _on_terminal(environ, *outputs):
     terminal, stream = pty.openpty()
     events = SimpleQueue()
-    screen = Screen(events, stdout=stream, stderr=stream, environ=environ)
+    screen = Screen(events, threading.Semaphore(ROOM), stdout=stream, stderr=stream, environ=environ)
     _outputs(screen, *outputs)
     assert isinstance(events.get(timeout=10), ScreenDone)
     os.write(stream, b"THE END")  # a terminal hands its text on in pieces

@@ -3,7 +3,7 @@
 import pytest
 from hvdlite_launcher.errors import UsageError
 from hvdlite_launcher.hosts import Host
-from hvdlite_launcher.plan import OWN_VARIABLES, host_environment, plan_slots, slot_environment
+from hvdlite_launcher.plan import OWN_VARIABLES, HostFacts, plan_slots, slot_environment, variables_set
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,9 +54,10 @@ def test_more_ranks_than_slots_is_a_usage_error_with_both_numbers():
 LOCALHOST = (Host("localhost", 2),)
 
 
-def _environment(given, hosts=LOCALHOST, loopback="lo", cores=8):
-    own = slot_environment(plan_slots(hosts)[1], sum(host.slots for host in hosts))
-    return host_environment(given, own, job_dir="/tmp/hvdlite-x", cores=cores, loopback=loopback)
+def _environment(given, hosts=LOCALHOST, interface="lo", cores=8):
+    size = sum(host.slots for host in hosts)
+    own = slot_environment(plan_slots(hosts)[1], size, master_address="10.0.0.1", master_port=40000)
+    return {**given, **variables_set(given, own, HostFacts("/tmp/hvdlite-x", cores, interface))}
 
 
 def test_a_worker_is_told_its_place_and_where_to_meet():
@@ -69,6 +70,13 @@ def test_a_worker_is_told_its_place_and_where_to_meet():
         "HVDLITE_CROSS_RANK": "0",
         "HVDLITE_CROSS_SIZE": "1",
         "HVDLITE_HOST": "localhost",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "40000",
         "HVDLITE_STORE": "file:///tmp/hvdlite-x/store",
         "HVDLITE_JOB_DIR": "/tmp/hvdlite-x",
         "OMP_NUM_THREADS": "4",
@@ -86,13 +94,16 @@ def test_more_workers_than_cores_get_one_thread_each():
     assert _environment({}, cores=1)["OMP_NUM_THREADS"] == "1"
 
 
-@pytest.mark.parametrize(("hosts", "loopback"), [((Host("a"), Host("b")), "lo"), (LOCALHOST, None)])
-def test_gloo_is_kept_on_loopback_only_where_all_workers_are(hosts, loopback):
-    assert "GLOO_SOCKET_IFNAME" not in _environment({}, hosts, loopback)
+def test_between_hosts_gloo_and_nccl_are_told_the_interface():
+    told = _environment({}, (Host("a"), Host("b")), "ens7")
+    assert (told["GLOO_SOCKET_IFNAME"], told["NCCL_SOCKET_IFNAME"]) == ("ens7", "=ens7")
+    assert told["GROUP_RANK"] == "1"
+
+
+def test_nobody_is_told_of_an_interface_that_is_not_known():
+    assert "GLOO_SOCKET_IFNAME" not in _environment({}, LOCALHOST, None)
 
 
 def test_the_variables_that_only_we_set_are_all_listed():
-    (slot,) = plan_slots((Host("a"),))
-    own = slot_environment(slot, 1)
-    everything = host_environment({}, own, job_dir="/job", cores=1, loopback="lo")
-    assert {name for name in everything if name.startswith("HVDLITE_")} == OWN_VARIABLES
+    everything = _environment({}).keys()
+    assert everything - {"OMP_NUM_THREADS", "PYTHONUNBUFFERED", "GLOO_SOCKET_IFNAME"} == OWN_VARIABLES

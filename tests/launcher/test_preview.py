@@ -1,8 +1,9 @@
 """The plan as text."""
 
 from hvdlite_launcher import cli
+from hvdlite_launcher.environment import Environment
 from hvdlite_launcher.hosts import Host
-from hvdlite_launcher.plan import plan_slots
+from hvdlite_launcher.plan import HostFacts, plan_slots
 from hvdlite_launcher.preview import preview
 
 FIRST = """\
@@ -14,16 +15,31 @@ rank 0 on a: local rank 0 of 2, cross rank 0 of 2
     HVDLITE_CROSS_RANK=0
     HVDLITE_CROSS_SIZE=2
     HVDLITE_HOST=a
+    RANK=0
+    WORLD_SIZE=3
+    LOCAL_RANK=0
+    LOCAL_WORLD_SIZE=2
+    GROUP_RANK=0
+    MASTER_ADDR=<the address of a>
+    MASTER_PORT=<a free port of a>
     HVDLITE_STORE=file:///tmp/hvdlite-<job>/store
     HVDLITE_JOB_DIR=/tmp/hvdlite-<job>
     OMP_NUM_THREADS=4
     PYTHONUNBUFFERED=1
+    GLOO_SOCKET_IFNAME=lan0
+    NCCL_SOCKET_IFNAME==lan0
 
 """
 
 
-def _preview(given, *hosts):
-    return preview(plan_slots(hosts), given, job_dir="/tmp/hvdlite-<job>", cores=8, loopback="lo")
+def _preview(given, *hosts, facts=lambda _: HostFacts("/tmp/hvdlite-<job>", 8, "lan0")):
+    return preview(plan_slots(hosts), Environment(given, given), facts)
+
+
+def test_what_only_a_host_knows_is_left_open():
+    shown = _preview({}, Host("a", 2), Host("b", 1), facts=lambda _: None)
+    assert "OMP_NUM_THREADS=<its cores / 2>" in shown
+    assert "GLOO_SOCKET_IFNAME=<towards the others>" in shown
 
 
 def test_each_rank_is_shown_with_its_place_and_the_variables_set_for_it():
@@ -45,7 +61,9 @@ def test_what_the_user_has_set_is_not_shown():
 def test_a_plan_can_be_seen_without_a_command(capsys):
     assert cli.main(["--dry-run", "-H", "localhost:2"]) == 0
     out, err = capsys.readouterr()
-    assert out.count("rank ") == 2 + 4
+    assert [line for line in out.splitlines() if line.startswith("rank ")] == [
+        f"rank {rank} on localhost: local rank {rank} of 2, cross rank 0 of 1" for rank in (0, 1)
+    ]
     assert err == ""
 
 

@@ -6,10 +6,11 @@ from itertools import pairwise
 
 import pytest
 from hvdlite_launcher.errors import ProtocolError
-from hvdlite_launcher.protocol import (
-    MAX_PAYLOAD_BYTES,
-    Decoder,
+from hvdlite_launcher.messages import (
+    Beat,
     Exited,
+    Greet,
+    Hello,
     Input,
     InputWanted,
     Output,
@@ -17,8 +18,8 @@ from hvdlite_launcher.protocol import (
     SignalRanks,
     Started,
     StartJob,
-    encode,
 )
+from hvdlite_launcher.protocol import MAX_PAYLOAD_BYTES, Decoder, encode
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +35,9 @@ MESSAGES = st.one_of(
     st.builds(Started, RANKS, NUMBERS),
     st.builds(Exited, RANKS, NUMBERS, st.booleans()),
     st.builds(Refused, WORDS, NUMBERS),
+    st.builds(Hello, WORDS, st.none() | NUMBERS, st.none() | WORDS, NUMBERS),
+    st.just(Beat()),
+    st.builds(Greet, WORDS, st.booleans(), st.booleans(), st.none() | WORDS),
     st.builds(SignalRanks, st.lists(RANKS).map(tuple), NUMBERS),
     st.builds(
         StartJob,
@@ -41,6 +45,8 @@ MESSAGES = st.one_of(
         st.lists(WORDS, min_size=1).map(tuple),
         WORDS,
         ENVIRONMENTS,
+        st.booleans(),
+        st.lists(WORDS).map(tuple),
         st.dictionaries(RANKS, ENVIRONMENTS, max_size=3),
     ),
 )

@@ -4,7 +4,7 @@ import os
 
 import pytest
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.protocol import Output
+from hvdlite_launcher.messages import Output
 from hvdlite_launcher.record import Record
 
 

@@ -4,7 +4,7 @@ import os
 from queue import SimpleQueue
 
 import pytest
-from hvdlite_launcher.protocol import InputRead
+from hvdlite_launcher.messages import InputRead
 from hvdlite_launcher.stdin import Stdin
 
 

@@ -7,8 +7,7 @@ from queue import Empty
 
 import pytest
 from hvdlite_launcher.hosts import Host
-from hvdlite_launcher.plan import plan_slots
-from hvdlite_launcher.protocol import (
+from hvdlite_launcher.messages import (
     Exited,
     InputRead,
     InputWanted,
@@ -19,6 +18,7 @@ from hvdlite_launcher.protocol import (
     ScreenFailed,
     Started,
 )
+from hvdlite_launcher.plan import plan_slots
 from hvdlite_launcher.supervise import PEER_LOST_S, Supervisor
 
 GRACE = 3.0

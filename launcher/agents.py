@@ -1,0 +1,148 @@
+"""The agents of all hosts of a job: reached together, told their part, and gone at the end.
+
+One of them is a `remote.RemoteAgent`. What their events mean is decided in `gather` at first, then in `supervise`.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from queue import SimpleQueue
+
+from . import tree
+from .errors import LauncherError
+from .gather import gather
+from .hosts import AUTO, Host
+from .job import Job
+from .messages import Event, Hello, Input, SignalRanks, StartJob
+from .network import address_towards
+from .plan import Slot, job_dir, slot_environment
+from .remote import RemoteAgent, local_agent_argv
+from .ssh import explain
+
+AGENT_S = 15.0  # for an agent to end all that runs on its host
+_LOOPBACK = "127.0.0.1"
+
+
+class Agents:
+    """The agents of all hosts; on leaving, whatever happened, nothing of the job is left."""
+
+    def __init__(self, job: Job, events: SimpleQueue[Event], room: threading.Semaphore) -> None:
+        self._job = job
+        self._events = events
+        self._room = room
+        self._token = os.urandom(8).hex()
+        self._agents: list[RemoteAgent] = []
+
+    def __enter__(self) -> Agents:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def connect(self, hosts: Collection[Host]) -> dict[str, Hello]:
+        """Start an agent on every host, all at once, and give their answers by the hosts' labels."""
+        log = _say if self._job.verbose else _say_nothing
+        for host, argv in zip(hosts, self._argvs(hosts), strict=True):
+            if not host.is_here:
+                log(f"{host.label} is reached by: {shlex.join(argv)}")
+            self._agents.append(self._agent(host, argv))
+        for agent in self._agents:
+            host = agent.host
+            chosen = (self._job.interfaces.get(name) for name in (host.label, host.name, ""))
+            agent.greet(count_slots=host.slots == AUTO, interface=next(filter(None, chosen), None))
+        labels = [host.label for host in hosts]
+        return gather(labels, self._events, timeout_s=self._job.start_timeout_s, say=_say, log=log)
+
+    def _argvs(self, hosts: Collection[Host]) -> list[list[str]]:
+        if all(host.is_here for host in hosts):
+            return [local_agent_argv() for _ in hosts]
+        from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  # costs 10 ms
+
+        ssh, timeout_s = self._job.ssh, self._job.start_timeout_s
+        with ThreadPoolExecutor(32) as pool:  # each asks ssh for the user's configuration
+            return list(pool.map(lambda h: local_agent_argv() if h.is_here else ssh.agent_argv(h, timeout_s), hosts))
+
+    def _agent(self, host: Host, argv: list[str]) -> RemoteAgent:
+        try:
+            return RemoteAgent(host, argv, self._events, room=self._room, explain=partial(explain, host, self._job.ssh))
+        except OSError as error:
+            raise LauncherError(f"cannot start {argv[0]} for {host.label}: {error.strerror}") from error
+
+    def start(self, slots: Sequence[Slot], hellos: Mapping[str, Hello]) -> None:
+        """Start the workers. An agent on whose host none has a place is sent home."""
+        addresses = _addresses(hellos)
+        used = dict.fromkeys(slot.host.label for slot in slots)
+        first = slots[0].host.label
+        own = partial(
+            slot_environment, size=len(slots), master_address=addresses[first], master_port=hellos[first].port
+        )
+        for number, agent in enumerate(self._agents):
+            label, here = agent.host.label, agent.host.is_here
+            workers = {slot.rank: own(slot) for slot in slots if slot.host.label == label}
+            if not workers:
+                agent.hang_up()
+                continue
+            agent.ranks = workers.keys()
+            agent.send(
+                StartJob(
+                    token=self._token_of(number),  # two of the hosts may share their temporary directory
+                    command=self._job.command,
+                    cwd=self._job.cwd,
+                    environment=self._job.environment.here if here else self._job.environment.elsewhere,
+                    inherits=not here,
+                    peers=tuple(addresses[other] for other in used if other != label),
+                    workers=workers,
+                )
+            )
+
+    def signal(self, ranks: Collection[int], signum: int) -> None:
+        for agent in self._agents:
+            if own := tuple(rank for rank in ranks if rank in agent.ranks):
+                agent.send(SignalRanks(own, signum))
+
+    def feed(self, data: bytes) -> None:
+        """Send input to rank 0."""
+        for agent in self._agents:
+            if 0 in agent.ranks:
+                agent.send(Input(0, data))
+
+    def end(self, timeout_s: float = AGENT_S) -> None:
+        """Hang up on all, wait until they are gone, and do their work here for any that was lost."""
+        agents, self._agents = self._agents, []
+        for agent in agents:
+            agent.hang_up()
+        give_up_at = time.monotonic() + timeout_s
+        for number, agent in enumerate(agents):
+            exit_code = agent.wait(max(0.0, give_up_at - time.monotonic()))
+            if exit_code != 0 and agent.host.is_here:
+                import tempfile  # noqa: PLC0415  # costs 10 ms, and agents are seldom lost
+
+                tree.kill_descendants()
+                shutil.rmtree(job_dir(self._token_of(number), tempfile.gettempdir()), ignore_errors=True)
+
+    def _token_of(self, number: int) -> str:
+        return f"{self._token}-{number}"
+
+
+def _addresses(hellos: Mapping[str, Hello]) -> dict[str, str]:
+    """Where the others reach each host, by its label."""
+    known = {label: hello.address for label, hello in hellos.items() if hello.address is not None}
+    if len(hellos) == 1:
+        return dict.fromkeys(hellos, _LOOPBACK)
+    # The launcher's own machine is reached at the address from which it reaches the others.
+    return {label: known[label] if label in known else address_towards(known.values()) for label in hellos}
+
+
+def _say(text: str) -> None:
+    print(f"hvdlite-run: {text}", file=sys.stderr, flush=True)
+
+
+def _say_nothing(_: str) -> None:
+    pass

@@ -1,0 +1,57 @@
+"""`python -m hvdlite_launcher.keeper`: an agent on another host, and a process that outlives it.
+
+    sshd ── keeper (waits) ── agent ── workers
+
+Where the launcher runs it is itself who clears up after an agent that was killed. Elsewhere nobody would: so the
+agent is a child of this process, which adopts what it leaves behind, ends that, and removes the job's directory.
+If the keeper is killed, its agent ends as if the launcher had hung up.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+
+from . import agent, tree
+from .report import shell_code
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def main() -> int:
+    tree.adopt_orphans()
+    follow = tree.dying_with_parent(signal.SIGTERM)
+    directory_reader, directory_writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(directory_reader)
+        if follow is not None:
+            follow()
+        return agent.main(lambda path: os.write(directory_writer, os.fsencode(path)))
+    os.close(directory_writer)
+    for signum in _PASSED_ON:
+        signal.signal(signum, lambda signum, _: os.kill(pid, signum))
+    # The wire is the agent's alone: it ends when the agent does.
+    with open(os.devnull, "r+b") as nothing:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(nothing.fileno(), 1)
+    returncode = _wait_for(pid)
+    if returncode != 0:
+        tree.kill_descendants()
+        if directory := os.read(directory_reader, 4096):
+            shutil.rmtree(directory, ignore_errors=True)
+    return shell_code(returncode)
+
+
+def _wait_for(pid: int) -> int:
+    """Its return code, -n for signal n; the orphans that end meanwhile are collected too."""
+    while True:
+        ended, status = os.waitpid(-1, 0)
+        if ended == pid:
+            return os.waitstatus_to_exitcode(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

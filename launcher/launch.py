@@ -1,0 +1,111 @@
+"""One job from its plan to its exit code: reaches the hosts, joins their agents to the supervisor, and leaves
+nothing behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from queue import Empty, SimpleQueue
+
+from . import tree
+from .agents import AGENT_S, Agents
+from .hosts import AUTO, Host, count_auto_slots
+from .job import Job
+from .messages import Event, Interrupted, ScreenDone
+from .output import ROOM, Screen
+from .plan import plan_slots
+from .record import Record
+from .signals import signals_as_bytes
+from .stdin import Stdin
+from .supervise import Supervisor
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Where somebody waits for the end: for an agent to end what runs, and for the screen to take the last of the output.
+_HASTY_AGENT_S, _HASTY_SCREEN_S = 2.0, 1.0
+
+
+def launch(job: Job) -> int:
+    """Run it and give the launcher's exit code.
+
+    This process adopts what the job leaves behind, and handles INT, TERM and HUP meanwhile: it must have no
+    other children, and this must be its main thread.
+    """
+    events: SimpleQueue[Event] = SimpleQueue()
+    tree.adopt_orphans()
+    # What the command line has wrong is told before any host is troubled.
+    slots = None if any(host.slots == AUTO for host in job.hosts) else plan_slots(job.hosts, job.size)
+    record = None if slots is None else _record(job, len(slots))
+    room = threading.Semaphore(ROOM)
+    with _signals_as_events(events), Agents(job, events, room) as agents:
+        hosts = job.hosts if slots is None else tuple(dict.fromkeys(slot.host for slot in slots))
+        hellos = agents.connect(hosts)
+        if slots is None:
+            slots = plan_slots(count_auto_slots(hosts, lambda host: hellos[host.label].slots or 1), job.size)
+            record = _record(job, len(slots))
+        screen = Screen(events, room, timestamps=job.timestamps, record=record)
+        log = screen.say if job.verbose else _say_nothing
+        for slot in slots:
+            log(f"rank {slot.rank}: {slot.host.label}, local rank {slot.local_rank} of {slot.local_size}")
+        agents.start(slots, hellos)
+        supervisor = Supervisor(
+            slots,
+            signal_ranks=agents.signal,
+            send_input=agents.feed,
+            stdin=Stdin(events),
+            screen=screen,
+            log=log,
+            grace=job.grace_s,
+        )
+        outcome = supervisor.run(events)
+        agents.end(timeout_s=_HASTY_AGENT_S if outcome.hasty else AGENT_S)
+        log("no process of the job is left")
+        if outcome.report:
+            screen.say(outcome.report)
+        screen.close()
+        _wait_for_screen(events, timeout_s=_HASTY_SCREEN_S if outcome.hasty else None)
+    return outcome.exit_code
+
+
+def count_slots(job: Job) -> tuple[Host, ...]:
+    """The job's hosts, each with a number of slots; those that only they can count are asked."""
+    events: SimpleQueue[Event] = SimpleQueue()
+    unknown = tuple(host for host in job.hosts if host.slots == AUTO)
+    if not unknown:
+        return job.hosts
+    with _signals_as_events(events), Agents(job, events, threading.Semaphore(ROOM)) as agents:
+        hellos = agents.connect(unknown)
+        return count_auto_slots(job.hosts, lambda host: hellos[host.label].slots or 1)
+
+
+@contextlib.contextmanager
+def _signals_as_events(events: SimpleQueue[Event]) -> Iterator[None]:
+    with signals_as_bytes(_SIGNALS) as pipe:
+        threading.Thread(target=_pass_signals_on, args=(pipe, events), daemon=True, name="signals").start()
+        yield
+
+
+def _pass_signals_on(pipe: int, events: SimpleQueue[Event]) -> None:
+    while received := os.read(pipe, 64):
+        for signum in received:
+            if signum in _SIGNALS:
+                events.put(Interrupted(signum))
+    os.close(pipe)
+
+
+def _wait_for_screen(events: SimpleQueue[Event], timeout_s: float | None) -> None:
+    """Until all is written, or the user will not wait for a screen that stands still."""
+    with contextlib.suppress(Empty):
+        while not isinstance(events.get(timeout=timeout_s), ScreenDone | Interrupted):
+            pass
+
+
+def _record(job: Job, size: int) -> Record | None:
+    return None if job.record_dir is None else Record(job.record_dir, size)
+
+
+def _say_nothing(_: str) -> None:
+    pass

@@ -1,0 +1,3 @@
+"""The version of hvdlite: read by the packaging, and compared between hosts."""
+
+VERSION = "0.1.0"
