@@ -1,0 +1,75 @@
+"""Waiting for the hosts, on scripts of events."""
+
+import signal
+from queue import Empty
+
+import pytest
+from hvdlite_launcher.errors import LauncherError
+from hvdlite_launcher.gather import gather
+from hvdlite_launcher.messages import AgentSaid, Answered, Hello, Interrupted, Lost
+
+HELLO = Hello("1", None, "10.0.0.1", 4000)
+
+
+class Script:
+    """A queue that gives what it holds, and then lets all the time pass that somebody waits."""
+
+    def __init__(self, *events):
+        self._events = list(events)
+        self.now = 0.0
+
+    def get(self, timeout):
+        if self._events:
+            return self._events.pop(0)
+        self.now += timeout
+        raise Empty
+
+
+def _gather(hosts, *events):
+    script, said, logged = Script(*events), [], []
+    try:
+        hellos = gather(hosts, script, timeout_s=60, say=said.append, log=logged.append, clock=lambda: script.now)
+    except LauncherError as error:
+        return error, said, logged
+    return hellos, said, logged
+
+
+def test_all_answers_are_given_by_host():
+    answers, said, _ = _gather(["a", "b"], Answered("b", HELLO), Answered("a", HELLO))
+    assert (answers, said) == ({"a": HELLO, "b": HELLO}, [])
+
+
+def test_each_failure_is_told_at_once_and_all_are_named_at_the_end():
+    events = Lost("b", "no key"), Answered("a", HELLO), Lost("c", "no name")
+    error, said, _ = _gather(["a", "b", "c"], *events)
+    assert said == ["b: no key", "c: no name"]
+    assert str(error) == "nothing was started, since these hosts failed: b, c; a answered"
+    assert error.exit_code == 1
+
+
+def test_a_host_that_is_silent_for_too_long_is_named():
+    error, said, _ = _gather(["a", "b"], Answered("a", HELLO))
+    assert said == ["b: no answer within 60 s; --start-timeout gives it more"]
+    assert "failed: b; a answered" in str(error)
+
+
+def test_of_a_single_host_the_failure_is_all_that_is_said():
+    error, said, _ = _gather(["a"], Lost("a", "no key"))
+    assert (str(error), said) == ("a: no key", [])
+
+
+def test_what_ssh_says_meanwhile_is_for_the_curious():
+    _, said, logged = _gather(["a"], AgentSaid("a", "Welcome!\n"), Answered("a", HELLO))
+    assert said == []
+    assert logged[0] == "a: Welcome!"
+
+
+def test_a_signal_ends_it_with_the_signals_exit_code():
+    error, _, _ = _gather(["a"], Interrupted(signal.SIGINT))
+    assert error.exit_code == 130
+
+
+@pytest.mark.parametrize("late", ["a", "b"])
+def test_a_host_that_is_lost_after_its_answer_is_left_to_who_supervises(late):
+    answers, _, _ = _gather(["a", "b"], Answered(late, HELLO), Answered("b" if late == "a" else "a", HELLO))
+    assert answers.keys() == {"a", "b"}
