@@ -119,13 +119,15 @@ class Agents:
         for agent in agents:
             agent.hang_up()
         give_up_at = time.monotonic() + timeout_s
-        for number, agent in enumerate(agents):
-            exit_code = agent.wait(max(0.0, give_up_at - time.monotonic()))
-            if exit_code != 0 and agent.host.is_here:
-                import tempfile  # noqa: PLC0415  # costs 10 ms, and agents are seldom lost
+        exit_codes = [agent.wait(max(0.0, give_up_at - time.monotonic())) for agent in agents]
+        if any(exit_codes):
+            import tempfile  # noqa: PLC0415  # costs 10 ms, and agents are seldom lost
 
-                tree.kill_descendants()
-                shutil.rmtree(job_dir(self._token_of(number), tempfile.gettempdir()), ignore_errors=True)
+            # Here, and what stood between us and another host; there the keeper does the same.
+            tree.kill_descendants()
+            for number, agent in enumerate(agents):
+                if agent.host.is_here:
+                    shutil.rmtree(job_dir(self._token_of(number), tempfile.gettempdir()), ignore_errors=True)
 
     def _token_of(self, number: int) -> str:
         return f"{self._token}-{number}"

@@ -90,9 +90,12 @@ class RemoteAgent:
         self._outgoing.put(None)
 
     def wait(self, timeout_s: float) -> int:
-        """The agent's exit code, 0 if nothing is left on its host; past the timeout it is killed."""
+        """The agent's exit code, 0 if nothing is left on its host; past the timeout it is killed.
+
+        One that is silent, or never said hello and so started nothing, is not waited for.
+        """
         try:
-            return self._process.wait(0 if self._silent else timeout_s)
+            return self._process.wait(timeout_s if self._greeted.is_set() and not self._silent else 0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
