@@ -7,8 +7,10 @@ The modules import only what lies to their left:
 
     version, errors, messages, protocol, signals, tree, report, machine, network < hosts < hostfile < plan
     < environment < preview < channel < ssh < job < remote < gather < agents < workers < feed < outlets < agent
-    < keeper < record < output < stdin < supervise < launch < flags < cli
+    < keeper < record < output < stdin < supervise < launch < flags
+    < configfile < cli
 
 Nothing here imports torch or hvdlite: the launcher answers at once, and runs where torch is not installed.
+Beyond the standard library it needs psutil, and `configfile` needs PyYAML when a file is given.
 What it shares with the library is the environment of a worker (see `plan`), not code.
 """

@@ -44,6 +44,8 @@ def _run(argv: Sequence[str]) -> int:
     parser = Parser()
     flags, command = parser.split_command(argv)
     options, unknown = parser.parse_known_args(flags)
+    if options.config_file is not None and not (options.help or options.version or unknown):
+        options = parser.parse_args([*_words_of_config_file(options, parser), *flags])
     if options.help:
         print(HELP, end="")
         return 0
@@ -95,6 +97,15 @@ def _job(options: argparse.Namespace, command: Sequence[str]) -> Job:
         timestamps=options.prefix_output_with_timestamp,
         record_dir=options.output_filename,
     )
+
+
+def _words_of_config_file(options: argparse.Namespace, parser: Parser) -> list[str]:
+    from .configfile import config_words  # noqa: PLC0415  # seldom needed
+
+    # Where workers run is one thing to say, in two ways: either takes the place of the file's.
+    where = ("hosts", "hostfile")
+    said = any(getattr(options, dest) is not None for dest in where)
+    return config_words(options.config_file, parser, without=where if said else ())
 
 
 def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:

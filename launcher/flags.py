@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from .errors import UsageError
@@ -45,6 +45,7 @@ its last words are shown again, and its exit code is hvdlite-run's.
                         how long every host may take to answer, and after the first hvd.init() every rank to come to
                         it and be connected (60)
   --grace SECONDS       how long workers may take to end after SIGTERM or Ctrl-C before they are killed (3)
+  --config-file FILE    flags from a YAML file, a line for each: num-proc: 4. Those given here win
   --verbose             say what is done: which rank runs where, its pid, signals sent
   --version             print the version
   -h, --help            print this
@@ -58,6 +59,8 @@ EXAMPLE = "hvdlite-run -np 4 python train.py"
 # A worker's grace; with PEER_LOST_S in `supervise` it keeps a failed job's end below 5 s.
 _GRACE_S = 3.0
 _START_TIMEOUT_S = 60.0
+# The flags, by their dest, whose value is a list with commas between.
+COMMA_SEPARATED = frozenset({"hosts", "network_interface"})
 
 
 class Parser(argparse.ArgumentParser):
@@ -81,6 +84,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--network-interface", "--network-interfaces", type=_interfaces, default={})
         self.add_argument("--start-timeout", type=_seconds, default=_START_TIMEOUT_S)
         self.add_argument("--grace", type=_seconds, default=_GRACE_S)
+        self.add_argument("--config-file")
         self.add_argument("--verbose", action="store_true")
         self.add_argument("--version", action="store_true")
         self.add_argument("-h", "--help", action="store_true")
@@ -102,13 +106,17 @@ class Parser(argparse.ArgumentParser):
         return flags, command[1:] if command[:1] == ["--"] else command
 
     def unknown_flag(self, flag: str) -> UsageError:
-        import difflib  # noqa: PLC0415  # only for this message
-
         name = flag.partition("=")[0]
         known = [option for action in self.flags for option in action.option_strings]
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-        hint = f"did you mean {close[0]}?" if close else "see hvdlite-run --help"
-        return UsageError(f"unknown flag {name}; {hint}")
+        return UsageError(f"unknown flag {name}; {closest(name, known)}")
+
+
+def closest(name: str, known: Iterable[str]) -> str:
+    """What to say to who wrote ``name``, which is not among the ``known``."""
+    import difflib  # noqa: PLC0415  # only for this message
+
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"did you mean {close[0]}?" if close else "see hvdlite-run --help"
 
 
 def _positive(text: str) -> int:

@@ -135,6 +135,15 @@ def test_a_hostfile_says_how_many_workers_there_are(launch, tmp_path):
     assert [environment["HVDLITE_SIZE"] for environment in environments] == ["3"] * 3
 
 
+@pytest.mark.slow
+def test_a_config_file_stands_for_the_flags_in_it_and_the_command_line_has_the_last_word(launch, tmp_path):
+    (tmp_path / "config.yaml").write_text("np: 3\nno-env: true\nenvironment: {A: no, B: '1', HVDLITE_TEST_MARK: }\n")
+    flags = ("-x", "B=2", "--config-file", str(tmp_path / "config.yaml"), "-n", "2")
+    for environment in _environments(launch, *flags, env={"API_KEY": "s3cret"}):
+        assert (environment["HVDLITE_SIZE"], environment["A"], environment["B"]) == ("2", "no", "2")
+        assert "API_KEY" not in environment
+
+
 def test_workers_have_the_environment_of_the_launcher_and_what_is_added(launch):
     flags = ("-x", "ADDED=a=b c", "-xTHERE=new", "-np", "1")
     (environment,) = _environments(launch, *flags, env={"THERE": "old", "OTHER": "\udcff"})

@@ -1,0 +1,167 @@
+"""A YAML file of flags: what it says becomes words of a command line, to stand before those the user typed.
+
+    num-proc: 4                    --num-proc=4
+    hosts: [node1:4, node2:4]      --hosts=node1:4,node2:4
+    verbose: true                  --verbose
+    environment: {LR: 0.1}         -x=LR=0.1
+
+Every flag of `flags.Parser` is a key, and its value is read as on the command line: a scalar is the text that
+stands in the file, so that no rule of YAML's makes something else of the version 1.10 or the value ``no``.
+Whatever is wrong is a `UsageError` that names the file, and the line where there is one. PyYAML takes 20 ms
+to import, so that this module is imported only where a file is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Collection, Iterator, Mapping
+
+import yaml
+
+from .errors import UsageError
+from .flags import COMMA_SEPARATED, Parser, closest
+
+_MAX_BYTES = 1 << 18
+_NO_KEYS = frozenset({"config-file", "help", "version"})  # one names the file, the others answer a question
+_OTHER_NAMES = {"environment": "x"}
+_SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+# Of the file that horovodrun has; they tune what hvdlite does not have.
+_HOROVODS_SECTIONS = ("controller", "params", "autotune", "timeline", "stall_check", "library_options", "logging")
+_IMPLICIT_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"}
+
+
+# What a key says, its scalars as text; None is a value that is not there.
+Value = str | list[str | None] | dict[str, str | None] | None
+
+
+def config_words(path: str, parser: Parser, *, without: Collection[str] = ()) -> list[str]:
+    """The file at ``path`` as words for ``parser``, but for the flags whose ``dest`` is in ``without``."""
+    try:
+        return list(_words(_entries(_read(path)), parser, without))
+    except UsageError as error:
+        raise UsageError(f"--config-file {path if path.isprintable() and path else repr(path)}{error}") from None
+
+
+def _words(entries: list[tuple[yaml.Node, yaml.Node]], parser: Parser, without: Collection[str]) -> Iterator[str]:
+    flags = _flags_by_key(parser)
+    sections = [key.value for key, _ in entries if key.value in _HOROVODS_SECTIONS and key.value not in flags]
+    if sections:
+        raise UsageError(f": {', '.join(sections)}: horovodrun's, to tune what hvdlite does not have; take it out")
+    lines: dict[str, int] = {}
+    for key, node in entries:
+        line = key.start_mark.line + 1
+        name = key.value.replace("_", "-") if isinstance(key, yaml.ScalarNode) else ""
+        flag = flags.get(name)
+        if flag is None:
+            raise UsageError(f", line {line}: unknown key {key.value if name else name!r}; {closest(name, flags)}")
+        if flag.dest in lines:
+            raise UsageError(f", line {line}: {key.value} is in line {lines[flag.dest]} too; give it once")
+        lines[flag.dest] = line
+        try:
+            words = _words_of(flag, _value(node))
+            parser.parse_args(words)
+        except UsageError as error:
+            reason = str(error).removeprefix("/".join(flag.option_strings) + ": ")
+            raise UsageError(f", line {line}: {key.value}: {reason}") from None
+        if flag.dest not in without:
+            yield from words
+
+
+def _flags_by_key(parser: Parser) -> Mapping[str, argparse.Action]:
+    flags = {}
+    for flag in parser.flags:
+        names = [name.lstrip("-") for name in flag.option_strings]
+        flags.update({name: flag for name in names if len(name) > 1 or len(names) == 1})
+    keys = {key: flag for key, flag in flags.items() if key not in _NO_KEYS}
+    return keys | {other: keys[key] for other, key in _OTHER_NAMES.items()}
+
+
+def _words_of(flag: argparse.Action, value: Value) -> list[str]:
+    option = flag.option_strings[-1]
+    repeated = isinstance(flag, argparse._AppendAction)
+    if isinstance(value, dict) and repeated:
+        if any("=" in name for name in value):
+            raise UsageError("a name has no = in it")
+        return [f"{option}={name}" if text is None else f"{option}={name}={text}" for name, text in value.items()]
+    values = value if isinstance(value, list) and (repeated or flag.dest in COMMA_SEPARATED) else [value]
+    texts = [_single(text) for text in values]
+    if flag.nargs == 0:
+        if texts[0].lower() not in _SWITCH:
+            raise UsageError(f"{texts[0]!r} is neither true nor false")
+        return [option] if _SWITCH[texts[0].lower()] else []
+    return [f"{option}={text}" for text in (texts if repeated else [",".join(texts)])]
+
+
+def _single(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    if value is None:
+        raise UsageError("it has no value; give it one, or leave it out")
+    raise UsageError(f"it must be a single value, not a {'list' if isinstance(value, list) else 'mapping'}")
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f": {reason.lower()}") from error
+    if len(data) > _MAX_BYTES:
+        raise UsageError(f": too long for a file of flags, more than {_MAX_BYTES} bytes")
+    return data
+
+
+def _entries(data: bytes) -> list[tuple[yaml.Node, yaml.Node]]:
+    """The keys and values of the one mapping in it; none if it is empty."""
+    try:
+        # Not load(): that forgets the lines, and the first of two keys of the same name.
+        root = yaml.compose(data, Loader=yaml.BaseLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = "" if mark is None else f", line {mark.line + 1}"
+        raise UsageError(f"{line}: not YAML: {error.problem or error.context}") from error
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise UsageError(f": not YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise UsageError(": nested too deep for a file of flags") from None
+    if root is None or (isinstance(root, yaml.ScalarNode) and _is_nothing(root)):
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError(": it must be lines of flags and values, such as num-proc: 4")
+    entries: list[tuple[yaml.Node, yaml.Node]] = root.value
+    return entries
+
+
+def _value(node: yaml.Node) -> Value:
+    if isinstance(node, yaml.SequenceNode):
+        return [_text(item) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        texts = {_text(name) or "": _text(value) for name, value in node.value}
+        if len(texts) < len(node.value):
+            raise UsageError("a name in it is given twice")
+        return texts
+    return _text(node)
+
+
+def _text(node: yaml.Node) -> str | None:
+    """What a scalar says; None if nothing. No message repeats it: it may be secret."""
+    if node.tag not in _IMPLICIT_TAGS:
+        raise UsageError(f"the tag {node.tag!r} has no meaning here; leave it out")
+    if not isinstance(node, yaml.ScalarNode):
+        raise UsageError("a list or mapping has no meaning within another")
+    if not _fits_on_a_command_line(node.value):
+        raise UsageError("a character in it can be part of no command line")
+    return None if _is_nothing(node) else str(node.value)
+
+
+def _is_nothing(node: yaml.ScalarNode) -> bool:
+    return node.style is None and node.value.lower() in ("", "~", "null")
+
+
+def _fits_on_a_command_line(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False

@@ -1,0 +1,204 @@
+"""A file of flags says what the command line could, and the one line for what is none."""
+
+import argparse
+
+import pytest
+from hvdlite_launcher import cli
+from hvdlite_launcher.configfile import config_words
+from hvdlite_launcher.errors import UsageError
+from hvdlite_launcher.flags import Parser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+EVERYTHING = """\
+num_proc: 4  # as Horovod's users write it
+hosts: [localhost:2, "node1:2"]
+output-filename: out
+prefix-output-with-timestamp: yes
+environment:
+  LR: 0.10
+  FLAG: no
+  TIME: 1:30
+  TOKEN:
+grace: 5
+verbose: true
+no-env: off
+"""
+
+WORDS = st.sampled_from(
+    [
+        *("num-proc", "hosts", "x", "verbose", "a", "1", ":", ": ", "- ", "[", "]", "{", "}", ",", "&a", "*a", "<<"),
+        *(
+            "!!int ",
+            '"',
+            "'",
+            "|",
+            ">",
+            "\\U99999999",
+            "\\x00",
+            "%",
+            "---",
+            "...",
+            "?",
+            "#",
+            "~",
+            "@",
+            "\n",
+            "\n  ",
+            "\t",
+            "\r",
+            "é",
+        ),
+    ]
+)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(content: str | bytes) -> str:
+        path = tmp_path / "config.yaml"
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(path)
+
+    return write
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    return Parser().parse_args(argv)
+
+
+def test_a_file_says_the_same_as_the_flags(write):
+    assert parsed(*config_words(write(EVERYTHING), Parser())) == parsed(
+        *("-np", "4", "-H", "localhost:2,node1:2", "--output-filename", "out", "--prefix-output-with-timestamp"),
+        *("-x", "LR=0.10", "-x", "FLAG=no", "-x", "TIME=1:30", "-x", "TOKEN", "--grace", "5", "--verbose"),
+    )
+
+
+@pytest.mark.parametrize("flag", Parser().flags, ids=lambda flag: flag.option_strings[-1])
+def test_every_flag_is_a_key_but_those_that_answer_a_question(flag, write):
+    key = flag.option_strings[-1].lstrip("-")
+    value = "true" if flag.nargs == 0 else "7"
+    if key in ("help", "version", "config-file"):
+        with pytest.raises(UsageError, match=f"unknown key '{key}'"):
+            config_words(write(f"{key}: {value}"), Parser())
+    else:
+        words = config_words(write(f"{key}: {value}"), Parser())
+        assert parsed(*words) == parsed(flag.option_strings[-1], *([] if flag.nargs == 0 else [value]))
+        assert parsed(*words) != parsed()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", []),
+        ("# nothing yet\n", []),
+        ("---\n", []),
+        ("null", []),
+        ("verbose: false", []),
+        ("x: A=1", ["-x=A=1"]),
+        ("x: [A=1, B]", ["-x=A=1", "-x=B"]),
+        ('environment: {A: "", B: "~"}', ["-x=A=", "-x=B=~"]),
+        ("environment: []", []),
+        ("np: 3", ["--num-proc=3"]),
+        ("hosts: localhost:2,node1:2", ["--hosts=localhost:2,node1:2"]),
+        ("hosts:\n- '[fd00::1]:2'\n", ["--hosts=[fd00::1]:2"]),
+        ("output-filename: -odd name=x", ["--output-filename=-odd name=x"]),
+        ("output-filename: 2024-01-01", ["--output-filename=2024-01-01"]),
+        (b"\xef\xbb\xbfnum-proc: 2\r\n", ["--num-proc=2"]),
+    ],
+)
+def test_values_are_the_text_that_stands_there(content, words, write):
+    assert config_words(write(content), Parser()) == words
+    parsed(*words)
+
+
+@pytest.mark.parametrize("config_file_first", [True, False])
+def test_the_command_line_wins_wherever_it_names_the_file(config_file_first, write, capsys):
+    file, flags = ["--config-file", write("num-proc: 4\nhosts: localhost:8\n")], ["-np", "2"]
+    assert cli.main([*(file + flags if config_file_first else flags + file), "--dry-run"]) == 0
+    assert "HVDLITE_SIZE=2\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["hosts", "hostfile"])
+def test_hosts_on_the_command_line_take_the_place_of_the_files_whichever_way_either_is_said(
+    flag, tmp_path, write, capsys
+):
+    (tmp_path / "hostfile").write_text("localhost slots=2\n")
+    values = {"hosts": "localhost:2", "hostfile": str(tmp_path / "hostfile")}
+    path = write(f"{flag}: node1:3\n")
+    for other, value in values.items():
+        assert cli.main([f"--{other}", value, "--config-file", path, "--dry-run"]) == 0
+        assert "HVDLITE_SIZE=2\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("num-procs: 4", ", line 1: unknown key 'num-procs'; did you mean num-proc?"),
+        ("H: a", ", line 1: unknown key 'H'; see hvdlite-run --help"),
+        ("verbose: true\n\n1: 2", ", line 3: unknown key '1'; see"),
+        ("[a]: b", ", line 1: unknown key ''; see"),
+        ("num-proc: 4\nnum_proc: 5", ", line 2: num_proc is in line 1 too; give it once"),
+        ("x: A=1\nenvironment: {}", ", line 2: environment is in line 1 too"),
+        ("environment: {A: 1, A: 2}", ", line 1: environment: a name in it is given twice"),
+        ("num-proc: many", ", line 1: num-proc: 'many' is not a number of workers, such as 4"),
+        ("num-proc: 4.0", ", line 1: num-proc: '4.0' is not a number of workers"),
+        ("num-proc: [4]", ", line 1: num-proc: it must be a single value, not a list"),
+        ("num-proc: {a: 4}", ", line 1: num-proc: it must be a single value, not a mapping"),
+        ("num-proc:", ", line 1: num-proc: it has no value; give it one, or leave it out"),
+        ("hosts: {a: 2}", ", line 1: hosts: it must be a single value, not a mapping"),
+        ("hosts:\n- a: 2", ", line 1: hosts: a list or mapping has no meaning within another"),
+        ("hosts: &a [*a]", ", line 1: hosts: a list or mapping has no meaning within another"),
+        ("verbose: 1", ", line 1: verbose: '1' is neither true nor false"),
+        ("verbose: [true]", ", line 1: verbose: it must be a single value, not a list"),
+        ("grace: -1", ", line 1: grace: '-1' is not a number of seconds"),
+        ("environment: {A=B: 1}", ", line 1: environment: a name has no = in it"),
+        ('x: "A=s3cret\\0"', ", line 1: x: a character in it can be part of no command line\n"),
+        ('x: "A=\\ud800"', ", line 1: x: a character in it can be part of no command line\n"),
+        ("x: !!python/object/apply:os.system A", ", line 1: x: the tag 'tag:yaml.org,2002:python/object"),
+        ("num-proc: 4\n  verbose: true", ", line 2: not YAML: mapping values are not allowed here"),
+        ("hosts: [a, b", ", line 1: not YAML: expected ',' or ']'"),
+        ("hosts: [fd00::1]:2", ", line 1: not YAML: "),
+        ("a: 1\n---\nb: 2\n", ", line 2: not YAML: but found another document"),
+        ("num-proc: \0", ": not YAML: unacceptable character"),
+        (b"num-proc: \xff", ": not YAML: "),
+        ("[" * 1000, ": nested too deep for a file of flags"),
+        ("- num-proc", ": it must be lines of flags and values, such as num-proc: 4"),
+        ("num-proc=4", ": it must be lines of flags and values"),
+        ("#" * (1 << 19), ": too long for a file of flags"),
+        (
+            "controller: {}\nnum-proc: 2\nparams: {a: {b: 1}}\nlogging: 1",
+            ": controller, params, logging: horovodrun's, to tune what hvdlite does not have; take it out",
+        ),
+    ],
+)
+def test_what_is_wrong_is_one_line_that_names_the_file_and_the_place(content, said, write, capsys):
+    path = write(content)
+    assert cli.main(["--config-file", path, "-np", "1", "true"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"hvdlite-run: --config-file {path}{said}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [("/no/such", "/no/such: no such file"), ("/", "/: is a directory"), ("", "'': no such file"), ("\0", "'\\x00': ")],
+)
+def test_a_file_that_cannot_be_read_is_named(path, said, capsys):
+    assert cli.main(["--config-file", path, "-np", "1", "true"]) == 2
+    assert capsys.readouterr().err.startswith(f"hvdlite-run: --config-file {said}")
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, deadline=None)
+@given(st.lists(WORDS).map("".join) | st.text())
+def test_whatever_is_in_the_file_gives_words_or_one_line(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "fuzzed.yaml"
+    path.write_bytes(text.encode("utf-8", errors="surrogatepass"))
+    said = ""
+    try:
+        parsed(*config_words(str(path), Parser()))
+    except UsageError as error:
+        said = str(error)
+    assert said.isprintable()
