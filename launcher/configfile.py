@@ -13,26 +13,19 @@ to import, so that this module is imported only where a file is named.
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 
 import yaml
 
 from .errors import UsageError
-from .flags import COMMA_SEPARATED, Parser, closest
+from .flags import Parser, Value, closest
 
 _MAX_BYTES = 1 << 18
 _NO_KEYS = frozenset({"config-file", "help", "version"})  # one names the file, the others answer a question
-_OTHER_NAMES = {"environment": "x"}
-_SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 # Of the file that horovodrun has; they tune what hvdlite does not have.
 _HOROVODS_SECTIONS = ("controller", "params", "autotune", "timeline", "stall_check", "library_options", "logging")
 _IMPLICIT_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"}
-
-
-# What a key says, its scalars as text; None is a value that is not there.
-Value = str | list[str | None] | dict[str, str | None] | None
 
 
 def config_words(path: str, parser: Parser, *, without: Collection[str] = ()) -> list[str]:
@@ -44,7 +37,7 @@ def config_words(path: str, parser: Parser, *, without: Collection[str] = ()) ->
 
 
 def _words(entries: list[tuple[yaml.Node, yaml.Node]], parser: Parser, without: Collection[str]) -> Iterator[str]:
-    flags = _flags_by_key(parser)
+    flags = {key: flag for key, flag in parser.flags_by_key().items() if key not in _NO_KEYS}
     sections = [key.value for key, _ in entries if key.value in _HOROVODS_SECTIONS and key.value not in flags]
     if sections:
         raise UsageError(f": {', '.join(sections)}: horovodrun's, to tune what hvdlite does not have; take it out")
@@ -59,46 +52,11 @@ def _words(entries: list[tuple[yaml.Node, yaml.Node]], parser: Parser, without: 
             raise UsageError(f", line {line}: {key.value} is in line {lines[flag.dest]} too; give it once")
         lines[flag.dest] = line
         try:
-            words = _words_of(flag, _value(node))
-            parser.parse_args(words)
+            words = parser.words_for(flag, _value(node))
         except UsageError as error:
-            reason = str(error).removeprefix("/".join(flag.option_strings) + ": ")
-            raise UsageError(f", line {line}: {key.value}: {reason}") from None
+            raise UsageError(f", line {line}: {key.value}: {error}") from None
         if flag.dest not in without:
             yield from words
-
-
-def _flags_by_key(parser: Parser) -> Mapping[str, argparse.Action]:
-    flags = {}
-    for flag in parser.flags:
-        names = [name.lstrip("-") for name in flag.option_strings]
-        flags.update({name: flag for name in names if len(name) > 1 or len(names) == 1})
-    keys = {key: flag for key, flag in flags.items() if key not in _NO_KEYS}
-    return keys | {other: keys[key] for other, key in _OTHER_NAMES.items()}
-
-
-def _words_of(flag: argparse.Action, value: Value) -> list[str]:
-    option = flag.option_strings[-1]
-    repeated = isinstance(flag, argparse._AppendAction)
-    if isinstance(value, dict) and repeated:
-        if any("=" in name for name in value):
-            raise UsageError("a name has no = in it")
-        return [f"{option}={name}" if text is None else f"{option}={name}={text}" for name, text in value.items()]
-    values = value if isinstance(value, list) and (repeated or flag.dest in COMMA_SEPARATED) else [value]
-    texts = [_single(text) for text in values]
-    if flag.nargs == 0:
-        if texts[0].lower() not in _SWITCH:
-            raise UsageError(f"{texts[0]!r} is neither true nor false")
-        return [option] if _SWITCH[texts[0].lower()] else []
-    return [f"{option}={text}" for text in (texts if repeated else [",".join(texts)])]
-
-
-def _single(value: object) -> str:
-    if isinstance(value, str):
-        return value
-    if value is None:
-        raise UsageError("it has no value; give it one, or leave it out")
-    raise UsageError(f"it must be a single value, not a {'list' if isinstance(value, list) else 'mapping'}")
 
 
 def _read(path: str) -> bytes:

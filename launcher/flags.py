@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from .errors import UsageError
@@ -60,7 +60,11 @@ EXAMPLE = "hvdlite-run -np 4 python train.py"
 _GRACE_S = 3.0
 _START_TIMEOUT_S = 60.0
 # The flags, by their dest, whose value is a list with commas between.
-COMMA_SEPARATED = frozenset({"hosts", "network_interface"})
+_COMMA_SEPARATED = frozenset({"hosts", "network_interface"})
+_OTHER_KEYS = {"environment": "x"}
+_SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+# What is said of a flag where it is no word of a command line, all as text; None is a value that is not there.
+Value = str | list[str | None] | Mapping[str, str | None] | None
 
 
 class Parser(argparse.ArgumentParser):
@@ -105,10 +109,53 @@ class Parser(argparse.ArgumentParser):
         flags, command = list(argv[:i]), list(argv[i:])
         return flags, command[1:] if command[:1] == ["--"] else command
 
+    def flags_by_key(self) -> Mapping[str, argparse.Action]:
+        """Every flag by its names without dashes; those of one letter only where there is no other."""
+        flags = {}
+        for flag in self.flags:
+            names = [name.lstrip("-") for name in flag.option_strings]
+            flags.update({name: flag for name in names if len(name) > 1 or len(names) == 1})
+        return flags | {other: flags[key] for other, key in _OTHER_KEYS.items()}
+
+    def words_for(self, flag: argparse.Action, value: Value) -> list[str]:
+        """The words of a command line that say ``value`` of ``flag``; a `UsageError` does not name the flag."""
+        words = _words_that_say(flag, value)
+        try:
+            self.parse_args(words)
+        except UsageError as error:
+            raise UsageError(str(error).removeprefix("/".join(flag.option_strings) + ": ")) from None
+        return words
+
     def unknown_flag(self, flag: str) -> UsageError:
         name = flag.partition("=")[0]
         known = [option for action in self.flags for option in action.option_strings]
         return UsageError(f"unknown flag {name}; {closest(name, known)}")
+
+
+def _words_that_say(flag: argparse.Action, value: Value) -> list[str]:
+    option = flag.option_strings[-1]
+    repeated = isinstance(flag, argparse._AppendAction)
+    if isinstance(value, Mapping) and repeated:
+        if any("=" in name for name in value):
+            raise UsageError("a name has no = in it")
+        return [f"{option}={name}" if text is None else f"{option}={name}={text}" for name, text in value.items()]
+    values: Sequence[Value] = [value]
+    if isinstance(value, list) and (repeated or flag.dest in _COMMA_SEPARATED):
+        values = value
+    texts = [_single(each) for each in values]
+    if flag.nargs == 0:
+        if texts[0].lower() not in _SWITCH:
+            raise UsageError(f"{texts[0]!r} is neither true nor false")
+        return [option] if _SWITCH[texts[0].lower()] else []
+    return [f"{option}={text}" for text in (texts if repeated else [",".join(texts)])]
+
+
+def _single(value: Value) -> str:
+    if isinstance(value, str):
+        return value
+    if value is None:
+        raise UsageError("it has no value; give it one, or leave it out")
+    raise UsageError(f"it must be a single value, not a {'mapping' if isinstance(value, Mapping) else 'list'}")
 
 
 def closest(name: str, known: Iterable[str]) -> str:
