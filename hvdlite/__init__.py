@@ -9,8 +9,10 @@ hvdlite: two lines around an optimizer, and its gradients are averaged over all 
 
 What is public is here, and made elsewhere; modules import only what stands before them:
 
-    errors < client < store < topology < plan < bucket < compression < engine < collective < world < operations
-           < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer
+    errors < launch < client < call < store < topology < plan < bucket < compression < engine < collective
+           < world < operations < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer
+
+None of them imports hvdlite_launcher, but for `launch`, when `run` is called.
 """
 
 from .collective import Average, ReduceOp, Sum
@@ -24,6 +26,7 @@ from .errors import (
     NotInitializedError,
     PeerLostError,
 )
+from .launch import run
 from .operations import allgather, allreduce, barrier, broadcast
 from .optimizer import DistributedOptimizer
 from .replicate import (
@@ -73,6 +76,7 @@ __all__ = [
     "local_rank",
     "local_size",
     "rank",
+    "run",
     "shutdown",
     "size",
 ]

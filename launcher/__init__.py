@@ -9,10 +9,52 @@ The modules import only what lies to their left:
     version, errors, request, exchange, messages, protocol, signals, tree, report, machine, network < hosts
     < hostfile < plan < environment < preview < channel < ssh < job < store < remote < gather < agents < workers
     < feed < outlets < cache < relay < agent < keeper < record < output < stdin < attendance < supervise < launch
-    < flags < configfile < cli
+    < flags < configfile < cli < errand < courier < function
 
 Nothing here imports torch or hvdlite: the launcher answers at once, and runs where torch is not installed.
-Beyond the standard library it needs psutil, and `configfile` needs PyYAML when a file is given.
-What it shares with the library is the environment of a worker (see `plan`) and what a worker asks the store
-(see `request`), not code.
+Beyond the standard library it needs psutil, `configfile` PyYAML when a file is given, and `function` cloudpickle.
+What it shares with the library is the environment of a worker (see `plan`), what a worker asks the store (see
+`request`) and what it calls (see `errand`), not code.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from .errors import JobError
+
+__all__ = ["JobError", "run"]
+
+Returned = TypeVar("Returned")
+
+
+def run(
+    func: Callable[..., Returned],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    np: int | None = None,
+    hosts: str | Sequence[str] | None = None,
+    hostfile: str | None = None,
+    environment: Mapping[str, str | None] | None = None,
+    **flags: object,
+) -> list[Returned]:
+    """Call ``func(*args, **kwargs)`` in ``np`` workers, and give what it returned in each, by rank.
+
+    ``hosts``, ``hostfile`` and all other ``flags`` are hvdlite-run's, as in ``grace=10`` or ``verbose=True``;
+    ``environment`` is its ``-x``: variables for the workers, those that are None with the value they have here.
+    Workers have what the caller has otherwise, but for standard input, and what they print is shown.
+
+    ``func``, what it is given and what it returns are pickled (by cloudpickle: lambdas and what is defined in a
+    notebook will do). It may be called from any thread, and returns or raises once nothing of the job is left.
+
+    Raises the exception of the worker that failed first, whose ``__cause__`` tells rank and traceback; `JobError`
+    where a worker ended otherwise, or its exception cannot be unpickled here; `pickle.PicklingError`, ValueError or
+    TypeError for what cannot be sent or is no flag.
+    """
+    # Here, as hvdlite-run and its agents import this package too, and need none of it.
+    from .function import run as run_function  # noqa: PLC0415
+
+    given = {"np": np, "hosts": hosts, "hostfile": hostfile, "environment": environment}
+    return run_function(func, args, kwargs, {**given, **flags})

@@ -34,12 +34,14 @@ _LOOPBACK = "127.0.0.1"
 class Agents:
     """The agents of all hosts; on leaving, whatever happened, nothing of the job is left."""
 
-    def __init__(self, job: Job, events: SimpleQueue[Event], room: threading.Semaphore) -> None:
+    def __init__(
+        self, job: Job, events: SimpleQueue[Event], room: threading.Semaphore, store: Store | None = None
+    ) -> None:
         self._job = job
         self._events = events
         self._room = room
         self._token = os.urandom(8).hex()
-        self._store = Store()
+        self._store = Store() if store is None else store
         self._agents: list[RemoteAgent] = []
 
     def __enter__(self) -> Agents:
@@ -103,6 +105,7 @@ class Agents:
                 StartJob(
                     token=self._token_of(number),  # two of the hosts may share their temporary directory
                     command=self._job.command,
+                    in_python=self._job.in_python,
                     cwd=self._job.cwd,
                     environment=self._job.environment.here if here else self._job.environment.elsewhere,
                     inherits=not here,

@@ -41,20 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    parser = Parser()
-    flags, command = parser.split_command(argv)
-    options, unknown = parser.parse_known_args(flags)
-    if options.config_file is not None and not (options.help or options.version or unknown):
-        options = parser.parse_args([*_words_of_config_file(options, parser), *flags])
+    flags, command = Parser().split_command(argv)
+    options = read_flags(flags)
     if options.help:
         print(HELP, end="")
         return 0
     if options.version:
         print(f"hvdlite-run {VERSION}")
         return 0
-    if unknown:
-        raise parser.unknown_flag(unknown[0])
-    job = _job(options, command)
+    job = job_of(options, command)
     if options.dry_run:
         print(_preview(job), end="", flush=True)
         return 0
@@ -63,10 +58,24 @@ def _run(argv: Sequence[str]) -> int:
 
     from .launch import launch  # noqa: PLC0415  # so that --help and wrong flags are answered at once
 
-    return launch(job)
+    return launch(job).exit_code
 
 
-def _job(options: argparse.Namespace, command: Sequence[str]) -> Job:
+def read_flags(flags: Sequence[str]) -> argparse.Namespace:
+    """What these words say, and the config file that they may name."""
+    parser = Parser()
+    options, unknown = parser.parse_known_args(flags)
+    if options.help or options.version:
+        return options
+    if unknown:
+        raise parser.unknown_flag(unknown[0])
+    if options.config_file is None:
+        return options
+    return parser.parse_args([*_words_of_config_file(options, parser), *flags])
+
+
+def job_of(options: argparse.Namespace, command: Sequence[str]) -> Job:
+    """What is asked for, as far as it can be judged from here."""
     hosts = find_this_machine(_hosts(options))
     if strangers := options.network_interface.keys() - {
         "",

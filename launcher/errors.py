@@ -15,5 +15,9 @@ class UsageError(LauncherError):
     exit_code = 2
 
 
+class JobError(LauncherError):
+    """A job that `run` started ended neither with what the function returned nor with an exception of its own."""
+
+
 class ProtocolError(LauncherError):
     """Bytes that are no frame of ours came from the other end."""

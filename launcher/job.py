@@ -14,8 +14,9 @@ from .ssh import Ssh
 class Job:
     """``size`` None fills all slots; ``hosts`` may have slots that only they can count.
 
-    ``interfaces`` are by the hosts' labels; that of "" is for all others. ``timestamps`` begin each line on the
-    screen; ``record_dir`` is where each worker's output goes too.
+    ``in_python``: the command is words for the Python of each host's agent. ``interfaces`` are by the hosts' labels;
+    that of "" is for all others. ``timestamps`` begin each line on the screen; ``record_dir`` is where each worker's
+    output goes too.
     """
 
     hosts: tuple[Host, ...]
@@ -30,3 +31,4 @@ class Job:
     verbose: bool = False
     timestamps: bool = False
     record_dir: str | None = None
+    in_python: bool = False

@@ -21,15 +21,19 @@ from .plan import plan_slots
 from .record import Record
 from .signals import signals_as_bytes
 from .stdin import Stdin
-from .supervise import Supervisor
+from .store import Store
+from .supervise import Outcome, Supervisor
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Where somebody waits for the end: for an agent to end what runs, and for the screen to take the last of the output.
 _HASTY_AGENT_S, _HASTY_SCREEN_S = 2.0, 1.0
 
 
-def launch(job: Job) -> int:
-    """Run it and give the launcher's exit code.
+def launch(job: Job, store: Store | None = None) -> Outcome:
+    """Run it and say how it ended.
+
+    ``store`` is where workers meet, if the caller has a word to say there; the caller, not the screen, is then told
+    why it failed.
 
     This process adopts what the job leaves behind, and handles INT, TERM and HUP meanwhile: it must have no
     other children, and this must be its main thread.
@@ -40,7 +44,7 @@ def launch(job: Job) -> int:
     slots = None if any(host.slots == AUTO for host in job.hosts) else plan_slots(job.hosts, job.size)
     record = None if slots is None else _record(job, len(slots))
     room = threading.Semaphore(ROOM)
-    with _signals_as_events(events), Agents(job, events, room) as agents:
+    with _signals_as_events(events), Agents(job, events, room, store) as agents:
         hosts = job.hosts if slots is None else tuple(dict.fromkeys(slot.host for slot in slots))
         hellos = agents.connect(hosts)
         if slots is None:
@@ -63,11 +67,11 @@ def launch(job: Job) -> int:
         outcome = supervisor.run(events)
         agents.end(timeout_s=_HASTY_AGENT_S if outcome.hasty else AGENT_S)
         log("no process of the job is left")
-        if outcome.report:
+        if outcome.report and store is None:
             screen.say(outcome.report)
         screen.close()
         _wait_for_screen(events, timeout_s=_HASTY_SCREEN_S if outcome.hasty else None)
-    return outcome.exit_code
+    return outcome
 
 
 def count_slots(job: Job) -> tuple[Host, ...]:

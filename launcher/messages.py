@@ -176,6 +176,7 @@ class Greet:
 class StartJob:
     """Start this host's workers: one command, in one environment but for each rank's own variables.
 
+    ``in_python``: the command is words for the Python that the agent runs in.
     ``inherits``: variables of the agent's own that are not in ``environment`` are theirs too. ``peers`` are
     addresses of the job's other hosts.
     """
@@ -186,6 +187,7 @@ class StartJob:
     environment: Mapping[str, str]
     inherits: bool
     peers: tuple[str, ...]
+    in_python: bool
     workers: Mapping[int, Mapping[str, str]]
 
 

@@ -119,6 +119,7 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
             "environment": _environment,
             "inherits": _bool,
             "peers": _strs,
+            "in_python": _bool,
             "workers": _environments,
         },
     ),

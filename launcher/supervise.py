@@ -63,7 +63,7 @@ class Input(Protocol):
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the job ended. ``report`` is the last word on the screen.
+    """How the job ended. ``report`` is the last word on the screen, ``rank`` the worker that failed first, if one did.
 
     ``hasty``: whoever waits wants the end more than the last of the output, should the screen stand still.
     """
@@ -71,6 +71,7 @@ class Outcome:
     exit_code: int = 0
     report: str = ""
     hasty: bool = False
+    rank: int | None = None
 
 
 class Supervisor:
@@ -207,7 +208,7 @@ class Supervisor:
         report = str(failure)
         if end.peer_lost and self._done:
             report = f"{name_ranks(self._done)} had ended with exit code 0 before the others were done; then {report}"
-        self._decide(Outcome(shell_code(end.returncode), report))
+        self._decide(Outcome(shell_code(end.returncode), report, rank=rank))
 
     def _interrupt(self, signum: int) -> None:
         if self._outcome is not None:  # the user does not want to wait for the grace

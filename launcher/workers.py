@@ -43,12 +43,13 @@ def start_workers(job: StartJob, job_dir: str, interface: str | None) -> Iterato
     """
     given = {**os.environ, **job.environment} if job.inherits else job.environment
     host = HostFacts(job_dir=job_dir, cores=usable_cores(), interface=interface)
+    command = (sys.executable, *job.command) if job.in_python else job.command
     set_up = tree.dying_with_parent()
     for rank, own in job.workers.items():
         environment = {**given, **variables_set(given, own, host)}
         try:
             process = subprocess.Popen(
-                job.command,
+                command,
                 cwd=job.cwd,
                 env=environment,
                 stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,

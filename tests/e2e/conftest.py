@@ -21,12 +21,19 @@ TEARDOWN_S = 5  # what the launcher promises
 class Launch:
     """One run of hvdlite-run. All that it starts carries a mark in its environment."""
 
-    def __init__(self, tmp: Path, arguments: tuple[str | bytes, ...], env: dict[str, str], **popen) -> None:
+    def __init__(
+        self,
+        tmp: Path,
+        arguments: tuple[str | bytes, ...],
+        env: dict[str, str],
+        program: tuple[str, ...] = ("-m", "hvdlite_launcher"),
+        **popen,
+    ) -> None:
         self._mark = f"HVDLITE_TEST_MARK={uuid.uuid4()}"
         self.tmp = tmp  # where the job makes its private directory
         name, _, value = self._mark.partition("=")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hvdlite_launcher", *arguments],
+            [sys.executable, *program, *arguments],
             env={**os.environ, "TMPDIR": str(tmp), **env, name: value},
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **popen},
         )

@@ -1,6 +1,7 @@
 """The one direction of imports, and what the launcher may need."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +11,8 @@ ORDER = [
     *("version", "errors", "request", "exchange", "messages", "protocol", "signals", "tree", "report", "machine"),
     *("network", "hosts", "hostfile", "plan", "environment", "preview", "channel", "ssh", "job", "store", "remote"),
     *("gather", "agents", "workers", "feed", "outlets", "cache", "relay", "agent", "keeper", "record", "output"),
-    *("stdin", "attendance", "supervise", "launch", "flags", "configfile", "cli"),
+    *("stdin", "attendance", "supervise", "launch", "flags", "configfile", "cli", "errand", "courier"),
+    "function",
 ]
 FILES = {path.stem: path for path in Path(hvdlite_launcher.__file__).parent.glob("*.py")}
 
@@ -42,8 +44,13 @@ def test_modules_import_only_what_lies_to_their_left():
 
 
 def test_the_launcher_needs_the_standard_library_and_psutil_alone():
-    # Python has no reader of YAML; its users pay for it alone, since it is imported where a file is read.
-    exceptions = {"configfile": {"yaml"}}
+    # Python reads no YAML, and pickles nothing of a notebook's. Both are imported only when that is asked for.
+    exceptions = {"configfile": {"yaml"}, "function": {"cloudpickle"}}
     for name in FILES:
         needed = {module.partition(".")[0] for level, module in _imports(name) if not level}
         assert needed - sys.stdlib_module_names <= {"psutil"} | exceptions.get(name, set()), name
+
+
+def test_a_plain_job_pays_for_neither_yaml_nor_pickling():
+    program = "import sys, hvdlite_launcher.cli; assert not {'yaml', 'cloudpickle', 'pickle'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

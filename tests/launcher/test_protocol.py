@@ -55,6 +55,7 @@ MESSAGES = st.one_of(
         ENVIRONMENTS,
         st.booleans(),
         st.lists(WORDS).map(tuple),
+        st.booleans(),
         st.dictionaries(RANKS, ENVIRONMENTS, max_size=3),
     ),
 )

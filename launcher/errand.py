@@ -1,0 +1,65 @@
+"""A function's way to the workers and its returns' way back, as bytes that nobody on the way looks into.
+
+    function.run ── Order ──► courier ── store ──► hvdlite.call, in every worker
+                 ◄── Delivery ──     ◄── store ──
+
+The keys are a contract with `hvdlite.call`: ``call`` is what to call, ``return/RANK`` what came of it there, and
+``returned`` the ranks that have left that, with a blank after each. The first two are large values, as
+`hvdlite.client` sets and gets them: under the key is the number of pieces, under ``KEY/0`` the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from .store import Store
+
+# For each host's own Python. Not -m, which has the working directory on sys.path: it may hold a queue.py, which
+# the caller does not see.
+WORKER = ("-c", "import sys; sys.path[:] = filter(None, sys.path); from hvdlite.call import main; main()")
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Order:
+    """What is to be called, in which directory; ``flags`` are hvdlite-run's."""
+
+    flags: tuple[str, ...]
+    cwd: str
+    call: bytes
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """How the job ended, with ``report`` on the cause; ``rank`` is the worker that failed first, if one did.
+
+    ``returns`` are by rank; of one that died before its function was done there is none.
+    """
+
+    exit_code: int
+    report: str = ""
+    rank: int | None = None
+    returns: Mapping[int, bytes] = field(default_factory=dict)
+
+
+def put_call(store: Store, call: bytes) -> None:
+    starts = range(0, len(call), _PIECE_BYTES)
+    for number, start in enumerate(starts):
+        store.put(b"call/%d" % number, call[start : start + _PIECE_BYTES])
+    store.put(b"call", b"%d" % len(starts))
+
+
+def take_returns(store: Store) -> dict[int, bytes]:
+    returned = (store.look(b"returned") or b"").split()
+    return {int(rank): _large(store, b"return/" + rank) for rank in returned}
+
+
+def _large(store: Store, key: bytes) -> bytes:
+    return b"".join([_value(store, b"%b/%d" % (key, number)) for number in range(int(_value(store, key)))])
+
+
+def _value(store: Store, key: bytes) -> bytes:
+    value = store.look(key)
+    assert value is not None, f"hvdlite.call sets {key!r} before it says so"
+    return value

@@ -1,0 +1,201 @@
+"""A function called in many workers: `run`, in the process of whoever calls it.
+
+The function is pickled, a `courier` sees to it that it is called, and what comes back of that is unpickled: the
+returns, or the exception of the worker that failed first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from .errand import Delivery, Order
+from .errors import JobError, UsageError
+from .flags import Parser, Value, closest
+from .report import signal_name
+
+_NO_ARGUMENTS = frozenset({"dry-run", "help", "version"})  # they start nothing that could return
+
+Returned = TypeVar("Returned")
+
+
+class RemoteTraceback(Exception):  # noqa: N818  # named as it is shown, as in concurrent.futures
+    """Where in a worker its exception came from: the ``__cause__`` of what `run` raises."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._text = text
+
+    def __str__(self) -> str:
+        return self._text
+
+
+def run(
+    func: Callable[..., Returned], args: Sequence[Any], kwargs: Mapping[str, Any] | None, flags: Mapping[str, object]
+) -> list[Returned]:
+    """See `hvdlite_launcher.run`."""
+    order = Order(
+        flags=tuple(_words(flags)),
+        cwd=os.getcwd(),
+        call=_pickled_call(func, args, kwargs or {}),
+    )
+    return _returned(_delivery(order))
+
+
+def _words(flags: Mapping[str, object]) -> Iterator[str]:
+    parser = Parser()
+    known = {key.replace("-", "_"): flag for key, flag in parser.flags_by_key().items() if key not in _NO_ARGUMENTS}
+    for name, value in flags.items():
+        if name not in known:
+            raise TypeError(f"run() has no argument {name!r}; {closest(name, known)}")
+        if value is None:
+            continue
+        try:
+            yield from parser.words_for(known[name], _as_text(value))
+        except UsageError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+
+def _as_text(value: object) -> Value:
+    if isinstance(value, Mapping):
+        return {str(name): None if each is None else str(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [str(each) for each in value]
+    return str(value)
+
+
+def _pickled_call(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+    # pickle alone cannot send what has no name, or is defined in a notebook or the main program.
+    import cloudpickle  # type: ignore[import-untyped]  # noqa: PLC0415  # it has none; its one use here
+
+    call = (func, tuple(args), dict(kwargs))
+    try:
+        pickled = cloudpickle.dumps(call)
+    except Exception as error:
+        culprit = next((what for what, part in zip(("func", "args"), call, strict=False) if not _fits(part)), "kwargs")
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise pickle.PicklingError(f"{culprit} cannot be pickled, to be sent to the workers: {reason}") from error
+    # What is sent by name is to be found there as it is here.
+    return pickle.dumps(([os.path.abspath(entry) for entry in sys.path], pickled))
+
+
+def _fits(part: object) -> bool:
+    import cloudpickle  # noqa: PLC0415  # as above
+
+    try:
+        cloudpickle.dumps(part)
+    except Exception:  # noqa: BLE001  # anything may be raised by an object's own way of being pickled
+        return False
+    return True
+
+
+def _delivery(order: Order) -> Delivery:
+    """Have the order carried out, or, where that is interrupted, ended."""
+    for stream in (sys.stdout, sys.stderr):  # what was printed before shall be shown before
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    read_end, write_end = os.pipe()
+    with open(read_end, "rb") as deliveries:
+        try:
+            courier = _start_courier(write_end)
+        finally:
+            os.close(write_end)
+        try:
+            _send(order, courier)
+            delivered = deliveries.read()
+            courier.wait()
+        except BaseException:
+            _end(courier)
+            raise
+    _hang_up(courier)
+    if not delivered:
+        code = courier.returncode
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        raise JobError(f"the process that ran the job {how}")
+    delivery = pickle.loads(delivered)
+    assert isinstance(delivery, Delivery)
+    return delivery
+
+
+def _start_courier(results: int) -> subprocess.Popen[bytes]:
+    environment = dict(os.environ)
+    if path := environment.get("PYTHONPATH"):
+        environment["PYTHONPATH"] = os.pathsep.join(map(os.path.abspath, path.split(os.pathsep)))
+    return subprocess.Popen(
+        [sys.executable, "-m", "hvdlite_launcher.courier", str(results)],
+        stdin=subprocess.PIPE,
+        bufsize=0,
+        pass_fds=(results,),
+        # The user's directory must not be on its sys.path: it may hold a queue.py.
+        cwd="/",
+        env=environment,
+        # Ctrl-C on the terminal is for the caller, who then hangs up.
+        start_new_session=True,
+    )
+
+
+def _send(order: Order, courier: subprocess.Popen[bytes]) -> None:
+    assert courier.stdin is not None
+    rest = memoryview(pickle.dumps(order))
+    with contextlib.suppress(BrokenPipeError):  # how it ended is told by what it delivers, or does not
+        while rest:
+            rest = rest[courier.stdin.write(rest) :]
+
+
+def _hang_up(courier: subprocess.Popen[bytes]) -> None:
+    assert courier.stdin is not None
+    courier.stdin.close()
+
+
+def _end(courier: subprocess.Popen[bytes]) -> None:
+    """Wait until nothing of the job is left; each Ctrl-C meanwhile hurries it."""
+    _hang_up(courier)
+    while courier.returncode is None:
+        try:
+            courier.wait()
+        except KeyboardInterrupt:
+            courier.terminate()
+
+
+def _returned(delivery: Delivery) -> list[Any]:
+    """What the function returned, by rank; or raise what came of it instead."""
+    returns = {rank: pickle.loads(data) for rank, data in delivery.returns.items()}
+    raised = [rank for rank in sorted(returns) if returns[rank]["value"] is None]
+    first = delivery.rank if delivery.exit_code else next(iter(raised), None)
+    if first in raised:
+        _raise_again(first, **returns[first])
+    if delivery.exit_code == UsageError.exit_code and first is None:
+        raise ValueError(delivery.report)
+    if delivery.exit_code:
+        # Only a signal to the courier ends a job without a word.
+        raise JobError(delivery.report or f"the job was ended by {signal_name(delivery.exit_code - 128)}")
+    size = max((each["size"] for each in returns.values()), default=1)
+    for rank in range(size):
+        if rank not in returns:
+            raise JobError(f"rank {rank} ended with exit code 0, but before the function returned")
+    return [_unpickled(rank, returns[rank]["value"]) for rank in range(size)]
+
+
+def _unpickled(rank: int, value: bytes) -> object:
+    try:
+        return pickle.loads(value)
+    except Exception as error:
+        raise JobError(
+            f"what rank {rank} returned cannot be unpickled here: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _raise_again(rank: int, *, host: str, error: bytes | None, summary: str, traceback: str, **_: object) -> NoReturn:
+    cause = RemoteTraceback(f'\nrank {rank} on {host}:\n"""\n{traceback}"""')
+    try:
+        exception = pickle.loads(error or b"")
+    except Exception:  # noqa: BLE001  # its class may need other arguments, or not be there
+        exception = None
+    if not isinstance(exception, Exception):
+        exception = JobError(f"rank {rank} on {host} raised {summary}")
+    raise exception from cause
