@@ -28,11 +28,13 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
+from .client import Operation, StoreClient
 from .collective import Group
 from .engine import AloneChannels, Channels, TorchChannels
 from .errors import CommunicationError, LaunchEnvironmentError, MismatchError, NotInitializedError, says_peer_lost
+from .store import LauncherStore
 from .topology import Seat, Topology, read_seat, seats_to_topology
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -157,22 +159,38 @@ def _alone() -> World:
 
 def _connect(seat: Seat, timeout: timedelta) -> World:
     backend = _GLOO_AND_NCCL if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    client = None if seat.store_url is None else StoreClient.from_url(seat.store_url)
+    _tell_launcher(client, Operation.JOINING, seat, timeout)
     try:
-        _make_default_group(seat, backend, timeout)
+        _make_default_group(seat, backend, timeout, client)
     except RuntimeError as error:
         raise CommunicationError(
             f"hvd.init() failed on rank {seat.rank} ({seat.host}): another rank did not call it within "
             f"{timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
         ) from error
-    return _world_of(seat, TorchChannels(backend, timeout, dist.group.WORLD), leave=_destroy_default_group)
+    world = _world_of(seat, TorchChannels(backend, timeout, dist.group.WORLD), leave=_destroy_default_group)
+    _tell_launcher(client, Operation.JOINED, seat, timeout)
+    return world
 
 
-def _make_default_group(seat: Seat, backend: str, timeout: timedelta) -> None:
-    if seat.store_url is None:
+def _tell_launcher(client: StoreClient | None, what: Operation, seat: Seat, timeout: timedelta) -> None:
+    """How far this rank is: others may wait for it, and the launcher knows whether it will ever come."""
+    if client is None:
+        return
+    try:
+        client.request(what, [b"%d" % seat.rank], timeout.total_seconds())
+    except (OSError, ValueError) as error:
+        raise CommunicationError(
+            f"hvd.init() failed on rank {seat.rank} ({seat.host}): hvdlite-run's agent cannot be asked: {error}"
+        ) from error
+
+
+def _make_default_group(seat: Seat, backend: str, timeout: timedelta, client: StoreClient | None) -> None:
+    if client is None:
         dist.init_process_group(backend, init_method="env://", rank=seat.rank, world_size=seat.size, timeout=timeout)
     else:
         # A prefix of its own for every init, so that one after a shutdown does not read the first one's keys.
-        store = PrefixStore(f"init{next(_generation)}", _open_store(seat.store_url, seat.size, timeout))
+        store = PrefixStore(f"init{next(_generation)}", LauncherStore(client, timeout))
         dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
 
 
@@ -207,18 +225,6 @@ def _world_of(seat: Seat, channels: Channels, leave: Callable[[], None]) -> Worl
                 f"{group.describe_rank(other)}: install the same version everywhere"
             )
     return World(topology, group, leave, os.getpid())
-
-
-def _open_store(url: str, size: int, timeout: timedelta) -> Store:
-    scheme, separator, path = url.partition("://")
-    if scheme != "file" or not separator or not path:
-        raise LaunchEnvironmentError(
-            f"HVDLITE_STORE={url!r} is not a store that this hvdlite knows (file:///path): "
-            "hvdlite-run and the hvdlite that the workers import must be the same version"
-        )
-    store = FileStore(path, size)
-    store.set_timeout(timeout)
-    return store
 
 
 def _destroy_default_group() -> None:

@@ -20,8 +20,10 @@ import tempfile
 from collections.abc import Callable, Collection
 
 from . import network, tree
+from .cache import Cache
 from .channel import Channel
 from .errors import LauncherError, ProtocolError
+from .exchange import StoreCommand
 from .feed import Feed
 from .machine import slots_by_hardware
 from .messages import (
@@ -37,8 +39,9 @@ from .messages import (
     StartJob,
 )
 from .outlets import Outlets
-from .plan import job_dir, left_file, peer_lost_file
+from .plan import job_dir, left_file, peer_lost_file, store_socket
 from .protocol import MARK
+from .relay import Relay
 from .signals import signals_as_bytes
 from .version import VERSION
 from .workers import CannotStartError, Worker, start_workers
@@ -70,6 +73,8 @@ class Agent:
         self._groups: list[int] = []  # of all workers ever
         self._feeds: dict[int, Feed] = {}  # by rank
         self._job_dir: str | None = None
+        self._cache: Cache | None = None
+        self._relay: Relay | None = None
         self._told_to_end = False
 
     def run(self) -> None:
@@ -95,6 +100,8 @@ class Agent:
             for group in self._groups:
                 tree.signal_group(group, signal.SIGKILL)
         everything_ended = tree.kill_descendants()
+        if self._relay is not None:
+            self._relay.close()
         if self._job_dir is not None:
             shutil.rmtree(self._job_dir, ignore_errors=True)
         if not everything_ended:
@@ -114,6 +121,8 @@ class Agent:
                 case Input():
                     if feed := self._feeds.get(message.rank):
                         feed.put(message.data)
+                case message if isinstance(message, StoreCommand) and self._cache is not None:
+                    self._cache.receive(message)
                 case Beat():
                     pass
                 case _:
@@ -141,14 +150,16 @@ class Agent:
             interface = self._greeting.interface or _interface_towards(job.peers)
             path = job_dir(job.token, tempfile.gettempdir())
             os.mkdir(path, 0o700)
+            self._job_dir = path
+            self._tell_directory(path)
+            self._cache = Cache(self._channel.send, job.workers.keys())
+            self._relay = Relay(store_socket(path), self._cache, self._selector)
         except LauncherError as error:
             self._channel.send(Refused(f"{error}; --network-interface says which to use", 1))
             return
         except OSError as error:
-            self._channel.send(Refused(f"cannot make a directory for the job: {error}", 1))
+            self._channel.send(Refused(f"cannot make a directory for the job, with a socket in it: {error}", 1))
             return
-        self._job_dir = path
-        self._tell_directory(path)
         try:
             for worker in start_workers(job, path, interface):
                 self._channel.send(Started(worker.rank, worker.process.pid))

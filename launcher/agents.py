@@ -25,6 +25,7 @@ from .network import address_towards
 from .plan import Slot, job_dir, slot_environment
 from .remote import RemoteAgent, local_agent_argv
 from .ssh import explain
+from .store import Store
 
 AGENT_S = 15.0  # for an agent to end all that runs on its host
 _LOOPBACK = "127.0.0.1"
@@ -38,6 +39,7 @@ class Agents:
         self._events = events
         self._room = room
         self._token = os.urandom(8).hex()
+        self._store = Store()
         self._agents: list[RemoteAgent] = []
 
     def __enter__(self) -> Agents:
@@ -71,7 +73,14 @@ class Agents:
 
     def _agent(self, host: Host, argv: list[str]) -> RemoteAgent:
         try:
-            return RemoteAgent(host, argv, self._events, room=self._room, explain=partial(explain, host, self._job.ssh))
+            return RemoteAgent(
+                host,
+                argv,
+                self._events,
+                room=self._room,
+                store=self._store,
+                explain=partial(explain, host, self._job.ssh),
+            )
         except OSError as error:
             raise LauncherError(f"cannot start {argv[0]} for {host.label}: {error.strerror}") from error
 

@@ -1,8 +1,9 @@
 """What launcher and agent say to each other, and what else the launcher's one loop hears of. Values alone.
 
     launcher ── Greet, StartJob, SignalRanks, Input, Beat ──► agent   (at its stdin's end: kill everything)
-    launcher ◄── Hello, Started, InputWanted, Output, Exited, Refused, Beat ── agent
+    launcher ◄── Hello, Started, InputWanted, Output, Joining, Joined, Exited, Refused, Beat ── agent
 
+What they say to each other about the store is in `exchange`.
 `Answered`, `Lost`, `AgentSaid`, `Interrupted`, `InputRead` and the screen's events arise in the launcher and never
 travel. How the others lie on the wire is in `protocol`.
 """
@@ -12,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
+
+from .exchange import StoreCommand, StoreEvent
 
 Stream = Literal["stdout", "stderr"]
 
@@ -37,6 +40,20 @@ class Started:
 @dataclass(frozen=True)
 class InputWanted:
     """A worker's standard input has taken all that was sent, and has room for one more `Input`."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A worker has begun hvd.init()."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class Joined:
+    """It has completed it."""
 
     rank: int
 
@@ -134,7 +151,7 @@ class ScreenDone:
 
 
 # What workers do, through the agent that says it of them; all but `Refused` name a rank.
-WorkerEvent = Output | Started | InputWanted | Exited | Refused
+WorkerEvent = Output | Started | InputWanted | Joining | Joined | Exited | Refused
 Event = WorkerEvent | Answered | AgentSaid | Lost | Interrupted | InputRead | ScreenFailed | ScreenDone
 
 
@@ -186,5 +203,5 @@ class Input:
     data: bytes
 
 
-Command = Greet | StartJob | SignalRanks | Input | Beat
-Message = WorkerEvent | Hello | Command
+Command = Greet | StartJob | SignalRanks | Input | StoreCommand | Beat
+Message = WorkerEvent | StoreEvent | Hello | Command

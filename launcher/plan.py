@@ -6,7 +6,8 @@ The variables are the public contract between hvdlite-run and hvdlite (or any ot
     HVDLITE_LOCAL_RANK HVDLITE_LOCAL_SIZE   among those on this host
     HVDLITE_CROSS_RANK HVDLITE_CROSS_SIZE   among the hosts that have this local rank
     HVDLITE_HOST                            this host, as the user named it
-    HVDLITE_STORE                           where the workers meet: file:// and a path as it is, for FileStore
+    HVDLITE_STORE                           where the workers meet: unix:// and the path, as it is, of a socket on
+                                            which the host's agent answers what `request` describes
     HVDLITE_JOB_DIR                         the job's private directory here, removed at its end
 
 A worker that ends only because it lost a peer leaves an empty file ``rank.<rank>.peer-lost`` in HVDLITE_JOB_DIR
@@ -37,6 +38,8 @@ OWN_VARIABLES = frozenset(
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     }
 )
+
+_SOCKET_PATH_BYTES = 103  # the longest that every Unix takes for a socket; Linux has 107
 
 
 @dataclass(frozen=True)
@@ -120,12 +123,21 @@ def variables_set(given: Mapping[str, str], own: Mapping[str, str], host: HostFa
         if local_size != int(own["HVDLITE_SIZE"]):
             unless_set["NCCL_SOCKET_IFNAME"] = f"={host.interface}"  # = for this very name, not all that begin so
     defaults = {name: value for name, value in unless_set.items() if name not in given}
-    return {**own, "HVDLITE_STORE": f"file://{host.job_dir}/store", "HVDLITE_JOB_DIR": host.job_dir, **defaults}
+    return {**own, "HVDLITE_STORE": f"unix://{store_socket(host.job_dir)}", "HVDLITE_JOB_DIR": host.job_dir, **defaults}
 
 
 def job_dir(token: str, tmp: str) -> str:
-    """The private directory of the job named ``token`` on a host whose temporary directory is ``tmp``."""
-    return os.path.join(os.path.abspath(tmp), f"hvdlite-{token}")
+    """The private directory of the job named ``token`` on a host whose temporary directory is ``tmp``.
+
+    It is in /tmp where that is so long that no socket in it could be named.
+    """
+    path = os.path.join(os.path.abspath(tmp), f"hvdlite-{token}")
+    return path if len(os.fsencode(store_socket(path))) <= _SOCKET_PATH_BYTES else f"/tmp/hvdlite-{token}"
+
+
+def store_socket(job_dir: str) -> str:
+    """Where the agent listens for its workers' questions to the store."""
+    return os.path.join(job_dir, "store")
 
 
 def peer_lost_file(job_dir: str, rank: int) -> str:

@@ -1,8 +1,9 @@
 """How messages lie on the wire between launcher and agent: frames of bytes, and back.
 
-A frame is a header (kind, rank, length of the payload) and the payload. Output and input travel as the bytes that
-they are, so that a flood costs no more than copying it; all else is small, and JSON. What the messages mean is in
-`messages`; who reads and writes the pipes is not said here: see `remote` (the launcher's end) and `channel`.
+A frame is a header (kind, rank, length of the payload) and the payload. Output, input and what is in the store
+travel as the bytes that they are, so that a flood costs no more than copying it; all else is small, and JSON.
+What the messages mean is in `messages`; who reads and writes the pipes is not said here: see `remote` (the
+launcher's end) and `channel`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from . import exchange
 from .errors import ProtocolError
+from .exchange import StoreCommand, StoreEvent
 from .messages import (
     Beat,
     Exited,
@@ -21,6 +24,8 @@ from .messages import (
     Hello,
     Input,
     InputWanted,
+    Joined,
+    Joining,
     Message,
     Output,
     Refused,
@@ -35,7 +40,7 @@ MAX_PAYLOAD_BYTES = 16 << 20
 MARK = b"\0hvdlite agent\0"
 """Written before the first frame of an agent: a login shell's start files may have printed something before."""
 
-_HEADER = struct.Struct(">BII")  # kind, rank (of output and input; else 0), payload's length
+_HEADER = struct.Struct(">BII")  # kind, rank (of output and input) or number (of questions to the store), length
 _STREAMS: dict[int, Stream] = {1: "stdout", 2: "stderr"}
 _STREAM_KINDS: dict[Stream, int] = {stream: kind for kind, stream in _STREAMS.items()}
 _INPUT_KIND = 18
@@ -103,6 +108,8 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
     InputWanted: (6, {"rank": _int}),
     Hello: (7, {"version": _str, "slots": _int_or_none, "address": _str_or_none, "port": _int}),
     Beat: (8, {}),
+    Joining: (9, {"rank": _int}),
+    Joined: (10, {"rank": _int}),
     StartJob: (
         16,
         {
@@ -119,7 +126,7 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
     Greet: (19, {"version": _str, "beats": _bool, "count_slots": _bool, "interface": _str_or_none}),
 }
 _JSON_BY_KIND = {kind: (message, fields) for message, (kind, fields) in _JSON.items()}
-_KINDS = {*_STREAMS, _INPUT_KIND, *_JSON_BY_KIND}
+_KINDS = {*_STREAMS, _INPUT_KIND, *exchange.KINDS, *_JSON_BY_KIND}
 
 
 def encode(message: Message) -> bytes:
@@ -128,6 +135,9 @@ def encode(message: Message) -> bytes:
         return _HEADER.pack(_STREAM_KINDS[message.stream], message.rank, len(message.data)) + message.data
     if isinstance(message, Input):
         return _HEADER.pack(_INPUT_KIND, message.rank, len(message.data)) + message.data
+    if isinstance(message, StoreEvent | StoreCommand):
+        kind, number, payload = exchange.to_wire(message)
+        return _HEADER.pack(kind, number, len(payload)) + payload
     payload = json.dumps(asdict(message)).encode()
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise ProtocolError(f"command and environment are {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}")
@@ -163,6 +173,8 @@ def _decode(kind: int, rank: int, payload: bytes) -> Message:
         return Output(rank, _STREAMS[kind], payload)
     if kind == _INPUT_KIND:
         return Input(rank, payload)
+    if kind in exchange.KINDS:
+        return exchange.from_wire(kind, rank, payload)
     message, fields = _JSON_BY_KIND[kind]
     try:
         given = json.loads(payload)

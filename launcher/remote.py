@@ -18,10 +18,12 @@ from queue import Empty, SimpleQueue
 
 from .channel import BEAT_S, SILENCE_S
 from .errors import ProtocolError
+from .exchange import StoreEvent
 from .hosts import Host
 from .messages import AgentSaid, Answered, Beat, Command, Event, Greet, Hello, Lost, Message, Output, Refused
 from .protocol import MARK, Decoder, encode
 from .report import signal_name
+from .store import Store
 from .version import VERSION
 
 _READ_BYTES = 1 << 18
@@ -44,17 +46,20 @@ class RemoteAgent:
         events: SimpleQueue[Event],
         *,
         room: threading.Semaphore,
+        store: Store,
         explain: Callable[[int, str], str],
     ) -> None:
         """``argv`` starts it. ``explain(returncode, stderr)`` says why one never said hello.
 
         ``room`` is how much output may be on its way to the screen; whoever shows some gives it back.
+        ``store`` answers what its workers ask, not by way of ``events``: that loop has to decide.
         """
         self.host = host
         self.ranks: Collection[int] = ()
         """Those that it runs, once it was told to."""
         self._events = events
         self._room = room
+        self._store = store
         self._explain = explain
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
         self._greeted = threading.Event()
@@ -129,6 +134,7 @@ class RemoteAgent:
             why = self._read_messages()
         except ProtocolError as error:
             why = str(error)
+        self._store.lose(self)
         if not self._dismissed:
             self._events.put(Lost(self.host.label, why))
 
@@ -169,6 +175,9 @@ class RemoteAgent:
             return
         if isinstance(message, Command):
             raise ProtocolError("its agent sent what only a launcher says")
+        if isinstance(message, StoreEvent):
+            self._store.receive(self, message)
+            return
         if isinstance(message, Hello):
             if message.version != VERSION:
                 raise ProtocolError(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+from .attendance import Attendance
 from .messages import (
     AgentSaid,
     Answered,
@@ -27,6 +28,8 @@ from .messages import (
     InputRead,
     InputWanted,
     Interrupted,
+    Joined,
+    Joining,
     Lost,
     Output,
     Refused,
@@ -35,7 +38,7 @@ from .messages import (
     Started,
 )
 from .plan import Slot
-from .report import Failure, Tail, shell_code, signal_name
+from .report import Failure, Tail, name_ranks, shell_code, signal_name
 
 # A worker that says it only lost a peer is the cause only if no other fails for this long: the peer whose
 # sockets closed may need it to be gone. With the grace it stays below the 5 s that a failed job may last.
@@ -96,6 +99,7 @@ class Supervisor:
         self._pids: dict[int, int] = {}
         self._stderr = {rank: Tail() for rank in self._host}
         self._done: list[int] = []  # ranks that ended well, in order
+        self._attendance = Attendance()
         self._suspect: Exited | None = None
         self._named: Exited | None = None  # a suspect that was blamed, while who left it may still be ending
         self._outcome: Outcome | None = None
@@ -118,7 +122,7 @@ class Supervisor:
         outcome = self._outcome or Outcome()
         return replace(outcome, hasty=outcome.hasty or self._gave_up)
 
-    def _on(self, event: Event) -> None:
+    def _on(self, event: Event) -> None:  # noqa: PLR0912  # one place that says what each event leads to
         match event:
             case Output():
                 if event.stream == "stderr":
@@ -127,6 +131,12 @@ class Supervisor:
             case Started():
                 self._pids[event.rank] = event.pid
                 self._log(f"rank {event.rank} is pid {event.pid} on {self._host[event.rank]}")
+            case Joining():
+                self._attendance.note(event)
+                self._look_for_absent()
+            case Joined():
+                self._attendance.note(event)
+                self._log(f"rank {event.rank} is connected")
             case InputWanted():
                 self._stdin.read()
             case InputRead():
@@ -163,6 +173,7 @@ class Supervisor:
                 self._blame_who_left(self._named, end)
             return
         if end.returncode == 0:
+            self._look_for_absent()
             return
         if end.peer_lost:
             if self._suspect is None:
@@ -170,6 +181,12 @@ class Supervisor:
                 self._set_alarm(PEER_LOST_S, self._settle)
         else:
             self._blame(end)
+            self._end(signal.SIGTERM)
+
+    def _look_for_absent(self) -> None:
+        why = self._attendance.missed(self._running, self._done)
+        if why is not None and self._outcome is None:
+            self._decide(Outcome(1, why))
             self._end(signal.SIGTERM)
 
     def _settle(self) -> None:
@@ -189,8 +206,7 @@ class Supervisor:
         failure = Failure(rank, self._host[rank], self._pids.get(rank, 0), end.returncode, self._stderr[rank].lines())
         report = str(failure)
         if end.peer_lost and self._done:
-            ranks = ("rank " if len(self._done) == 1 else "ranks ") + ", ".join(map(str, sorted(self._done)))
-            report = f"{ranks} had ended with exit code 0 before the others were done; then {report}"
+            report = f"{name_ranks(self._done)} had ended with exit code 0 before the others were done; then {report}"
         self._decide(Outcome(shell_code(end.returncode), report))
 
     def _interrupt(self, signum: int) -> None:

@@ -13,8 +13,8 @@ import pytest
 import hvdlite
 
 LIBRARY = [
-    "errors", "topology", "plan", "bucket", "compression", "engine", "collective", "world", "operations", "replicate",
-    "sparse", "layout", "wire", "reducer", "arguments", "proxy", "optimizer", "__init__",
+    "errors", "client", "store", "topology", "plan", "bucket", "compression", "engine", "collective", "world",
+    "operations", "replicate", "sparse", "layout", "wire", "reducer", "arguments", "proxy", "optimizer", "__init__",
 ]  # fmt: skip
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]
 

@@ -11,7 +11,7 @@ from hvdlite.topology import Seat, read_seat, seats_to_topology
 
 HVDLITE = {
     "HVDLITE_RANK": "1", "HVDLITE_SIZE": "4", "HVDLITE_LOCAL_RANK": "1", "HVDLITE_LOCAL_SIZE": "2",
-    "HVDLITE_CROSS_RANK": "0", "HVDLITE_CROSS_SIZE": "2", "HVDLITE_HOST": "node1", "HVDLITE_STORE": "file:///s",
+    "HVDLITE_CROSS_RANK": "0", "HVDLITE_CROSS_SIZE": "2", "HVDLITE_HOST": "node1", "HVDLITE_STORE": "unix:///s",
 }  # fmt: skip
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
@@ -24,7 +24,7 @@ def test_no_launcher_is_no_seat():
 
 
 def test_hvdlite_run_tells_rank_host_and_store():
-    assert read_seat(HVDLITE) == Seat(1, 4, "node1", "node1", 1, "file:///s")
+    assert read_seat(HVDLITE) == Seat(1, 4, "node1", "node1", 1, "unix:///s")
 
 
 def test_torchrun_tells_rank_and_node():

@@ -33,7 +33,7 @@ def test_the_library_reads_the_seat_that_the_launcher_planned():
             slot.local_rank,
             slot.host.name,
         )
-        assert seat.store_url == "file:///tmp/a job/store"
+        assert seat.store_url == "unix:///tmp/a job/store"
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_each_worker_is_told_its_place_and_where_to_meet(launch):
             "HVDLITE_CROSS_RANK": "0",
             "HVDLITE_CROSS_SIZE": "1",
             "HVDLITE_HOST": "127.0.0.1",
-            "HVDLITE_STORE": f"file://{job_dir}/store",
+            "HVDLITE_STORE": f"unix://{job_dir}/store",
             "HVDLITE_JOB_DIR": job_dir,
             "HVDLITE_TEST_MARK": environment["HVDLITE_TEST_MARK"],
         }
@@ -166,7 +166,7 @@ def test_a_dry_run_tells_what_a_job_then_sets_and_starts_nothing(launch, tmp_pat
     for variables, environment in zip(told, _environments(launch, "-np", "2"), strict=True):
         directory = re.escape(variables.pop("HVDLITE_JOB_DIR")).replace("tmp0", "tmp1").replace("<job>", "[0-9a-f]+-0")
         assert re.fullmatch(directory, environment["HVDLITE_JOB_DIR"])
-        assert variables.pop("HVDLITE_STORE").startswith("file://")
+        assert variables.pop("HVDLITE_STORE").startswith("unix://")
         assert variables.pop("MASTER_PORT") == "<a free port of localhost>"
         assert variables.items() <= environment.items()
         assert {"HVDLITE_RANK", "HVDLITE_HOST", "OMP_NUM_THREADS"} <= variables.keys()

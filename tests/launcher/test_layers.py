@@ -7,9 +7,10 @@ from pathlib import Path
 import hvdlite_launcher
 
 ORDER = [
-    *("version", "errors", "messages", "protocol", "signals", "tree", "report", "machine", "network", "hosts"),
-    *("hostfile", "plan", "environment", "preview", "channel", "ssh", "job", "remote", "gather", "agents", "workers"),
-    *("feed", "outlets", "agent", "keeper", "record", "output", "stdin", "supervise", "launch", "flags", "cli"),
+    *("version", "errors", "request", "exchange", "messages", "protocol", "signals", "tree", "report", "machine"),
+    *("network", "hosts", "hostfile", "plan", "environment", "preview", "channel", "ssh", "job", "store", "remote"),
+    *("gather", "agents", "workers", "feed", "outlets", "cache", "relay", "agent", "keeper", "record", "output"),
+    *("stdin", "attendance", "supervise", "launch", "flags", "cli"),
 ]
 FILES = {path.stem: path for path in Path(hvdlite_launcher.__file__).parent.glob("*.py")}
 

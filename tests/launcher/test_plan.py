@@ -77,7 +77,7 @@ def test_a_worker_is_told_its_place_and_where_to_meet():
         "GROUP_RANK": "0",
         "MASTER_ADDR": "10.0.0.1",
         "MASTER_PORT": "40000",
-        "HVDLITE_STORE": "file:///tmp/hvdlite-x/store",
+        "HVDLITE_STORE": "unix:///tmp/hvdlite-x/store",
         "HVDLITE_JOB_DIR": "/tmp/hvdlite-x",
         "OMP_NUM_THREADS": "4",
         "PYTHONUNBUFFERED": "1",

@@ -22,7 +22,7 @@ rank 0 on a: local rank 0 of 2, cross rank 0 of 2
     GROUP_RANK=0
     MASTER_ADDR=<the address of a>
     MASTER_PORT=<a free port of a>
-    HVDLITE_STORE=file:///tmp/hvdlite-<job>/store
+    HVDLITE_STORE=unix:///tmp/hvdlite-<job>/store
     HVDLITE_JOB_DIR=/tmp/hvdlite-<job>
     OMP_NUM_THREADS=4
     PYTHONUNBUFFERED=1

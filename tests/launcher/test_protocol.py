@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 from hvdlite_launcher.errors import ProtocolError
+from hvdlite_launcher.exchange import Answer, Ask, Drop, Dropped, Have, Want
 from hvdlite_launcher.messages import (
     Beat,
     Exited,
@@ -13,6 +14,8 @@ from hvdlite_launcher.messages import (
     Hello,
     Input,
     InputWanted,
+    Joined,
+    Joining,
     Output,
     Refused,
     SignalRanks,
@@ -33,6 +36,11 @@ MESSAGES = st.one_of(
     st.builds(Input, RANKS, st.binary()),
     st.builds(InputWanted, RANKS),
     st.builds(Started, RANKS, NUMBERS),
+    st.builds(Joining, RANKS),
+    st.builds(Joined, RANKS),
+    st.one_of(st.builds(of, st.binary()) for of in (Want, Drop, Dropped)),
+    st.builds(Have, st.binary(), st.binary()),
+    st.one_of(st.builds(of, RANKS, st.integers(0, 255), st.binary()) for of in (Ask, Answer)),
     st.builds(Exited, RANKS, NUMBERS, st.booleans()),
     st.builds(Refused, WORDS, NUMBERS),
     st.builds(Hello, WORDS, st.none() | NUMBERS, st.none() | WORDS, NUMBERS),
@@ -81,7 +89,7 @@ def _frame(kind: int, payload: bytes) -> bytes:
     return struct.pack(">BII", kind, 0, len(payload)) + payload
 
 
-@given(st.sampled_from([3, 4, 5, 16, 17]), JSON)
+@given(st.sampled_from([*range(3, 11), 16, 17, 19]), JSON)
 def test_any_json_in_a_frame_is_one_message_or_an_error(kind, value):
     try:
         messages = list(Decoder().feed(_frame(kind, json.dumps(value).encode())))
@@ -94,6 +102,15 @@ def test_any_json_in_a_frame_is_one_message_or_an_error(kind, value):
 def test_a_payload_that_is_not_what_its_kind_says_is_an_error(payload):
     with pytest.raises(ProtocolError):
         list(Decoder().feed(_frame(3, payload)))
+
+
+@given(st.sampled_from([11, 12, 13, 20, 21, 22]), st.integers(0, 2**32 - 1), st.binary())
+def test_any_bytes_in_a_frame_of_the_store_are_one_message_or_an_error(kind, number, payload):
+    try:
+        messages = list(Decoder().feed(struct.pack(">BII", kind, number, len(payload)) + payload))
+    except ProtocolError:
+        return
+    assert len(messages) == 1
 
 
 @pytest.mark.parametrize("header", [(99, 0, 0), (1, 0, MAX_PAYLOAD_BYTES + 1)])
