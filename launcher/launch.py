@@ -59,6 +59,7 @@ def launch(job: Job) -> int:
             screen=screen,
             log=log,
             grace=job.grace_s,
+            start_timeout_s=job.start_timeout_s,
         )
         outcome = supervisor.run(events)
         agents.end(timeout_s=_HASTY_AGENT_S if outcome.hasty else AGENT_S)
