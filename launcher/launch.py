@@ -19,10 +19,11 @@ from .messages import Event, Interrupted, ScreenDone
 from .output import ROOM, Screen
 from .plan import plan_slots
 from .record import Record
+from .report import Outcome
 from .signals import signals_as_bytes
 from .stdin import Stdin
 from .store import Store
-from .supervise import Outcome, Supervisor
+from .supervise import Supervisor
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Where somebody waits for the end: for an agent to end what runs, and for the screen to take the last of the output.
@@ -63,6 +64,7 @@ def launch(job: Job, store: Store | None = None) -> Outcome:
             screen=screen,
             log=log,
             grace=job.grace_s,
+            start_timeout_s=job.start_timeout_s,
         )
         outcome = supervisor.run(events)
         agents.end(timeout_s=_HASTY_AGENT_S if outcome.hasty else AGENT_S)

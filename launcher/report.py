@@ -5,10 +5,13 @@ Who that is decides `supervise`.
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
 from collections.abc import Collection
 from dataclasses import dataclass
+
+from .messages import ScreenFailed
 
 _TAIL_LINES = 50
 _TAIL_BYTES = 64 << 10
@@ -75,6 +78,26 @@ class Failure:
         if not self.stderr:
             return f"{who} {how}. It wrote nothing to stderr."
         return "\n    ".join([f"{who} {how}. The end of its stderr:", *self.stderr])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the job ended. ``report`` is the last word on the screen, ``rank`` the worker that failed first, if one did.
+
+    ``hasty``: whoever waits wants the end more than the last of the output, should the screen stand still.
+    """
+
+    exit_code: int = 0
+    report: str = ""
+    hasty: bool = False
+    rank: int | None = None
+
+    @classmethod
+    def without_screen(cls, failed: ScreenFailed) -> Outcome:
+        """Of a job whose output cannot be written any more."""
+        if failed.error.errno == errno.EPIPE:
+            return cls(128 + signal.SIGPIPE)
+        return cls(1, f"cannot write to {failed.where}: {failed.error.strerror}")
 
 
 def shell_code(returncode: int) -> int:

@@ -11,11 +11,10 @@ own: tests replay scripts.
 from __future__ import annotations
 
 import contextlib
-import errno
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
@@ -38,7 +37,7 @@ from .messages import (
     Started,
 )
 from .plan import Slot
-from .report import Failure, Tail, name_ranks, shell_code, signal_name
+from .report import Failure, Outcome, Tail, name_ranks, shell_code, signal_name
 
 # A worker that says it only lost a peer is the cause only if no other fails for this long: the peer whose
 # sockets closed may need it to be gone. With the grace it stays below the 5 s that a failed job may last.
@@ -61,19 +60,6 @@ class Input(Protocol):
     def read(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How the job ended. ``report`` is the last word on the screen, ``rank`` the worker that failed first, if one did.
-
-    ``hasty``: whoever waits wants the end more than the last of the output, should the screen stand still.
-    """
-
-    exit_code: int = 0
-    report: str = ""
-    hasty: bool = False
-    rank: int | None = None
-
-
 class Supervisor:
     def __init__(
         self,
@@ -85,9 +71,13 @@ class Supervisor:
         screen: Screen,
         log: Callable[[str], None],
         grace: float,
+        start_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``grace``: seconds from the first signal to SIGKILL. ``log`` takes what only the curious want."""
+        """``grace``: seconds from the first signal to SIGKILL. ``log`` takes what only the curious want.
+
+        ``start_timeout_s``: how long after the first hvd.init() all ranks must be connected.
+        """
         self._host: Mapping[int, str] = {slot.rank: slot.host.label for slot in slots}
         self._signal_ranks = signal_ranks
         self._send_input = send_input
@@ -100,7 +90,7 @@ class Supervisor:
         self._pids: dict[int, int] = {}
         self._stderr = {rank: Tail() for rank in self._host}
         self._done: list[int] = []  # ranks that ended well, in order
-        self._attendance = Attendance()
+        self._attendance = Attendance(self._host, start_timeout_s, clock)
         self._suspect: Exited | None = None
         self._named: Exited | None = None  # a suspect that was blamed, while who left it may still be ending
         self._outcome: Outcome | None = None
@@ -159,7 +149,7 @@ class Supervisor:
             case Interrupted():
                 self._interrupt(event.signum)
             case ScreenFailed():
-                self._decide(_without_screen(event))
+                self._decide(Outcome.without_screen(event))
                 self._end(signal.SIGTERM)
             case ScreenDone() | Answered():
                 raise AssertionError(f"out of turn: {event}")
@@ -256,15 +246,13 @@ class Supervisor:
         self._alarm = self._clock() + delay_s, action
 
     def _time_left(self) -> float | None:
-        return None if self._alarm is None else self._alarm[0] - self._clock()
+        """Until the alarm or, while nothing is being ended or judged, until ranks are late."""
+        return self._attendance.time_left_s() if self._alarm is None else self._alarm[0] - self._clock()
 
     def _ring(self) -> None:
         alarm, self._alarm = self._alarm, None
         if alarm is not None:
             alarm[1]()
-
-
-def _without_screen(failed: ScreenFailed) -> Outcome:
-    if failed.error.errno == errno.EPIPE:
-        return Outcome(128 + signal.SIGPIPE)
-    return Outcome(1, f"cannot write to {failed.where}: {failed.error.strerror}")
+        else:
+            self._decide(Outcome(1, self._attendance.late()))
+            self._end(signal.SIGTERM)

@@ -12,6 +12,8 @@ from hvdlite_launcher.messages import (
     InputRead,
     InputWanted,
     Interrupted,
+    Joined,
+    Joining,
     Lost,
     Output,
     Refused,
@@ -57,6 +59,7 @@ class Played:
             screen=self,
             log=lambda text: None,
             grace=grace,
+            start_timeout_s=60,
             clock=lambda: self._now,
         )
         self.outcome = supervisor.run(self)
@@ -294,3 +297,49 @@ def test_a_full_disk_is_named():
     error = OSError(errno.ENOSPC, "No space left on device")
     played = Played(ScreenFailed("stdout", error), Exited(0, 0), Exited(1, 0))
     assert (played.exit_code, played.report) == (1, "cannot write to stdout: No space left on device")
+
+
+# ------------------------------------------------------------- ranks that are late
+
+
+def test_a_rank_that_ends_well_without_ever_coming_to_init_is_the_cause_at_once():
+    played = Played(Joining(0), Exited(1, 0), Exited(0, -TERM))
+    assert played.exit_code == 1
+    assert played.report == "rank 1 ended with exit code 0 without calling hvd.init(), in which rank 0 waits"
+    assert played.signals == [(0.0, [0], TERM)]
+
+
+def test_the_same_where_it_ends_before_the_first_comes():
+    assert "rank 1 ended with exit code 0" in Played(Exited(1, 0), Joining(0), Exited(0, -TERM)).report
+
+
+def test_ranks_that_never_call_init_may_take_their_time():
+    assert Played(Late(1000, Output(0, "stdout", b"x")), Exited(0, 0), Exited(1, 0)).exit_code == 0
+
+
+def test_a_rank_that_does_not_come_to_init_in_time_is_named_with_its_host():
+    hosts = (Host("a", 2), Host("b", 1))
+    script = Joining(0), Joining(2), TIME_PASSES, Exited(0, -TERM), Exited(1, -TERM), Exited(2, -TERM)
+    played = Played(*script, hosts=hosts)
+    assert played.exit_code == 1
+    assert played.report == (
+        "rank 1 on a did not call hvd.init() within 60 s (--start-timeout) of the first that did; ranks 0, 2 wait there"
+    )
+    assert played.signals == [(60.0, [0, 1, 2], TERM)]
+
+
+def test_ranks_that_cannot_connect_in_time_are_told_from_those_that_did_not_come():
+    played = Played(Joining(0), Joining(1), TIME_PASSES, Exited(0, -TERM), Exited(1, -TERM))
+    assert played.report.startswith("ranks 0, 1 on localhost called hvd.init(), but were not connected to all others")
+
+
+def test_once_all_are_connected_nobody_counts_any_more():
+    joined = Joining(0), Joining(1), Joined(0), Joined(1)
+    again = Joining(0), Late(1000, Output(0, "stdout", b"x")), Joining(1), Joined(0), Joined(1)
+    assert Played(*joined, *again, Exited(0, 0), Exited(1, 0)).exit_code == 0
+
+
+def test_a_failure_while_others_wait_in_init_is_the_cause():
+    played = Played(Joining(0), Exited(1, 3), Exited(0, -TERM))
+    assert played.exit_code == 3
+    assert "rank 1" in played.report
