@@ -33,6 +33,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store
 from .collective import Group
 from .engine import AloneChannels, Channels, TorchChannels
 from .errors import CommunicationError, LaunchEnvironmentError, MismatchError, NotInitializedError, says_peer_lost
+from .rendezvous import meet
 from .topology import Seat, Topology, read_seat, seats_to_topology
 
 DEFAULT_TIMEOUT_S = 300.0
@@ -63,8 +64,9 @@ def init(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     `shutdown` it may be called again.
 
     The place comes from hvdlite-run, from torchrun (or whoever sets ``RANK``, ``WORLD_SIZE``,
-    ``MASTER_ADDR`` and ``MASTER_PORT``), or from `torch.distributed` where the program has initialised it:
-    that is adopted with its choice of backend, given a group of hvdlite's own, and never destroyed here.
+    ``MASTER_ADDR`` and ``MASTER_PORT``), from OpenMPI's or MPICH's ``mpirun``, from Slurm's ``srun``, or from
+    `torch.distributed` where the program has initialised it: that is adopted with its choice of backend, given
+    a group of hvdlite's own, and never destroyed here.
     A plain ``python train.py`` is one rank that needs no network. CUDA tensors travel over NCCL, CPU
     tensors over gloo.
 
@@ -159,6 +161,8 @@ def _connect(seat: Seat, timeout: timedelta) -> World:
     backend = _GLOO_AND_NCCL if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     try:
         _make_default_group(seat, backend, timeout)
+    except LaunchEnvironmentError:
+        raise
     except RuntimeError as error:
         raise CommunicationError(
             f"hvd.init() failed on rank {seat.rank} ({seat.host}): another rank did not call it within "
@@ -168,7 +172,10 @@ def _connect(seat: Seat, timeout: timedelta) -> World:
 
 
 def _make_default_group(seat: Seat, backend: str, timeout: timedelta) -> None:
-    if seat.store_url is None:
+    if seat.launcher is not None:
+        store = meet(seat, os.environ, f"init{next(_generation)}", timeout)
+        dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
+    elif seat.store_url is None:
         dist.init_process_group(backend, init_method="env://", rank=seat.rank, world_size=seat.size, timeout=timeout)
     else:
         # A prefix of its own for every init, so that one after a shutdown does not read the first one's keys.
