@@ -14,7 +14,7 @@ from .errors import LaunchEnvironmentError
 _ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
 _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
-_MOST_HOSTS = 1 << 20  # a list of more is a mistake, and would take the memory of this host
+_MOST_HOSTS = 1 << 17  # a list of more is a mistake, and would take the memory of this host
 
 
 def expand_nodelist(text: str) -> list[str]:

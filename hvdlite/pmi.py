@@ -12,23 +12,24 @@ from __future__ import annotations
 
 import os
 import select
+import stat
 import time
-from collections.abc import Mapping
+from contextlib import suppress
 
 from .errors import CommunicationError, LaunchEnvironmentError
 
 _LONGEST = 65536
 
 
-def connection_of(environ: Mapping[str, str]) -> int:
-    """The inherited file descriptor."""
-    text = environ.get("PMI_FD", "")
-    if not text.isascii() or not text.isdigit():
-        raise LaunchEnvironmentError(
-            f"PMI_RANK is set and PMI_FD={text!r} is not the number of a connection to the launcher: set MASTER_ADDR "
-            "and MASTER_PORT for every rank, so that they meet there"
-        )
-    return int(text)
+def connection_of(inherited: str) -> int:
+    """The file descriptor of PMI_FD, as a copy of our own: MPI closes the inherited one at its end."""
+    with suppress(ValueError, OSError, OverflowError):
+        if stat.S_ISSOCK(os.fstat(int(inherited)).st_mode):
+            return os.dup(int(inherited))
+    raise LaunchEnvironmentError(
+        f"PMI_FD={inherited!r} is not an open connection to the launcher that set PMI_RANK; what starts programs in "
+        "between may have closed it. Set MASTER_ADDR and MASTER_PORT for every rank, and they meet there"
+    )
 
 
 def exchange_by_pmi(connection: int, key: str, value: str | None, timeout_s: float) -> str:

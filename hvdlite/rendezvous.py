@@ -67,7 +67,8 @@ def _choose_exchange(seat: Seat, environ: Mapping[str, str], timeout_s: float) -
     if "PMIX_RANK" in environ and "PMIX_NAMESPACE" in environ:
         return lambda key, value: exchange_by_pmix(environ, key, value, timeout_s)
     if "PMI_FD" in environ or seat.launcher not in {OPENMPI, SLURM}:
-        return functools.partial(_exchange_by_pmi, connection_of(environ), timeout_s)
+        connection = _pmi_connection(environ.get("PMI_FD", ""))
+        return lambda key, value: exchange_by_pmi(connection, key, value, timeout_s)
     if seat.launcher == SLURM:
         return None
     raise LaunchEnvironmentError(
@@ -94,10 +95,12 @@ def _exchange_on_host(seat: Seat, job: str, timeout_s: float, key: str, value: s
     return value
 
 
-def _exchange_by_pmi(connection: int, timeout_s: float, key: str, value: str | None) -> str:
-    agreed = exchange_by_pmi(connection, key, value, timeout_s)
+@functools.cache
+def _pmi_connection(inherited: str) -> int:
+    """One for all meetings of the process."""
+    connection = connection_of(inherited)
     atexit.register(_end_pmi, connection, os.getpid())
-    return agreed
+    return connection
 
 
 def _end_pmi(connection: int, pid: int) -> None:
