@@ -9,8 +9,9 @@ hvdlite: two lines around an optimizer, and its gradients are averaged over all 
 
 What is public is here, and made elsewhere; modules import only what stands before them:
 
-    errors < client < store < topology < plan < bucket < compression < engine < collective < world < operations
-           < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer
+    errors < client < store < topology < address < nodelist < neighbours < pmi < pmix < rendezvous < plan < bucket
+           < compression < engine < collective < farewell < world < operations < replicate < sparse < layout < wire
+           < reducer < arguments < proxy < optimizer
 """
 
 from .collective import Average, ReduceOp, Sum

@@ -13,8 +13,9 @@ import pytest
 import hvdlite
 
 LIBRARY = [
-    "errors", "client", "store", "topology", "plan", "bucket", "compression", "engine", "collective", "world",
-    "operations", "replicate", "sparse", "layout", "wire", "reducer", "arguments", "proxy", "optimizer", "__init__",
+    "errors", "client", "store", "topology", "address", "nodelist", "neighbours", "pmi", "pmix", "rendezvous",
+    "plan", "bucket", "compression", "engine", "collective", "farewell", "world", "operations", "replicate", "sparse",
+    "layout", "wire", "reducer", "arguments", "proxy", "optimizer", "__init__",
 ]  # fmt: skip
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]
 
