@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import LaunchEnvironmentError
 
@@ -37,6 +37,9 @@ class Seat:
 
     ``node`` tells apart what counts as different hosts: usually the host's name, under torchrun the
     number of the agent, since two agents may share a machine.
+
+    ``launcher`` is one that has told the place but no address: the ranks meet by its own means, or, with
+    ``one_host``, without it. None where there is an address to meet at.
     """
 
     rank: int
@@ -45,12 +48,20 @@ class Seat:
     host: str
     local_rank: int | None = None
     store_url: str | None = None
+    launcher: str | None = None
+    one_host: bool = False
+
+
+OPENMPI = "OpenMPI's mpirun"
+MPICH = "MPICH's mpirun"
+SLURM = "Slurm's srun"
 
 
 def read_seat(environ: Mapping[str, str]) -> Seat | None:
     """This process's seat as its launcher tells it; None where no launcher did.
 
-    hvdlite-run's variables come first: a program may be started by it from within another launcher's job.
+    hvdlite-run's variables come first, and torchrun's next: a program may be started by them from within an
+    MPI or a Slurm job. MPI's come before Slurm's, since ``mpirun`` starts its own daemons by Slurm.
     """
     host = environ.get("HVDLITE_HOST") or socket.gethostname()
     if "HVDLITE_RANK" in environ:
@@ -75,7 +86,71 @@ def read_seat(environ: Mapping[str, str]) -> Seat | None:
             host=host,
             local_rank=local_rank,
         )
-    return None
+    # A PMI rank comes from Slurm as well, but local ranks beside it only from MPICH's mpirun.
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        seat = _seat_of_openmpi(_Reader(environ, OPENMPI), host)
+    elif "MPI_LOCALRANKID" in environ or ("PMI_RANK" in environ and "SLURM_STEP_ID" not in environ):
+        seat = _seat_of_mpich(_Reader(environ, f"{MPICH} (or another that sets PMI_RANK)"), host)
+    # The shell of salloc or sbatch is no step, whatever number of tasks its job is to have.
+    elif "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ:
+        seat = _seat_of_slurm(_Reader(environ, SLURM), host)
+    else:
+        return None
+    return None if seat.size == 1 else _with_given_address(seat, environ)
+
+
+def _seat_of_openmpi(read: _Reader, host: str) -> Seat:
+    size = read.number("OMPI_COMM_WORLD_SIZE")
+    return Seat(
+        rank=read.number("OMPI_COMM_WORLD_RANK", below="OMPI_COMM_WORLD_SIZE"),
+        size=size,
+        # One daemon for each of its hosts, at an address of its own.
+        node=read.environ.get("PMIX_SERVER_URI2", host),
+        host=host,
+        local_rank=read.number("OMPI_COMM_WORLD_LOCAL_RANK", below="OMPI_COMM_WORLD_LOCAL_SIZE"),
+        launcher=OPENMPI,
+        one_host=read.number("OMPI_COMM_WORLD_LOCAL_SIZE") == size,
+    )
+
+
+def _seat_of_mpich(read: _Reader, host: str) -> Seat:
+    size = read.number("PMI_SIZE")
+    is_local_told = "MPI_LOCALRANKID" in read.environ
+    return Seat(
+        rank=read.number("PMI_RANK", below="PMI_SIZE"),
+        size=size,
+        node=read.environ.get("MPIR_CVAR_CH3_INTERFACE_HOSTNAME", host),
+        host=host,
+        local_rank=read.number("MPI_LOCALRANKID", below="MPI_LOCALNRANKS") if is_local_told else None,
+        launcher=MPICH,
+        one_host=is_local_told and read.number("MPI_LOCALNRANKS") == size,
+    )
+
+
+def _seat_of_slurm(read: _Reader, host: str) -> Seat:
+    return Seat(
+        rank=read.number("SLURM_PROCID", below="SLURM_STEP_NUM_TASKS"),
+        size=read.number("SLURM_STEP_NUM_TASKS"),
+        node=str(read.number("SLURM_NODEID", below="SLURM_STEP_NUM_NODES")),
+        host=host,
+        local_rank=read.number("SLURM_LOCALID"),
+        launcher=SLURM,
+        one_host=read.number("SLURM_STEP_NUM_NODES") == 1,
+    )
+
+
+def _with_given_address(seat: Seat, environ: Mapping[str, str]) -> Seat:
+    """The seat, to meet at the user's own MASTER_ADDR and MASTER_PORT where there are such."""
+    given = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ]
+    if not given:
+        return seat
+    if len(given) == 1:
+        raise LaunchEnvironmentError(
+            f"of MASTER_ADDR and MASTER_PORT only {given[0]} is set: under {seat.launcher} set both for every rank, "
+            "or neither"
+        )
+    _Reader(environ, f"whoever started {seat.launcher}").number("MASTER_PORT")
+    return replace(seat, launcher=None)
 
 
 def seats_to_topology(rank: int, seats: Sequence[Seat]) -> Topology:

@@ -9,37 +9,29 @@ Only this module knows that there is a current world; everything below is handed
 from __future__ import annotations
 
 import atexit
-import gc
 import itertools
-import logging
 import multiprocessing
 import os
-import signal
 import socket
-import sys
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from .client import Operation, StoreClient
 from .collective import Group
 from .engine import AloneChannels, Channels, TorchChannels
-from .errors import CommunicationError, LaunchEnvironmentError, MismatchError, NotInitializedError, says_peer_lost
+from .errors import CommunicationError, LaunchEnvironmentError, MismatchError, NotInitializedError
+from .farewell import say_farewell
+from .rendezvous import meet
 from .store import LauncherStore
 from .topology import Seat, Topology, read_seat, seats_to_topology
 
 DEFAULT_TIMEOUT_S = 300.0
-
-_LAST_TURN_S = 0.1
 
 _GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
 
@@ -65,8 +57,9 @@ def init(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     `shutdown` it may be called again.
 
     The place comes from hvdlite-run, from torchrun (or whoever sets ``RANK``, ``WORLD_SIZE``,
-    ``MASTER_ADDR`` and ``MASTER_PORT``), or from `torch.distributed` where the program has initialised it:
-    that is adopted with its choice of backend, given a group of hvdlite's own, and never destroyed here.
+    ``MASTER_ADDR`` and ``MASTER_PORT``), from OpenMPI's or MPICH's ``mpirun``, from Slurm's ``srun``, or from
+    `torch.distributed` where the program has initialised it: that is adopted with its choice of backend, given
+    a group of hvdlite's own, and never destroyed here.
     A plain ``python train.py`` is one rank that needs no network. CUDA tensors travel over NCCL, CPU
     tensors over gloo.
 
@@ -162,7 +155,10 @@ def _connect(seat: Seat, timeout: timedelta) -> World:
     client = None if seat.store_url is None else StoreClient.from_url(seat.store_url)
     _tell_launcher(client, Operation.JOINING, seat, timeout)
     try:
-        _make_default_group(seat, backend, timeout, client)
+        store = _meeting_place(seat, client, timeout)
+        dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
+    except LaunchEnvironmentError:
+        raise
     except RuntimeError as error:
         raise CommunicationError(
             f"hvd.init() failed on rank {seat.rank} ({seat.host}): another rank did not call it within "
@@ -185,13 +181,13 @@ def _tell_launcher(client: StoreClient | None, what: Operation, seat: Seat, time
         ) from error
 
 
-def _make_default_group(seat: Seat, backend: str, timeout: timedelta, client: StoreClient | None) -> None:
-    if client is None:
-        dist.init_process_group(backend, init_method="env://", rank=seat.rank, world_size=seat.size, timeout=timeout)
-    else:
-        # A prefix of its own for every init, so that one after a shutdown does not read the first one's keys.
-        store = PrefixStore(f"init{next(_generation)}", LauncherStore(client, timeout))
-        dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
+def _meeting_place(seat: Seat, client: StoreClient | None, timeout: timedelta) -> Store | None:
+    """The store in which all ranks find each other; None for the one that MASTER_ADDR and MASTER_PORT name."""
+    # A prefix of its own for every init, so that one after a shutdown does not read the first one's keys.
+    generation = f"init{next(_generation)}"
+    if seat.launcher is not None:
+        return meet(seat, os.environ, generation, timeout)
+    return None if client is None else PrefixStore(generation, LauncherStore(client, timeout))
 
 
 def _adopt(timeout: timedelta) -> World:
@@ -241,50 +237,10 @@ def _own_version() -> str:
 
 def _end_of_program() -> None:
     world = _world
-    if world is None or world.pid != os.getpid():
-        # Not in it, or a forked child: that has the connections, but they are not its own to close.
-        return
-    # The interpreter leaves the exception that ends the program here before it runs exit handlers.
-    error = getattr(sys, "last_value", None)
-    if world.topology.size > 1 and error is not None and not isinstance(error, KeyboardInterrupt):
-        _end_after(error)
-    elif world.topology.size > 1 and threading.current_thread() is threading.main_thread():
-        _leave_note("left")
-        # Once the connections are closed the others fail, and the launcher ends what still runs. This
-        # process ends by itself: its own exit code, which may be the cause of it all, must not be lost.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Cycles of the program's own, such as a DistributedDataParallel, may hold on to the default group.
-    gc.collect()
-    shutdown()
-    if world.topology.size > 1:
-        # What still holds it keeps gloo's threads alive, and one that needs the interpreter to drop its last
-        # tensor when that is going aborts the process: let them have it now.
-        time.sleep(_LAST_TURN_S)
-
-
-def _end_after(error: BaseException) -> NoReturn:
-    """End this process here and now, with the exit code of an exception.
-
-    It may have collectives under way that will never end. Destroying their group waits for them, and not
-    destroying it aborts when the interpreter goes. The others learn of the end from the system.
-    """
-    if says_peer_lost(error):
-        _leave_note("peer-lost")
-    for child in multiprocessing.active_children():
-        if child.daemon:
-            child.terminate()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    # A forked child has the connections too, but they are not its own to close.
+    if world is not None and world.pid == os.getpid():
+        say_farewell(world.topology.size, shutdown)
 
 
 # Registered here and not in init(), so that it runs after whatever the program registers: the last word.
 atexit.register(_end_of_program)
-
-
-def _leave_note(what: str) -> None:
-    """Let hvdlite-run tell a rank that ends because of another's end from the one that ended first."""
-    directory = os.environ.get("HVDLITE_JOB_DIR")
-    if directory is not None and "HVDLITE_RANK" in os.environ and Path(directory).is_dir():
-        Path(directory, f"rank.{os.environ['HVDLITE_RANK']}.{what}").touch()

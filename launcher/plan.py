@@ -24,6 +24,7 @@ too, or the loopback interface if all workers are on one host.
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -39,7 +40,9 @@ OWN_VARIABLES = frozenset(
     }
 )
 
-_SOCKET_PATH_BYTES = 103  # the longest that every Unix takes for a socket; Linux has 107
+# The longest name of a socket, and what of it comes after the temporary directory: /hvdlite-, a token, /store.
+_SOCKET_BYTES = 107 if sys.platform == "linux" else 103
+_JOB_BYTES = 36
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,10 @@ def job_dir(token: str, tmp: str) -> str:
 
     It is in /tmp where that is so long that no socket in it could be named.
     """
-    path = os.path.join(os.path.abspath(tmp), f"hvdlite-{token}")
-    return path if len(os.fsencode(store_socket(path))) <= _SOCKET_PATH_BYTES else f"/tmp/hvdlite-{token}"
+    tmp = os.path.abspath(tmp)
+    if len(os.fsencode(tmp)) > _SOCKET_BYTES - _JOB_BYTES:
+        tmp = "/tmp"
+    return os.path.join(tmp, f"hvdlite-{token}")
 
 
 def store_socket(job_dir: str) -> str:

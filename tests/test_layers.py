@@ -13,9 +13,9 @@ import pytest
 import hvdlite
 
 LIBRARY = [
-    "errors", "launch", "client", "call", "store", "topology", "plan", "bucket", "compression", "engine", "collective",
-    "world", "operations", "replicate", "sparse", "layout", "wire", "reducer", "arguments", "proxy", "optimizer",
-    "__init__",
+    "errors", "launch", "client", "call", "store", "topology", "address", "nodelist", "neighbours", "pmi", "pmix",
+    "rendezvous", "plan", "bucket", "compression", "engine", "collective", "farewell", "world", "operations",
+    "replicate", "sparse", "layout", "wire", "reducer", "arguments", "proxy", "optimizer", "__init__",
 ]  # fmt: skip
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]
 

@@ -19,6 +19,94 @@ TORCHRUN = {
 }  # fmt: skip
 
 
+OPENMPI = {
+    "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "PMIX_SERVER_URI2": "7.2;tcp4://127.0.0.1:1", "PMIX_RANK": "2",
+}  # fmt: skip
+MPICH = {
+    "PMI_RANK": "1", "PMI_SIZE": "3", "PMI_FD": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "3",
+    "MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "n1",
+}  # fmt: skip
+SBATCH = {
+    "SLURM_JOB_ID": "3", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0", "SLURM_NODEID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}  # fmt: skip
+SRUN = SBATCH | {
+    "SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1", "SLURM_STEP_NUM_NODES": "2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        (OPENMPI, (2, 3, "7.2;tcp4://127.0.0.1:1", 0, "OpenMPI's mpirun", False)),
+        (MPICH, (1, 3, "n1", 1, "MPICH's mpirun", True)),
+        (SRUN, (3, 4, "1", 1, "Slurm's srun", False)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2", "HVDLITE_HOST": "a"}, (1, 2, "a", None, "MPICH's mpirun", False)),
+    ],
+)
+def test_mpirun_and_srun_tell_places_and_no_address(environ, place):
+    seat = read_seat(environ)
+    assert (seat.rank, seat.size, seat.node, seat.local_rank, seat.launcher, seat.one_host) == place
+
+
+def test_the_shell_of_a_slurm_job_is_no_step():
+    assert read_seat(SBATCH) is None
+    assert read_seat({name: value for name, value in SBATCH.items() if name != "SLURM_PROCID"}) is None
+
+
+def test_one_rank_of_another_launcher_is_a_plain_program():
+    assert read_seat(MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}) is None
+    assert read_seat(SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
+
+
+@pytest.mark.parametrize("around", [OPENMPI, MPICH, SRUN, OPENMPI | SRUN])
+@pytest.mark.parametrize(("inner", "rank"), [(HVDLITE, 1), (TORCHRUN, 3)])
+def test_hvdlite_run_and_torchrun_win_within_an_mpi_or_slurm_job(around, inner, rank):
+    seat = read_seat(around | inner)
+    assert (seat.rank, seat.size, seat.launcher) == (rank, 4, None)
+
+
+@pytest.mark.parametrize(("mpi", "rank"), [(OPENMPI, 2), (MPICH, 1)])
+def test_mpirun_wins_over_slurm_by_which_it_starts_its_daemons(mpi, rank):
+    assert read_seat(SRUN | mpi).rank == rank
+
+
+def test_a_pmi_rank_that_slurm_sets_besides_is_slurms():
+    assert read_seat(SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "9"}).launcher == "Slurm's srun"
+
+
+@pytest.mark.parametrize("environ", [OPENMPI, MPICH, SRUN])
+def test_an_address_of_the_users_own_is_taken_with_the_launchers_places(environ):
+    given_address = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+    seat = read_seat(environ | given_address)
+    assert (seat.rank, seat.launcher) == (read_seat(environ).rank, None)
+    for name, value in given_address.items():
+        with pytest.raises(hvd.LaunchEnvironmentError, match=f"only {name} is set: .* set both"):
+            read_seat(environ | {name: value})
+    with pytest.raises(hvd.LaunchEnvironmentError, match="MASTER_PORT='x' is not a number"):
+        read_seat(environ | {"MASTER_ADDR": "n1", "MASTER_PORT": "x"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        (
+            OPENMPI | {"OMPI_COMM_WORLD_RANK": "5"},
+            "OMPI_COMM_WORLD_RANK=5 is not below OMPI_COMM_WORLD_SIZE=3: .*OpenMPI",
+        ),
+        (MPICH | {"PMI_SIZE": "x"}, "PMI_SIZE='x' is not a number; MPICH"),
+        (SRUN | {"SLURM_PROCID": "4"}, "SLURM_PROCID=4 is not below SLURM_STEP_NUM_TASKS=4: .*Slurm"),
+        ({"MPI_LOCALRANKID": "0"}, "PMI_SIZE is not set.*MPICH"),
+        (SBATCH | {"SLURM_STEP_ID": "0"}, "SLURM_STEP_NUM_TASKS is not set.*Slurm"),
+    ],
+)
+def test_what_is_wrong_with_another_launchers_variables_is_named_with_it(environ, said):
+    with pytest.raises(hvd.LaunchEnvironmentError, match=said):
+        read_seat(environ)
+
+
 def test_no_launcher_is_no_seat():
     assert read_seat({}) is None
 

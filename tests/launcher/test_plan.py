@@ -1,9 +1,19 @@
 """Which rank runs where, and what its environment says."""
 
+import sys
+
 import pytest
 from hvdlite_launcher.errors import UsageError
 from hvdlite_launcher.hosts import Host
-from hvdlite_launcher.plan import OWN_VARIABLES, HostFacts, plan_slots, slot_environment, variables_set
+from hvdlite_launcher.plan import (
+    OWN_VARIABLES,
+    HostFacts,
+    job_dir,
+    plan_slots,
+    slot_environment,
+    store_socket,
+    variables_set,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -107,3 +117,19 @@ def test_nobody_is_told_of_an_interface_that_is_not_known():
 def test_the_variables_that_only_we_set_are_all_listed():
     everything = _environment({}).keys()
     assert everything - {"OMP_NUM_THREADS", "PYTHONUNBUFFERED", "GLOO_SOCKET_IFNAME"} == OWN_VARIABLES
+
+
+@pytest.mark.parametrize("tmp", ["/var/tmp", "/var/" + "t" * 60])
+def test_the_jobs_directory_is_in_the_hosts_temporary_one(tmp):
+    assert job_dir("<job>", tmp) == f"{tmp}/hvdlite-<job>"
+
+
+@pytest.mark.parametrize("tmp", ["/var/" + "t" * 150, "/var/" + "ü" * 40])
+def test_where_that_is_too_long_for_a_socket_it_is_in_tmp(tmp):
+    assert job_dir("<job>", tmp) == "/tmp/hvdlite-<job>"
+
+
+@pytest.mark.parametrize("length", range(1, 200))
+def test_the_socket_in_it_has_a_name_that_every_system_takes(length):
+    name = store_socket(job_dir("0123456789abcdef-9999", "/" + "t" * length))
+    assert len(name) <= (107 if sys.platform == "linux" else 103)

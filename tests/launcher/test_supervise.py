@@ -119,6 +119,40 @@ def test_a_worker_that_ends_well_early_does_not_end_the_job():
     assert Played(Exited(1, 0), Exited(0, 4)).exit_code == 4
 
 
+@pytest.mark.parametrize("script", [(Exited(1, 0), Joining(0)), (Joining(0), Exited(1, 0))])
+def test_a_rank_that_ends_without_the_init_in_which_another_waits_is_the_cause_at_once(script):
+    played = Played(*script, Exited(0, -15))
+    assert played.exit_code == 1
+    assert played.report == "rank 1 ended with exit code 0 without calling hvd.init(), in which rank 0 waits"
+    assert played.signals == [(0, [0], TERM)]
+
+
+def test_all_that_wait_in_init_and_all_that_never_came_are_named():
+    four = (Host("localhost", 4),)
+    script = (Exited(3, 0), Started(1, 10), Exited(1, 0), Joining(2), Exited(0, -15), Exited(2, -15))
+    played = Played(*script, hosts=four)
+    assert played.report == "ranks 1, 3 ended with exit code 0 without calling hvd.init(), in which rank 2 waits"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        (Exited(0, 0), Exited(1, 0)),
+        (Joining(0), Joining(1), Joined(0), Exited(0, 0), Joined(1), Exited(1, 0)),
+        (Joining(0), Joining(1), Joined(0), Joined(1), Exited(0, 0), Joining(1), Joined(1), Exited(1, 0)),
+        (Joining(0), Joined(0), Exited(1, 0), Exited(0, 0)),
+        (Joining(0), Exited(0, 0), Exited(1, 0)),
+    ],
+)
+def test_ranks_that_have_called_init_or_that_nobody_waits_for_may_end(script):
+    played = Played(*script)
+    assert (played.exit_code, played.report, played.signals) == (0, "", [])
+
+
+def test_a_rank_that_is_missed_after_a_failure_changes_nothing():
+    assert Played(Exited(0, 3), Joining(1), Exited(1, 0)).exit_code == 3
+
+
 def test_death_by_a_signal_gives_128_more():
     played = Played(Exited(1, -9), Exited(0, -15))
     assert played.exit_code == 137

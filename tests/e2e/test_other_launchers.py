@@ -1,0 +1,353 @@
+"""`hvd.init()` under launchers of others: torchrun, OpenMPI's and MPICH's mpirun, Slurm's srun; the real programs.
+
+What needs addresses or ports of its own runs in namespaces: network, mounts and processes that end with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+TRAIN = """
+import os, sys
+import torch
+import hvdlite as hvd
+
+hvd.init(timeout_s=60)
+torch.manual_seed(hvd.rank())
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+rows = torch.arange(24.0).reshape(6, 4) / 24
+for step in range(10):
+    optimizer.zero_grad()
+    model(rows[hvd.rank() :: hvd.size()]).square().mean().backward()
+    optimizer.step()
+bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+assert hvd.allgather_object(bits) == [bits] * hvd.size()
+place = (hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size())
+places = hvd.allgather_object(place)
+if hvd.rank() == 0:
+    print(places, [round(w, 4) for p in model.parameters() for w in p.flatten().tolist()])
+"""
+AGAIN = """
+for _ in range(3):
+    hvd.shutdown()
+    hvd.init(timeout_s=60)
+    assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item() == hvd.size()
+"""
+ONE_HOST = "[(0, 0, 3, 0, 1), (1, 1, 3, 0, 1), (2, 2, 3, 0, 1)]"
+ALONE = "[(0, 0, 1, 0, 1)]"
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+OPENMPI = ["mpirun.openmpi", "--oversubscribe", "-np", "3"]
+MPICH = ["mpirun.mpich", "-np", "3"]
+ENVIRONMENT = {
+    **os.environ, "OMP_NUM_THREADS": "1", "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+}  # fmt: skip
+COMPLAINTS = ("finalize", "BAD TERMINATION", "exited", "terminated")
+
+
+def need(*programs: str) -> None:
+    for program in programs:
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+
+
+def run(command: list[str], tmp_path: Path, body: str = "", **env: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of ``command python program``; without a body, of the command alone."""
+    need(command[0])
+    if body:
+        path = tmp_path / "program.py"
+        path.write_text(textwrap.dedent(body))
+        command = [*command, sys.executable] if command[:3] != TORCHRUN[:3] else command
+        command = [*command, str(path)]
+    process = subprocess.Popen(
+        command, env={**ENVIRONMENT, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+    )
+    try:
+        out, err = process.communicate(timeout=100)
+    except subprocess.TimeoutExpired:
+        for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+            child.kill()
+        pytest.fail(f"{command} hangs: {process.communicate()}")
+    return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What one process alone trains, on all rows."""
+    path = tmp_path_factory.mktemp("alone") / "program.py"
+    path.write_text(TRAIN)
+    out = subprocess.run([sys.executable, str(path)], check=True, capture_output=True, text=True, timeout=100).stdout
+    assert out.startswith(ALONE)
+    return out.removeprefix(ALONE)
+
+
+@pytest.mark.parametrize("command", [TORCHRUN, OPENMPI, MPICH], ids=["torchrun", "openmpi", "mpich"])
+def test_three_ranks_of_a_launcher_train_as_one_process_does(command, weights, tmp_path):
+    code, out, err = run(command, tmp_path, TRAIN)
+    assert (code, out) == (0, ONE_HOST + weights), err
+    assert not any(word in err for word in COMPLAINTS), err
+
+
+@pytest.mark.parametrize("command", [OPENMPI, MPICH], ids=["openmpi", "mpich"])
+def test_a_world_under_mpirun_can_be_entered_again(command, tmp_path):
+    code, _, err = run(command, tmp_path, TRAIN + AGAIN)
+    assert code == 0, err
+
+
+@pytest.mark.parametrize("command", [OPENMPI, MPICH], ids=["openmpi", "mpich"])
+def test_a_rank_that_has_ended_well_does_not_end_those_that_go_on(command, tmp_path):
+    body = """
+    import os, sys, time
+    import psutil
+    import hvdlite as hvd
+
+    def lives(pid):
+        try:
+            return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    hvd.init(timeout_s=60)
+    everyone = hvd.allgather_object(os.getpid())
+    if hvd.rank() == 0:
+        sys.exit()
+    while lives(everyone[0]):
+        time.sleep(0.01)
+    time.sleep(0.3)  # for the launcher to see it too
+    print("went on")
+    """
+    code, out, err = run(command, tmp_path, body)
+    assert (code, out) == (0, "went on\n" * 2), err
+
+
+def test_mpich_ends_with_the_exit_code_of_the_rank_that_failed(tmp_path):
+    code, _, err = run(MPICH, tmp_path, TRAIN + "if hvd.rank() == 1: sys.exit(7)\nhvd.barrier()\n")
+    assert code == 7, err
+
+
+def test_mpi_itself_can_be_used_after_init(tmp_path):
+    body = """
+    import ctypes, sys
+    import hvdlite as hvd
+    hvd.init(timeout_s=60)
+    mpi = ctypes.CDLL("libmpich.so.12")
+    assert mpi.MPI_Init(None, None) == 0
+    size = ctypes.c_int()
+    assert mpi.MPI_Comm_size(0x44000000, ctypes.byref(size)) == 0  # MPICH's MPI_COMM_WORLD
+    assert size.value == hvd.size() == 3
+    assert mpi.MPI_Finalize() == 0
+    hvd.barrier()
+    """
+    code, _, err = run(MPICH, tmp_path, body)
+    assert code == 0, err
+
+
+def test_one_rank_of_mpirun_needs_nobody(tmp_path):
+    code, out, err = run(["mpirun.mpich", "-np", "1"], tmp_path, TRAIN)
+    assert code == 0, err
+    assert out.startswith(ALONE)
+
+
+def test_hvdlite_run_within_mpirun_gives_the_places(tmp_path):
+    command = ["mpirun.mpich", "-np", "1", sys.executable, "-m", "hvdlite_launcher", "-np", "3"]
+    code, out, err = run(command, tmp_path, TRAIN)
+    assert code == 0, err
+    assert ONE_HOST in out
+
+
+# --- several hosts: in a network of their own ---
+
+INSIDE = """
+set -e
+ip link set lo up
+ip link add inner type veth peer name outer
+ip addr add 10.99.0.1/24 dev inner
+ip addr add 10.99.0.2/24 dev inner
+ip link set inner up
+ip link set outer up
+printf '127.0.0.1 localhost\\n10.99.0.1 n1\\n10.99.0.2 n2\\n' > hosts
+mount --bind hosts /etc/hosts
+touch ready
+exec sleep infinity
+"""
+# Has mpirun's options for a remote shell; gives each "host" a name of its own, and is on this machine.
+REMOTE_SHELL = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+host=$1; shift
+exec unshare --uts sh -c 'hostname "$0"; exec sh -c "$1"' "$host" "$*"
+"""
+TWO_HOSTS = {  # OpenMPI fills a host, MPICH takes turns
+    "openmpi": "[(0, 0, 2, 0, 2), (1, 1, 2, 0, 1), (2, 0, 1, 1, 2)]",
+    "mpich": "[(0, 0, 2, 0, 2), (1, 0, 1, 1, 2), (2, 1, 2, 0, 1)]",
+}
+
+
+def wait_until(condition, what: str) -> None:
+    give_up_at = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < give_up_at, what
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str], Path]]:
+    """What to put before a command so that it runs within the namespaces, and a directory for the daemons there."""
+    need("unshare", "nsenter", "ip")
+    if os.getuid() != 0:
+        pytest.skip("only root makes namespaces")
+    directory = tmp_path_factory.mktemp("inside")
+    (directory / "ssh").write_text(REMOTE_SHELL)
+    (directory / "ssh").chmod(0o755)
+    unshare = subprocess.Popen(
+        ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", INSIDE],
+        cwd=directory,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_until(lambda: (directory / "ready").exists() or unshare.poll() is not None, "the namespaces")
+    if unshare.poll() is not None:
+        pytest.skip(f"no namespaces here: {unshare.communicate()[1]}")
+    (first,) = psutil.Process(unshare.pid).children()
+    yield ["nsenter", "--target", str(first.pid), "--net", "--mount", "--pid"], directory
+    first.kill()  # and with it all that ever ran inside
+    unshare.communicate(timeout=20)
+
+
+@pytest.mark.parametrize("name", ["openmpi", "mpich"])
+def test_over_two_hosts_ranks_meet_through_the_launchers_own_exchange(name, inside, weights, tmp_path):
+    need(f"mpirun.{name}")
+    enter, directory = inside
+    hosts = {
+        "openmpi": ["-mca", "plm_rsh_agent", str(directory / "ssh"), "--host", "10.99.0.11:2,10.99.0.12:1"],
+        "mpich": ["-launcher", "ssh", "-launcher-exec", str(directory / "ssh"), "-hosts", "10.99.0.11,10.99.0.12"],
+    }
+    checks = "import os\nassert os.environ['GLOO_SOCKET_IFNAME'] == 'inner'\n"
+    code, out, err = run([*enter, f"mpirun.{name}", *hosts[name], "-np", "3"], tmp_path, TRAIN + checks + AGAIN)
+    assert (code, out) == (0, TWO_HOSTS[name] + weights), err
+    assert not any(word in err for word in COMPLAINTS), err
+
+
+@pytest.mark.parametrize("name", ["openmpi", "mpich"])
+def test_an_address_of_the_users_own_is_where_the_ranks_meet(name, inside, weights, tmp_path):
+    need(f"mpirun.{name}")
+    command = {"openmpi": OPENMPI, "mpich": MPICH}[name]
+    # The port is free: nobody else is in this network.
+    address = {"MASTER_ADDR": "10.99.0.2", "MASTER_PORT": "4711"}
+    check = "assert ':1267 ' in open('/proc/net/tcp').read() + open('/proc/net/tcp6').read()\nhvd.barrier()\n"
+    code, out, err = run([*inside[0], *command], tmp_path, TRAIN + check, **address)
+    assert (code, out) == (0, ONE_HOST + weights), err
+
+
+# --- Slurm: one controller, two nodes ---
+
+SLURM_CONF = """
+ClusterName=test
+SlurmctldHost=n1(10.99.0.1)
+SlurmctldParameters=enable_configless
+AuthType=auth/munge
+AuthInfo=socket={directory}/munge.sock
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={directory}/state
+SlurmdSpoolDir={directory}/spool.%n
+SlurmctldPidFile={directory}/slurmctld.pid
+SlurmdPidFile={directory}/slurmd.%n.pid
+SlurmctldLogFile={directory}/slurmctld.log
+SlurmdLogFile={directory}/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerType=sched/builtin
+SlurmdParameters=config_overrides
+MailProg=/bin/true
+NodeName=n1 NodeHostname={host} NodeAddr=10.99.0.1 Port=6901 CPUs=4 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=10.99.0.2 Port=6902 CPUs=4 State=UNKNOWN
+PartitionName=all Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm(inside: tuple[list[str], Path]) -> tuple[list[str], dict[str, str]]:
+    """What to put before a command of Slurm's, and the environment it needs."""
+    need("munged", "slurmctld", "slurmd", "srun")
+    enter, directory = inside
+    directory.chmod(0o755)
+    (directory / "state").mkdir()
+    key = directory / "munge.key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    configuration = directory / "slurm.conf"
+    configuration.write_text(SLURM_CONF.format(directory=directory, host=os.uname().nodename))
+    environment = {"SLURM_CONF": str(configuration)}
+
+    def start(*command: str) -> None:
+        with (directory / f"{command[0]}.out").open("ab") as log:
+            subprocess.Popen([*enter, *command], env={**os.environ, **environment}, stdout=log, stderr=log)
+
+    def idle_nodes() -> str:
+        command = [*enter, "sinfo", "--noheader", "--format=%D %T"]
+        told = subprocess.run(
+            command, check=False, env={**os.environ, **environment}, capture_output=True, text=True, timeout=60
+        )
+        return told.stdout
+
+    socket = directory / "munge.sock"
+    files = [f"--{name}={directory}/munge.{name}" for name in ("pid-file", "log-file", "seed-file")]
+    start("munged", "--foreground", "--force", f"--key-file={key}", f"--socket={socket}", *files)
+    wait_until(socket.exists, "munged")
+    start("slurmctld", "-D")
+    for node in ("n1", "n2"):
+        (directory / f"spool.{node}").mkdir()
+        start("slurmd", "-D", "-N", node)
+    wait_until(lambda: idle_nodes().strip() == "2 idle", f"the nodes are {idle_nodes()}: {list(directory.iterdir())}")
+    return enter, environment
+
+
+def test_srun_on_one_node_trains_as_one_process_does(slurm, weights, tmp_path):
+    enter, environment = slurm
+    code, out, err = run([*enter, "srun", "-N", "1", "-n", "3"], tmp_path, TRAIN + AGAIN, **environment)
+    assert (code, out) == (0, ONE_HOST + weights), err
+
+
+@pytest.mark.parametrize("mpi", ["none", "pmi2"])
+def test_srun_on_two_nodes_trains_as_one_process_does(mpi, slurm, weights, tmp_path):
+    enter, environment = slurm
+    command = [*enter, "srun", f"--mpi={mpi}", "-N", "2", "-n", "3", "--distribution=block"]
+    code, out, err = run(command, tmp_path, TRAIN + AGAIN, **environment)
+    assert (code, out) == (0, "[(0, 0, 2, 0, 2), (1, 1, 2, 0, 1), (2, 0, 1, 1, 2)]" + weights), err
+
+
+def test_a_program_in_the_shell_of_a_slurm_job_is_one_rank(slurm, tmp_path):
+    enter, environment = slurm
+    code, out, err = run([*enter, "salloc", "-n", "3"], tmp_path, TRAIN, **environment)
+    assert code == 0, err
+    assert out.startswith(ALONE)
+    batch = [*enter, "sbatch", "--wait", "-n", "3", "--output", str(tmp_path / "out"), "--wrap"]
+    code, _, err = run([*batch, f"{sys.executable} {tmp_path}/program.py"], tmp_path, **environment)
+    assert code == 0, err
+    assert (tmp_path / "out").read_text().startswith(ALONE)
+
+
+def test_slurm_hands_on_the_exit_code_of_a_failed_task(slurm, tmp_path):
+    enter, environment = slurm
+    body = TRAIN + "if hvd.rank() == 1: sys.exit(7)\nhvd.barrier()\n"
+    code, _, err = run([*enter, "srun", "-n", "3"], tmp_path, body, **environment)
+    assert code == 7, err

@@ -1,0 +1,73 @@
+"""The store of hvdlite-run without processes: each agent's relay is a thread, and hands its messages to the store."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import threading
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from hvdlite_launcher.cache import Cache
+from hvdlite_launcher.messages import Joined, Joining
+from hvdlite_launcher.relay import Relay
+from hvdlite_launcher.store import Store
+
+
+class LocalAgent:
+    """One host's: a loop that waits for its workers, and passes messages on to the store and back."""
+
+    def __init__(self, path: str, store: Store) -> None:
+        self.path = path
+        self.sent: list[object] = []  # all that it ever told the launcher
+        self._store = store
+        self._wake, self._woken = os.pipe()
+        self._inbox: deque = deque()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._wake, selectors.EVENT_READ, self._receive)
+        self.cache = Cache(self._tell, ranks=range(4))
+        self.relay = Relay(path, self.cache, self._selector)
+        self._over = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def send(self, message) -> None:
+        self._inbox.append(message)
+        os.write(self._woken, b"!")
+
+    def close(self) -> None:
+        if not self._over:
+            self._over = True
+            os.write(self._woken, b"!")
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over:
+            for key, _ in self._selector.select():
+                key.data()
+        self.relay.close()
+        self._selector.close()
+        os.close(self._wake)
+
+    def _receive(self) -> None:
+        os.read(self._wake, 1)
+        if self._inbox:
+            self.cache.receive(self._inbox.popleft())
+
+    def _tell(self, message) -> None:
+        self.sent.append(message)
+        if not isinstance(message, Joining | Joined):
+            self._store.receive(self, message)
+
+
+@contextlib.contextmanager
+def local_agents(directory: Path, count: int = 1) -> Iterator[list[LocalAgent]]:
+    store = Store()
+    agents = [LocalAgent(str(directory / f"store{number}"), store) for number in range(count)]
+    try:
+        yield agents
+    finally:
+        for agent in agents:
+            agent.close()
