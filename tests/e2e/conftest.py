@@ -13,21 +13,27 @@ from pathlib import Path
 
 import psutil
 import pytest
+from e2e.hosts import Lan
+from e2e.machines import Machine, why_there_are_none
 
 PATIENCE_S = 30  # for what must happen sooner or later
 TEARDOWN_S = 5  # what the launcher promises
 
 
 class Launch:
-    """One run of hvdlite-run. All that it starts carries a mark in its environment."""
+    """One run of hvdlite-run. All that it starts carries a mark in its environment, on whatever machine."""
 
-    def __init__(self, tmp: Path, arguments: tuple[str | bytes, ...], env: dict[str, str], **popen) -> None:
+    def __init__(
+        self, tmp: Path, arguments: tuple[str | bytes, ...], env: dict[str, str], on: Machine | None, **popen
+    ) -> None:
         self._mark = f"HVDLITE_TEST_MARK={uuid.uuid4()}"
         self.tmp = tmp  # where the job makes its private directory
         name, _, value = self._mark.partition("=")
+        self._on = on
+        inside, machine_env = (on.inside(), on.environment()) if on else ([], {"TMPDIR": str(tmp)})
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "hvdlite_launcher", *arguments],
-            env={**os.environ, "TMPDIR": str(tmp), **env, name: value},
+            [*inside, sys.executable, "-m", "hvdlite_launcher", *arguments],
+            env={**os.environ, **machine_env, **env, name: value},
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **popen},
         )
 
@@ -49,8 +55,16 @@ class Launch:
         except psutil.Error:
             return False
 
+    def launcher(self) -> psutil.Process:
+        """The process of hvdlite-run itself; on another machine, what we started only leads there."""
+        started = psutil.Process(self.process.pid)
+        if self._on is None:
+            return started
+        wait_until(started.children)
+        return started.children()[0]
+
     def agent(self) -> psutil.Process:
-        (agent,) = psutil.Process(self.process.pid).children()
+        (agent,) = self.launcher().children()
         return agent
 
     def assert_gone(self) -> None:
@@ -80,15 +94,34 @@ def wait_until(
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    """``launch("-np", "2", "true")``; a run that a failed test leaves is ended after it."""
+    """``launch("-np", "2", "true")``; a run that a failed test leaves is ended after it.
+
+    ``on`` is the machine that hvdlite-run is started on, if not this one.
+    """
     launched: list[Launch] = []
 
-    def start(*arguments: str | bytes, env: dict[str, str] | None = None, **popen) -> Launch:
+    def start(*arguments: str | bytes, env: dict[str, str] | None = None, on: Machine | None = None, **popen) -> Launch:
         tmp = tmp_path / f"tmp{len(launched)}"
         tmp.mkdir()
-        launched.append(Launch(tmp, arguments, env or {}, **popen))
+        launched.append(Launch(tmp, arguments, env or {}, on, **popen))
         return launched[-1]
 
     yield start
     for each in launched:
         each.kill_all()
+
+
+@pytest.fixture
+def make_lan() -> Iterator[Callable[..., Lan]]:
+    """``make_lan("a", "b")``: hosts to reach over ssh, and a desk to do it from; gone after the test."""
+    if reason := why_there_are_none():
+        pytest.skip(f"no hosts can be made here: {reason}")
+    made: list[Lan] = []
+
+    def make(*names: str, **options) -> Lan:
+        made.append(Lan(*names, **options))
+        return made[-1]
+
+    yield make
+    for lan in made:
+        lan.close()
