@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,7 +31,9 @@ class Launch:
         self.tmp = tmp  # where the job makes its private directory
         name, _, value = self._mark.partition("=")
         self._on = on
-        inside, machine_env = (on.inside(), on.environment()) if on else ([], {"TMPDIR": str(tmp)})
+        inside, machine_env = (
+            (on.inside(popen.pop("cwd", None)), on.environment()) if on else ([], {"TMPDIR": str(tmp)})
+        )
         self.process = subprocess.Popen(
             [*inside, sys.executable, "-m", "hvdlite_launcher", *arguments],
             env={**os.environ, **machine_env, **env, name: value},
@@ -90,6 +93,18 @@ def wait_until(
     while not condition():
         assert time.monotonic() < give_up_at, message()
         time.sleep(0.03)
+
+
+def ready(job: Launch, size: int = 2) -> Launch:
+    """Wait until each of ``size`` workers has said so."""
+    assert job.process.stdout is not None
+    seen = set()
+    while len(seen) < size:
+        line = job.process.stdout.readline()
+        assert line, "the job ended before its workers were ready"
+        if match := re.fullmatch(rb"\[(\d+)\]<stdout>:ready\n", line):
+            seen.add(int(match[1]))
+    return job
 
 
 @pytest.fixture

@@ -96,7 +96,7 @@ class Host(Machine):
 
 
 class Lan:
-    """Hosts on one switch, and the desk. ``hosts`` are in the order of their names."""
+    """Hosts on one switch, and the desk. ``hosts`` are in the order of their names; ``machines`` are all."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Lan:
         """
         # Short: a Unix socket's path has 107 bytes.
         self._state = Path(tempfile.mkdtemp(prefix="lan-"))
-        self._machines: list[Machine] = []
+        self.machines: list[Machine] = []
         self._switch: Switch | None = None
         try:
             self._make(names, interfaces or ["eth0"] * len(names), ports or [22] * len(names), ipv6, decoy)
@@ -133,13 +133,13 @@ class Lan:
             return "".join(f"{address} {other}\n" for other, address in addresses.items() if other != name)
 
         self.desk = Machine("desk", self._state, known_to("desk"))
-        self._machines.append(self.desk)
+        self.machines.append(self.desk)
         self.hosts: list[Host] = []
         for name, port in zip(names, ports, strict=True):
             host = Host(name, self._state, known_to(name), address=addresses[name], port=port, user_key=user_key)
-            self._machines.append(host)
+            self.machines.append(host)
             self.hosts.append(host)
-        for machine, interface in zip(self._machines, ["eth0", *interfaces], strict=True):
+        for machine, interface in zip(self.machines, ["eth0", *interfaces], strict=True):
             self._switch.plug(machine, interface, [f"{addresses[machine.name]}/{length}"])
             shutil.copy(user_key, machine.home / ".ssh" / "id_ed25519")
         for host in self.hosts:
@@ -158,29 +158,29 @@ class Lan:
         assert self._switch is not None
         self._switch.restore(machine)
         # Or the others may give up for a moment yet: their last question for its hardware's address was lost.
-        for other in self._machines:
+        for other in self.machines:
             other.run("ip", "neighbour", "flush", "all")
 
     def shape(self, rate: str) -> None:
         """Let no more than ``rate`` (``100mbit``) pass to each machine."""
         assert self._switch is not None
-        for machine in self._machines:
+        for machine in self.machines:
             self._switch.shape(machine, rate)
 
     def left(self) -> list[str]:
         """What any job has, or left, on any of the machines."""
         return [
             f"{machine.name}: {thing}"
-            for machine in self._machines
+            for machine in self.machines
             for thing in (*machine.processes(), *machine.leftovers())
         ]
 
     def kill_jobs(self) -> None:
-        for machine in self._machines:
+        for machine in self.machines:
             kill_all(machine.processes())
 
     def close(self) -> None:
-        for machine in self._machines:
+        for machine in self.machines:
             machine.close()
         if self._switch is not None:
             self._switch.close()
