@@ -95,6 +95,11 @@ def wait_until(
         time.sleep(0.03)
 
 
+def assert_clean(lan: Lan, timeout_s: float = TEARDOWN_S) -> None:
+    """Within this time from now no job has, or left, anything on any of the machines."""
+    wait_until(lambda: not lan.left(), timeout_s, lambda: f"left: {lan.left()}")
+
+
 def ready(job: Launch, size: int = 2) -> Launch:
     """Wait until each of ``size`` workers has said so."""
     assert job.process.stdout is not None

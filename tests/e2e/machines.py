@@ -32,6 +32,7 @@ mount -t tmpfs none /dev/shm
 mount -t tmpfs none /run
 for file in passwd shadow hosts; do mount --bind "$2/$file" /etc/$file; done
 echo "$1" >/proc/sys/kernel/hostname
+for off in /proc/sys/net/ipv6/conf/*/disable_ipv6; do echo 0 >"$off"; done
 ip link set lo up
 exec "$3" -ISc 'import signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); print("ready", flush=True)
 sys.stdin.read()'

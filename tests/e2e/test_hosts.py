@@ -15,7 +15,8 @@ from pathlib import Path
 import hvdlite_launcher.version
 import psutil
 import pytest
-from e2e.conftest import ready, wait_until
+from e2e.conftest import assert_clean, ready, wait_until
+from hvdlite_launcher.channel import SILENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -74,7 +75,7 @@ def test_ranks_fill_the_hosts_in_order(launch, make_lan):
     lan = make_lan("a", "b", "c")
     lines = succeeded(launch("-np", "4", "-H", "a:2,b,c:3", "sh", "-c", WHO, on=lan.desk))
     assert lines == [f"[{rank}]<stdout>:{rank} on {host}" for rank, host in enumerate(["a", "a", "b", "c"])]
-    wait_until(lambda: lan.left() == [], 5, lambda: str(lan.left()))
+    assert_clean(lan)
 
 
 def test_the_launcher_s_own_machine_can_be_one_of_the_hosts(launch, make_lan, tmp_path):
@@ -263,7 +264,7 @@ def test_a_host_that_refuses_the_key_is_named_with_ssh_s_words_and_the_next_step
         err
     )
     assert not started.exists()
-    wait_until(lambda: lan.left() == [], 5, lambda: str(lan.left()))
+    assert_clean(lan)
 
 
 def test_all_hosts_that_fail_are_told_each_with_its_own_cause(launch, make_lan):
@@ -281,7 +282,7 @@ def test_all_hosts_that_fail_are_told_each_with_its_own_cause(launch, make_lan):
         r"^hvdlite-run: nothing was started, .*; c answered$",
     ):
         assert re.search(pattern, err, re.MULTILINE), f"{pattern}\n{err}"
-    wait_until(lambda: lan.left() == [], 5, lambda: str(lan.left()))
+    assert_clean(lan)
 
 
 def test_a_host_that_accepts_connections_and_says_nothing_is_named_in_time(launch, make_lan):
@@ -289,7 +290,7 @@ def test_a_host_that_accepts_connections_and_says_nothing_is_named_in_time(launc
     lan.hosts[1].stop_answering()
     err = failed(launch("--start-timeout", "3", "-H", "a,b", "true", on=lan.desk))
     assert re.search(r"^hvdlite-run: b: .*(timed out|no answer within 3 s)", err, re.MULTILINE), err
-    wait_until(lambda: lan.left() == [], 5, lambda: str(lan.left()))
+    assert_clean(lan)
 
 
 def test_a_port_where_nobody_listens_is_told(launch, make_lan):
@@ -357,7 +358,7 @@ def test_a_working_directory_that_a_host_lacks_is_named(launch, make_lan, tmp_pa
     job = launch("-H", "a,b", "sleep", "1000", on=lan.desk, cwd=here)
     err = failed(job)
     assert re.search(rf"^hvdlite-run: b: .*{here}", err, re.MULTILINE), err
-    wait_until(lambda: lan.left() == [], 5, lambda: str(lan.left()))
+    assert_clean(lan)
 
 
 def test_a_program_that_a_host_lacks_is_named(launch, make_lan, tmp_path):
@@ -369,7 +370,7 @@ def test_a_program_that_a_host_lacks_is_named(launch, make_lan, tmp_path):
     lan.hosts[1].hide(there.parent)
     err = failed(launch("-H", "a,b", str(there), on=lan.desk), 127)
     assert re.search(rf"^hvdlite-run: b: .*{there}", err, re.MULTILINE), err
-    wait_until(lambda: lan.left() == [], 5, lambda: str(lan.left()))
+    assert_clean(lan)
 
 
 # -------------------------------------------------------------- what passes
@@ -399,6 +400,52 @@ def test_a_flood_of_output_from_all_hosts_is_complete(launch, make_lan, tmp_path
     assert err.count(b"<stderr>:done\n") == 3
 
 
+def test_a_screen_that_stands_still_for_a_while_neither_ends_the_job_nor_loses_a_line(launch, make_lan):
+    lan = make_lan("a", "b")
+    flood = "import sys; sys.stdout.writelines(f'{i}\\n' for i in range(500_000))"
+    job = launch("-H", "a,b", sys.executable, "-c", flood, on=lan.desk)
+    assert job.process.stdout.readline()
+    time.sleep(SILENCE_S + 4)  # all pipes are full, and only beats tell that everybody lives
+    code, out, err = job.ended()
+    assert code == 0, err.decode()
+    assert out.count(b"\n") == 999_999
+    assert_clean(lan)
+
+
+def test_the_end_of_who_reads_the_output_ends_the_job_on_all_hosts(launch, make_lan):
+    lan = make_lan("a", "b")
+    job = launch("-H", "a,b", "yes", on=lan.desk)
+    job.process.stdout.readline()
+    job.process.stdout.close()
+    assert_clean(lan)
+    assert job.process.wait(5) == 128 + signal.SIGPIPE
+
+
+def test_ctrl_c_is_heard_while_hosts_are_still_waited_for(launch, make_lan):
+    lan = make_lan("a", "b")
+    lan.cut(lan.hosts[1])
+    job = launch("--verbose", "-H", "a,b", "true", on=lan.desk)
+    while b"a answers" not in (line := job.process.stderr.readline()):
+        assert line
+    job.launcher().send_signal(signal.SIGINT)
+    assert_clean(lan)
+    failed(job, 130)
+
+
+def test_a_large_environment_and_a_long_command_arrive(launch, make_lan):
+    lan = make_lan("a")
+    env = {f"LARGE{i}": str(i) * 100_000 for i in range(8)}
+    count = "import os, sys; print(len(sys.argv[1]), sum(len(v) for k, v in os.environ.items() if 'LARGE' in k))"
+    job = launch("-H", "a", sys.executable, "-c", count, "x" * 100_000, env=env, on=lan.desk)
+    assert succeeded(job) == ["[0]<stdout>:100000 800000"]
+
+
+def test_ranks_of_one_host_elsewhere_meet(launch, make_lan, tmp_path):
+    lan = make_lan("a", interfaces=("lan0",))
+    lines = succeeded(launch("-H", "a:2", *program(tmp_path, AVERAGE), on=lan.desk))
+    assert [line.partition(" by ")[0] for line in lines] == ["[0]<stdout>:0.5 on a", "[1]<stdout>:0.5 on a"]
+
+
 def test_the_exit_code_and_the_last_words_of_a_worker_elsewhere_are_told(launch, make_lan):
     lan = make_lan("a", "b")
     fail = "[ $HVDLITE_RANK = 0 ] && exec sleep 1000; echo no more batteries >&2; exit 7"
@@ -422,7 +469,7 @@ def test_an_agent_elsewhere_that_is_killed_takes_all_along_and_is_told(launch, m
     # Of a keeper's end by a signal, sshd's client learns that it ended.
     why = "was killed by SIGKILL" if which == "the agent" else "ended unexpectedly"
     assert failed(job).splitlines()[-1] == f"hvdlite-run: lost b: its agent {why}. Its workers were killed"
-    wait_until(lambda: lan.left() == [], 5, lambda: str(lan.left()))
+    assert_clean(lan)
 
 
 def test_ctrl_c_reaches_workers_on_all_hosts(launch, make_lan):
@@ -449,4 +496,4 @@ def test_two_jobs_on_the_same_hosts_do_not_touch_each_other(launch, make_lan, tm
     assert staying.process.poll() is None
     over.touch()
     assert staying.ended()[0] == 0
-    wait_until(lambda: lan.left() == [], 5, lambda: str(lan.left()))
+    assert_clean(lan)

@@ -113,7 +113,7 @@ def test_any_other_failure_is_told_by_its_last_line_and_how_to_see_it_by_hand():
     [
         (-9, "our ssh client was killed by SIGKILL"),
         (137, "its agent was killed by SIGKILL"),
-        (255, "its agent ended unexpectedly (ssh ended with exit code 255; try by hand: ssh node1 true)"),
+        (255, "its agent ended unexpectedly (ssh ended with exit code 255; try by hand: ssh user@node1 true)"),
     ],
 )
 def test_who_was_killed_is_told_and_not_what_ssh_says_of_every_new_host(returncode, cause):
