@@ -60,8 +60,8 @@ def gather(
                 waiting.discard(event.host)
                 hellos[event.host] = event.hello
             case Lost(host, why):
-                if host in waiting:
-                    fail(host, why)
+                hellos.pop(host, None)  # it may have answered, and not lived to see the others do
+                fail(host, why)
             case AgentSaid():
                 log(f"{event.host}: {event.text.rstrip()}")
             case Interrupted(signum):

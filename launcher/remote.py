@@ -23,11 +23,13 @@ from .hosts import Host
 from .messages import AgentSaid, Answered, Beat, Command, Event, Greet, Hello, Lost, Message, Output, Refused
 from .protocol import MARK, Decoder, encode
 from .report import signal_name
+from .ssh import killed_by, last_words
 from .store import Store
 from .version import VERSION
 
 _READ_BYTES = 1 << 18
 _NOISE_BYTES = 1 << 16  # what start files of a shell may print before the agent speaks
+_UNEXPECTED = "its agent ended unexpectedly"
 _WORDS_S = 1.0  # for the last words of a process that has ended
 
 
@@ -183,6 +185,7 @@ class RemoteAgent:
                 raise ProtocolError(
                     f"hvdlite is version {VERSION} here and {message.version} there: install the same version on all"
                 )
+            self._words = ""  # what was said before is not why it will end
             self._greeted.set()
             self._events.put(Answered(self.host.label, message))
             return
@@ -203,15 +206,14 @@ class RemoteAgent:
         if self._stderr_thread is not None:
             self._stderr_thread.join(_WORDS_S)
         returncode = self._process.returncode
-        if not self._greeted.is_set() and returncode is not None:
+        if self.host.is_here:
+            killed = returncode is not None and returncode < 0
+            return f"its agent was killed by {signal_name(-returncode)}" if killed else _UNEXPECTED
+        if returncode is None:
+            return _UNEXPECTED
+        if not self._greeted.is_set():
             return self._explain(returncode, self._words)
-        if returncode is not None and returncode < 0:
-            what = "its agent" if self.host.is_here else "our ssh client"
-            return f"{what} was killed by {signal_name(-returncode)}"
-        if returncode is not None and returncode > 128 and not self.host.is_here and returncode != 255:
-            return f"its agent was killed by {signal_name(returncode - 128)}"
-        last = self._words.strip().rpartition("\n")[2]
-        return last or "its agent ended unexpectedly"
+        return killed_by(returncode) or last_words(self._words) or _UNEXPECTED
 
     def _listen_to_stderr(self) -> None:
         assert self._process.stderr is not None

@@ -14,6 +14,7 @@ import sys
 from dataclasses import dataclass
 
 from .hosts import Host
+from .report import signal_name
 
 # Run by the login shell there, whatever it is, hence by sh inside: the first of the interpreters that exists.
 _FIND_PYTHON = (
@@ -95,13 +96,34 @@ _ADVICE = [
 
 def explain(host: Host, ssh: Ssh, returncode: int, words: str) -> str:
     """Why the agent on ``host`` never said hello: ssh's own ``words``, and the next step."""
-    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    lines = _lines(words)
     for pattern, advice in _ADVICE:
         said = [line for line in lines if re.search(pattern, line, re.IGNORECASE)]
         if said:
             step = advice.format(host=host.label, name=host.name, by_hand=ssh.by_hand(host))
             return f"{said[-1]} ({step})"
-    if returncode < 0:
-        return f"its ssh client was killed by signal {-returncode}"
-    last = lines[-1] if lines else "it said nothing"
+    if killed := killed_by(returncode):
+        return killed
+    last = lines[-1] if lines else "its agent ended unexpectedly"
     return f"{last} ({ssh.program} ended with exit code {returncode}; try by hand: {ssh.by_hand(host)})"
+
+
+def killed_by(returncode: int) -> str | None:
+    """Who was killed, here or there, if the return code of ssh tells."""
+    if returncode < 0:
+        return f"our ssh client was killed by {signal_name(-returncode)}"
+    if 128 < returncode < 255:  # with 255 ssh speaks for itself
+        return f"its agent was killed by {signal_name(returncode - 128)}"
+    return None
+
+
+def last_words(words: str) -> str | None:
+    """What may be the cause, if ssh or the agent said anything of the kind."""
+    lines = _lines(words)
+    return lines[-1] if lines else None
+
+
+def _lines(words: str) -> list[str]:
+    # The warning is what ssh says of every host that it sees for the first time.
+    lines = [line.strip() for line in words.splitlines()]
+    return [line for line in lines if line and not line.startswith("Warning: Permanently added ")]

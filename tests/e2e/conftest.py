@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,28 +14,35 @@ from pathlib import Path
 
 import psutil
 import pytest
+from e2e.hosts import Lan
+from e2e.machines import Machine, why_there_are_none
 
 PATIENCE_S = 30  # for what must happen sooner or later
 TEARDOWN_S = 5  # what the launcher promises
 
 
 class Launch:
-    """One run of hvdlite-run. All that it starts carries a mark in its environment."""
+    """One run of hvdlite-run. All that it starts carries a mark in its environment, on whatever machine."""
 
     def __init__(
         self,
         tmp: Path,
         arguments: tuple[str | bytes, ...],
         env: dict[str, str],
+        on: Machine | None,
         program: tuple[str, ...] = ("-m", "hvdlite_launcher"),
         **popen,
     ) -> None:
         self._mark = f"HVDLITE_TEST_MARK={uuid.uuid4()}"
         self.tmp = tmp  # where the job makes its private directory
         name, _, value = self._mark.partition("=")
+        self._on = on
+        inside, machine_env = (
+            (on.inside(popen.pop("cwd", None)), on.environment()) if on else ([], {"TMPDIR": str(tmp)})
+        )
         self.process = subprocess.Popen(
-            [sys.executable, *program, *arguments],
-            env={**os.environ, "TMPDIR": str(tmp), **env, name: value},
+            [*inside, sys.executable, *program, *arguments],
+            env={**os.environ, **machine_env, **env, name: value},
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **popen},
         )
 
@@ -56,8 +64,16 @@ class Launch:
         except psutil.Error:
             return False
 
+    def launcher(self) -> psutil.Process:
+        """The process of hvdlite-run itself; on another machine, what we started only leads there."""
+        started = psutil.Process(self.process.pid)
+        if self._on is None:
+            return started
+        wait_until(started.children)
+        return started.children()[0]
+
     def agent(self) -> psutil.Process:
-        (agent,) = psutil.Process(self.process.pid).children()
+        (agent,) = self.launcher().children()
         return agent
 
     def assert_gone(self) -> None:
@@ -85,17 +101,53 @@ def wait_until(
         time.sleep(0.03)
 
 
+def assert_clean(lan: Lan, timeout_s: float = TEARDOWN_S) -> None:
+    """Within this time from now no job has, or left, anything on any of the machines."""
+    wait_until(lambda: not lan.left(), timeout_s, lambda: f"left: {lan.left()}")
+
+
+def ready(job: Launch, size: int = 2) -> Launch:
+    """Wait until each of ``size`` workers has said so."""
+    assert job.process.stdout is not None
+    seen = set()
+    while len(seen) < size:
+        line = job.process.stdout.readline()
+        assert line, "the job ended before its workers were ready"
+        if match := re.fullmatch(rb"\[(\d+)\]<stdout>:ready\n", line):
+            seen.add(int(match[1]))
+    return job
+
+
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    """``launch("-np", "2", "true")``; a run that a failed test leaves is ended after it."""
+    """``launch("-np", "2", "true")``; a run that a failed test leaves is ended after it.
+
+    ``on`` is the machine that hvdlite-run is started on, if not this one.
+    """
     launched: list[Launch] = []
 
-    def start(*arguments: str | bytes, env: dict[str, str] | None = None, **popen) -> Launch:
+    def start(*arguments: str | bytes, env: dict[str, str] | None = None, on: Machine | None = None, **popen) -> Launch:
         tmp = tmp_path / f"tmp{len(launched)}"
         tmp.mkdir()
-        launched.append(Launch(tmp, arguments, env or {}, **popen))
+        launched.append(Launch(tmp, arguments, env or {}, on, **popen))
         return launched[-1]
 
     yield start
     for each in launched:
         each.kill_all()
+
+
+@pytest.fixture
+def make_lan() -> Iterator[Callable[..., Lan]]:
+    """``make_lan("a", "b")``: hosts to reach over ssh, and a desk to do it from; gone after the test."""
+    if reason := why_there_are_none():
+        pytest.skip(f"no hosts can be made here: {reason}")
+    made: list[Lan] = []
+
+    def make(*names: str, **options) -> Lan:
+        made.append(Lan(*names, **options))
+        return made[-1]
+
+    yield make
+    for lan in made:
+        lan.close()

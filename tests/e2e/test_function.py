@@ -4,6 +4,7 @@ import signal
 
 import psutil
 import pytest
+from e2e.conftest import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -321,3 +322,42 @@ def test_a_courier_that_is_killed_takes_the_job_with_it_and_is_told(program):
     assert code == 7
     assert b"caught JobError('the process that ran the job was killed by SIGKILL')" in out
     job.assert_gone()
+
+
+@pytest.mark.timeout(180)
+def test_a_function_is_called_on_several_hosts_and_one_that_fails_there_is_named(program, make_lan, tmp_path):
+    """The hosts see the main program's own directory, but nothing of the call is in it."""
+    lan = make_lan("a", "b")
+    job = program(
+        """
+import os
+import torch
+import hvdlite as hvd
+
+class Lonely(Exception):
+    pass
+
+def where(payload):
+    hvd.init(timeout_s=60)
+    mean = hvd.allreduce(torch.tensor(float(hvd.rank())), name="rank").item()
+    return os.uname().nodename, mean, payload[::-1]
+
+def fail():
+    hvd.init(timeout_s=60)
+    if hvd.rank() == 1:
+        raise Lonely(os.uname().nodename)
+    hvd.barrier()
+
+payload = os.urandom(20_000_000)
+assert hvd.run(where, (payload,), hosts="a,b") == [("a", 0.5, payload[::-1]), ("b", 0.5, payload[::-1])]
+try:
+    hvd.run(fail, hosts="a,b")
+except Lonely as error:
+    print(error, error.__cause__)
+""",
+        on=lan.desk,
+    )
+    code, out, err = job.ended()
+    assert code == 0, err.decode()
+    assert out.decode().startswith("b \nrank 1 on b:\n")
+    wait_until(lambda: lan.left() == [], 5, lambda: str(lan.left()))

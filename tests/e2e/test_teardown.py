@@ -4,12 +4,12 @@ Each fault is tried once in the fast part; those of the launcher's promise also 
 """
 
 import os
-import re
 import signal
 import sys
 
 import psutil
 import pytest
+from e2e.conftest import ready
 
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt orphans")
 
@@ -36,17 +36,6 @@ print('ready', flush=True)
 """
 
 
-def _ready(job, size=2):
-    """Wait until each of ``size`` workers has said so."""
-    seen = set()
-    while len(seen) < size:
-        line = job.process.stdout.readline()
-        assert line, "the job ended before its workers were ready"
-        if match := re.fullmatch(rb"\[(\d+)\]<stdout>:ready\n", line):
-            seen.add(int(match[1]))
-    return job
-
-
 def _worker(job, rank):
     """The process of this rank, found by its environment among the agent's children."""
     for process in job.agent().children():
@@ -57,7 +46,7 @@ def _worker(job, rank):
 
 @TIMES
 def test_a_worker_killed_with_9_ends_the_others_and_is_named(launch, time):
-    job = _ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
+    job = ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
     worker = _worker(job, 1)
     worker.kill()
     code, _, err = job.ended()
@@ -68,7 +57,7 @@ def test_a_worker_killed_with_9_ends_the_others_and_is_named(launch, time):
 
 @TIMES
 def test_a_worker_that_ignores_sigterm_is_gone_in_time(launch, time):
-    job = _ready(launch("-np", "2", "sh", "-c", f"[ $HVDLITE_RANK = 1 ] || {{ {DEAF}; }}; {SLEEP}"))
+    job = ready(launch("-np", "2", "sh", "-c", f"[ $HVDLITE_RANK = 1 ] || {{ {DEAF}; }}; {SLEEP}"))
     _worker(job, 1).kill()
     job.assert_gone()
     assert job.ended()[0] == 137
@@ -76,7 +65,7 @@ def test_a_worker_that_ignores_sigterm_is_gone_in_time(launch, time):
 
 def test_a_worker_that_ignores_sigterm_and_floods_the_screen_is_killed(launch):
     flood = "trap '' TERM; echo ready; while :; do echo y; done"
-    job = _ready(launch("--grace", "1", "-np", "2", "sh", "-c", flood))
+    job = ready(launch("--grace", "1", "-np", "2", "sh", "-c", flood))
     _worker(job, 1).kill()
     assert job.ended()[0] == 137
     job.assert_gone()
@@ -84,7 +73,7 @@ def test_a_worker_that_ignores_sigterm_and_floods_the_screen_is_killed(launch):
 
 @TIMES
 def test_ctrl_c_ends_the_job(launch, time):
-    job = _ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
+    job = ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
     job.process.send_signal(signal.SIGINT)
     job.assert_gone()
     assert job.ended()[0] == 130
@@ -92,7 +81,7 @@ def test_ctrl_c_ends_the_job(launch, time):
 
 @TIMES
 def test_a_launcher_killed_with_9_takes_all_along(launch, time):
-    job = _ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
+    job = ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
     job.process.kill()
     job.assert_gone()
 
@@ -100,7 +89,7 @@ def test_a_launcher_killed_with_9_takes_all_along(launch, time):
 @TIMES
 @LINUX_ONLY
 def test_an_agent_killed_with_9_is_named_and_takes_all_along(launch, time):
-    job = _ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
+    job = ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
     job.agent().kill()
     code, _, err = job.ended()
     assert code == 1
@@ -110,7 +99,7 @@ def test_an_agent_killed_with_9_is_named_and_takes_all_along(launch, time):
 
 @LINUX_ONLY
 def test_launcher_and_agent_killed_with_9_leave_no_worker(launch):
-    job = _ready(launch("-np", "2", "sh", "-c", SLEEP))
+    job = ready(launch("-np", "2", "sh", "-c", SLEEP))
     agent = job.agent()
     job.process.kill()
     agent.kill()
@@ -122,7 +111,7 @@ def test_launcher_and_agent_killed_with_9_leave_no_worker(launch):
 @TIMES
 @LINUX_ONLY
 def test_a_daemon_that_a_worker_leaves_ends_with_the_job(launch, time):
-    job = _ready(launch("-np", "2", sys.executable, "-c", DAEMON))
+    job = ready(launch("-np", "2", sys.executable, "-c", DAEMON))
     assert job.ended()[0] == 0
     job.assert_gone()
 
@@ -130,7 +119,7 @@ def test_a_daemon_that_a_worker_leaves_ends_with_the_job(launch, time):
 @LINUX_ONLY
 def test_a_daemon_ends_with_the_job_that_a_failure_ends(launch):
     job = launch("-np", "2", sys.executable, "-c", f"{DAEMON}\nimport signal; signal.pause()")
-    _worker(_ready(job), 0).kill()
+    _worker(ready(job), 0).kill()
     assert job.ended()[0] == 137
     job.assert_gone()
 
@@ -138,21 +127,21 @@ def test_a_daemon_ends_with_the_job_that_a_failure_ends(launch):
 @LINUX_ONLY
 def test_a_daemon_ends_when_agent_is_killed_with_9(launch):
     job = launch("-np", "2", sys.executable, "-c", f"{DAEMON}\nimport signal; signal.pause()")
-    _ready(job).agent().kill()
+    ready(job).agent().kill()
     assert job.ended()[0] == 1
     job.assert_gone()
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_term_and_hup_end_the_job(launch, signum, code):
-    job = _ready(launch("-np", "2", "sh", "-c", SLEEP))
+    job = ready(launch("-np", "2", "sh", "-c", SLEEP))
     job.process.send_signal(signum)
     assert job.ended()[0] == code
     job.assert_gone()
 
 
 def test_ctrl_c_lets_workers_end_their_own_way(launch):
-    job = _ready(
+    job = ready(
         launch("-np", "2", "sh", "-c", "trap 'echo saved; exit 0' INT; echo ready; while :; do sleep 0.01; done")
     )
     job.process.send_signal(signal.SIGINT)
@@ -162,7 +151,7 @@ def test_ctrl_c_lets_workers_end_their_own_way(launch):
 
 
 def test_ctrl_c_twice_kills_at_once_whatever_the_grace(launch):
-    job = _ready(launch("--grace", "1000", "-np", "2", "sh", "-c", DEAF))
+    job = ready(launch("--grace", "1000", "-np", "2", "sh", "-c", DEAF))
     job.process.send_signal(signal.SIGINT)
     assert b"SIGINT passed on" in job.process.stderr.readline()
     job.process.send_signal(signal.SIGINT)
@@ -178,14 +167,14 @@ def test_an_ignored_hangup_stays_ignored(launch, tmp_path):
         job = launch("-np", "1", "sh", "-c", 'echo ready; read line <"$0"; exit 6', str(go_on))
     finally:
         signal.signal(signal.SIGHUP, previous)
-    _ready(job, size=1).process.send_signal(signal.SIGHUP)
+    ready(job, size=1).process.send_signal(signal.SIGHUP)
     go_on.write_text("now\n")
     assert job.ended()[0] == 6
 
 
 def test_a_screen_that_stands_still_does_not_keep_the_job(launch):
     # After its first lines nobody reads: all pipes fill up.
-    job = _ready(launch("--grace", "1", "-np", "2", "sh", "-c", "echo ready; exec yes"))
+    job = ready(launch("--grace", "1", "-np", "2", "sh", "-c", "echo ready; exec yes"))
     job.process.send_signal(signal.SIGINT)
     job.assert_gone()
     assert job.process.wait(5) == 130

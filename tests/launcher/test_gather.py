@@ -3,7 +3,6 @@
 import signal
 from queue import Empty
 
-import pytest
 from hvdlite_launcher.errors import LauncherError
 from hvdlite_launcher.gather import gather
 from hvdlite_launcher.messages import AgentSaid, Answered, Hello, Interrupted, Lost
@@ -69,7 +68,7 @@ def test_a_signal_ends_it_with_the_signals_exit_code():
     assert error.exit_code == 130
 
 
-@pytest.mark.parametrize("late", ["a", "b"])
-def test_a_host_that_is_lost_after_its_answer_is_left_to_who_supervises(late):
-    answers, _, _ = _gather(["a", "b"], Answered(late, HELLO), Answered("b" if late == "a" else "a", HELLO))
-    assert answers.keys() == {"a", "b"}
+def test_a_host_that_is_lost_after_its_answer_and_before_the_others_has_failed():
+    error, said, _ = _gather(["a", "b"], Answered("a", HELLO), Lost("a", "killed"), Answered("b", HELLO))
+    assert said == ["a: killed"]
+    assert str(error) == "nothing was started, since these hosts failed: a; b answered"

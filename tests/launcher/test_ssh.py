@@ -106,3 +106,16 @@ def test_a_failure_is_told_in_sshs_words_with_the_next_step(words, step):
 def test_any_other_failure_is_told_by_its_last_line_and_how_to_see_it_by_hand():
     told = explain(NODE, Ssh(port=2222), 3, "first\nsomething new\n\n")
     assert told == "something new (ssh ended with exit code 3; try by hand: ssh -p 2222 user@node1 true)"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "cause"),
+    [
+        (-9, "our ssh client was killed by SIGKILL"),
+        (137, "its agent was killed by SIGKILL"),
+        (255, "its agent ended unexpectedly (ssh ended with exit code 255; try by hand: ssh user@node1 true)"),
+    ],
+)
+def test_who_was_killed_is_told_and_not_what_ssh_says_of_every_new_host(returncode, cause):
+    words = "Warning: Permanently added 'node1' (ED25519) to the list of known hosts.\r\n"
+    assert explain(NODE, Ssh(), returncode, words) == cause

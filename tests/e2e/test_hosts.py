@@ -1,0 +1,499 @@
+"""Jobs over two and three hosts, each with a real sshd: what runs there, what goes wrong, and what nobody may see."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import hvdlite_launcher.version
+import psutil
+import pytest
+from e2e.conftest import assert_clean, ready, wait_until
+from hvdlite_launcher.channel import SILENCE_S
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+WHO = "echo $HVDLITE_RANK on $(uname -n)"
+DIGITS = Path(__file__).parents[2] / "examples" / "digits.py"
+
+# Two ranks or more average what they are; it takes the network to know the others'.
+AVERAGE = """
+import os, torch, hvdlite as hvd
+hvd.init(timeout_s=60)
+mean = hvd.allreduce(torch.tensor(float(hvd.rank())), name="rank").item()
+print(f"{mean:.1f} on {os.uname().nodename} by {os.environ.get('GLOO_SOCKET_IFNAME')}")
+"""
+
+# Trains until there is a file named in its first argument.
+TRAIN_UNTIL = """
+import os, sys, torch, hvdlite as hvd
+hvd.init(timeout_s=60)
+model = torch.nn.Linear(4, 2)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+step = 0
+while not hvd.allreduce(torch.tensor(float(os.path.exists(sys.argv[1]))), name="over", op=hvd.Sum).item():
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    step += 1
+    if step == 3: print("ready", flush=True)
+"""
+
+
+def program(tmp_path, text):
+    path = tmp_path / "program.py"
+    path.write_text(text)
+    return [sys.executable, str(path)]
+
+
+def succeeded(job):
+    """Its output's lines, sorted, once it has ended well."""
+    code, out, err = job.ended()
+    assert code == 0, err.decode()
+    return sorted(out.decode().splitlines())
+
+
+def failed(job, code=1):
+    """What it said on stderr, once it has ended with this code."""
+    returncode, _, err = job.ended()
+    assert returncode == code, err.decode()
+    assert "Traceback" not in err.decode()
+    return err.decode()
+
+
+# ---------------------------------------------------------------- the places
+
+
+def test_ranks_fill_the_hosts_in_order(launch, make_lan):
+    lan = make_lan("a", "b", "c")
+    lines = succeeded(launch("-np", "4", "-H", "a:2,b,c:3", "sh", "-c", WHO, on=lan.desk))
+    assert lines == [f"[{rank}]<stdout>:{rank} on {host}" for rank, host in enumerate(["a", "a", "b", "c"])]
+    assert_clean(lan)
+
+
+def test_the_launcher_s_own_machine_can_be_one_of_the_hosts(launch, make_lan, tmp_path):
+    lan = make_lan("a", "b")
+    a = lan.hosts[0]
+    for own_name in ("a", "localhost", a.address):
+        lines = succeeded(launch("-H", f"{own_name}:1,b:1", *program(tmp_path, AVERAGE), on=a))
+        assert lines == ["[0]<stdout>:0.5 on a by eth0", "[1]<stdout>:0.5 on b by eth0"]
+    # It is not reached over ssh.
+    a.refuse_keys()
+    lines = succeeded(launch("-H", "b:1,a:1", "sh", "-c", WHO, on=a))
+    assert lines == ["[0]<stdout>:0 on b", "[1]<stdout>:1 on a"]
+
+
+def test_a_command_and_an_environment_arrive_as_they_are(launch, make_lan):
+    lan = make_lan("a", "b")
+    hard = "a  b'c\"d$HOME`id`\\n\n*;|&é\t~ #!"
+    env = {"HARD": hard, "API_KEY": "k", "DISPLAY": ":7", "XDG_RUNTIME_DIR": "/run/user/7", "SSH_AUTH_SOCK": "/none"}
+    show = (
+        "import os, sys; print([sys.argv[1:], *map(os.environ.get, "
+        "['HARD', 'API_KEY', 'EXTRA', 'DISPLAY', 'XDG_RUNTIME_DIR', 'SSH_AUTH_SOCK', 'HOME', 'TMPDIR'])])"
+    )
+    words = [sys.executable, "-c", show, hard, "", "-x"]
+    lines = succeeded(launch("-x", f"EXTRA={hard}", "-H", "a,b", *words, env=env, on=lan.desk))
+    assert lines == [
+        f"[{rank}]<stdout>:{[[hard, '', '-x'], hard, 'k', hard, None, None, None, str(host.home), str(host.tmp)]}"
+        for rank, host in enumerate(lan.hosts)
+    ]
+
+
+def test_no_env_sends_nothing_but_what_is_asked_for(launch, make_lan):
+    lan = make_lan("a")
+    job = launch("--no-env", "-x", "B", "-H", "a", "sh", "-c", "echo $A$B", env={"A": "1", "B": "2"}, on=lan.desk)
+    assert succeeded(job) == ["[0]<stdout>:2"]
+
+
+# ------------------------------------------------------------------ trainings
+
+
+def losses(lines):
+    (result,) = [line for line in lines if "training loss" in line]
+    return re.search(r"training loss (\S+), test loss (\S+) after", result).groups()
+
+
+def test_digits_train_to_the_same_losses_on_one_two_and_three_hosts(launch, make_lan):
+    lan = make_lan("a", "b", "c", interfaces=("lan0", "ens7", "enp0s31f6"), decoy=True)
+    digits = [sys.executable, str(DIGITS), "--epochs", "2"]
+    env = {"OMP_NUM_THREADS": "1"}
+    alone = losses(succeeded(launch("-np", "3", *digits, env=env)))
+    assert losses(succeeded(launch("-H", "a:2,b:1", *digits, env=env, on=lan.desk))) == alone
+    assert losses(succeeded(launch("-H", "a,b,c", *digits, env=env, on=lan.desk))) == alone
+
+
+def test_hosts_with_ipv6_alone_train(launch, make_lan, tmp_path):
+    lan = make_lan("a", "b", interfaces=("lan0", "ens7"), ipv6=True)
+    spec = ",".join(f"{host.spec}:1" for host in lan.hosts)
+    lines = succeeded(launch("-H", spec, *program(tmp_path, AVERAGE), on=lan.desk))
+    assert lines == ["[0]<stdout>:0.5 on a by lan0", "[1]<stdout>:0.5 on b by ens7"]
+
+
+def test_the_interface_can_be_named_for_each_host(launch, make_lan, tmp_path):
+    lan = make_lan("a", "b", interfaces=("lan0", "ens7"))
+    words = ["-H", "a,b", "--network-interface", "a=lan0,b=ens7", *program(tmp_path, AVERAGE)]
+    assert succeeded(launch(*words, on=lan.desk)) == ["[0]<stdout>:0.5 on a by lan0", "[1]<stdout>:0.5 on b by ens7"]
+    err = failed(launch("-H", "a,b", "--network-interface", "lan0", "true", on=lan.desk))
+    assert re.search(r"^hvdlite-run: b: .*lan0.*ens7", err, re.MULTILINE), err
+
+
+def test_nobody_listens_but_gloo_on_the_chosen_address(launch, make_lan, tmp_path):
+    lan = make_lan("a", "b", interfaces=("lan0", "ens7"), decoy=True)
+    over, shown = tmp_path / "over", tmp_path / "shown"
+    sshd = [(machine.name, address) for machine in lan.machines for address in machine.listening_tcp()]
+    seen = set()
+    with shown.open("wb") as file:
+        job = launch("-H", "a:2,b:1", *program(tmp_path, TRAIN_UNTIL), str(over), on=lan.desk, stdout=file)
+    while shown.read_text().count("ready") < 3:  # all the while, from the start
+        assert job.process.poll() is None, job.ended()
+        seen |= {
+            (machine.name, address.rpartition(":")[0], rank_of(pid))
+            for machine in lan.machines
+            for address, pid in machine.listening_tcp().items()
+            if (machine.name, address) not in sshd
+        }
+    over.touch()
+    assert job.ended()[0] == 0
+    a, b = lan.hosts
+    assert seen == {("a", a.address, "0"), ("a", a.address, "1"), ("b", b.address, "2")}
+
+
+def rank_of(pid):
+    """The rank of a worker; None for any other process."""
+    try:
+        return psutil.Process(pid).environ().get("HVDLITE_RANK")
+    except (psutil.Error, ValueError):
+        return None
+
+
+# -------------------------------------------------------------------- secrets
+
+
+def test_nothing_of_the_environment_s_secrets_is_seen_but_by_the_workers(launch, make_lan):
+    lan = make_lan("a", "b")
+    secret, token = (f"secret-{uuid.uuid4()}" for _ in range(2))
+    env = {"API_KEY": secret, "TOKEN": token}
+    job = launch(
+        "-x", "TOKEN", "--verbose", "-H", "a:2,b:1", "sh", "-c", "echo ready; exec sleep 1000", env=env, on=lan.desk
+    )
+    ready(job, 3)
+    holders = set()
+    for pid in psutil.pids():
+        try:
+            process = Path(f"/proc/{pid}")
+            assert not any(word in (process / "cmdline").read_bytes().decode() for word in (secret, token))
+            if any(word in (process / "environ").read_text() for word in (secret, token)):
+                holders.add(pid)
+                assert process.stat().st_uid == os.getuid()
+                assert (process / "environ").stat().st_mode & 0o077 == 0
+        except OSError:
+            continue
+    on_hosts = {process.pid: process.name() for host in lan.hosts for process in host.processes()}
+    assert [on_hosts[pid] for pid in holders if pid in on_hosts] == ["sleep"] * 3
+    # Who else has them is what the user started, and what that started beside it: nobody's but the user's.
+    ours = {process.pid for process in job.processes()}
+    assert holders <= ours
+    job.launcher().send_signal(signal.SIGTERM)
+    _, out, err = job.ended()
+    assert not any(word in text.decode() for word in (secret, token) for text in (out, err))
+
+
+# ------------------------------------------------------------- how to get there
+
+
+def test_an_alias_of_the_user_s_ssh_configuration_is_enough(launch, make_lan, tmp_path):
+    lan = make_lan("a", "b", ports=(2222, 2200))
+    a, b = lan.hosts
+    key = tmp_path / "other_key"
+    (lan.desk.home / ".ssh" / "id_ed25519").rename(key)
+    (lan.desk.home / ".ssh" / "config").write_text(
+        f"Host big\n  HostName {a.address}\n  Port 2222\n  User root\n  IdentityFile {key}\n"
+        f"Host small\n  HostName {b.address}\n  Port 2200\n  IdentityFile {key}\n"
+    )
+    lines = succeeded(launch("-H", "big:2,root@small:1", *program(tmp_path, AVERAGE), on=lan.desk))
+    assert lines == [f"[{rank}]<stdout>:1.0 on {host} by eth0" for rank, host in enumerate("aab")]
+
+
+def test_port_key_and_further_words_for_ssh_can_be_given(launch, make_lan, tmp_path):
+    lan = make_lan("a", ports=(2222,))
+    key = tmp_path / "other_key"
+    (lan.desk.home / ".ssh" / "id_ed25519").rename(key)
+    there = ["[0]<stdout>:0 on a"]
+    assert succeeded(launch("-p", "2222", "-i", str(key), "-H", "a", "sh", "-c", WHO, on=lan.desk)) == there
+    words = f"-o Port=2222 -o IdentityFile={key}"
+    assert succeeded(launch(f"--ssh-args={words}", "-H", "root@a", "sh", "-c", WHO, on=lan.desk)) == there
+
+
+def test_another_program_can_take_ssh_s_place(launch, make_lan, tmp_path):
+    lan = make_lan("a")
+    instead = tmp_path / "kubexec"
+    # Called with a host and a command for a shell there.
+    instead.write_text(
+        '#!/bin/sh\necho "$1" >>"$0.log"\nhost=$1; shift\nexec ssh -oStrictHostKeyChecking=no "$host" "$@"\n'
+    )
+    instead.chmod(0o755)
+    lines = succeeded(launch("--ssh-program", str(instead), "-H", "a:2", "sh", "-c", WHO, on=lan.desk))
+    assert lines == ["[0]<stdout>:0 on a", "[1]<stdout>:1 on a"]
+    assert (tmp_path / "kubexec.log").read_text() == "a\n"
+
+
+def test_what_a_remote_shell_says_does_no_harm(launch, make_lan):
+    lan = make_lan("a", "b")
+    # bash reads it for what sshd starts; some put a greeting there, which breaks scp.
+    noise = "echo Welcome to b; echo mind your step >&2; head -c 3000 /dev/urandom\n"
+    (lan.hosts[1].home / ".bashrc").write_text(noise)
+    assert succeeded(launch("-H", "a,b", "sh", "-c", WHO, on=lan.desk)) == ["[0]<stdout>:0 on a", "[1]<stdout>:1 on b"]
+
+
+# ------------------------------------------------------------ who is not there
+
+
+def test_a_host_that_refuses_the_key_is_named_with_ssh_s_words_and_the_next_step(launch, make_lan, tmp_path):
+    lan = make_lan("a", "b", "c")
+    lan.hosts[1].refuse_keys()
+    started = tmp_path / "started"
+    err = failed(launch("-H", "a,b,c", "touch", str(started), on=lan.desk))
+    assert re.search(r"^hvdlite-run: b: root@b: Permission denied \(publickey\)\..*ssh-copy-id b", err, re.MULTILINE), (
+        err
+    )
+    assert not started.exists()
+    assert_clean(lan)
+
+
+def test_all_hosts_that_fail_are_told_each_with_its_own_cause(launch, make_lan):
+    lan = make_lan("a", "b", "c")
+    a, b, _ = lan.hosts
+    a.refuse_keys()
+    lan.cut(b)
+    began = time.monotonic()
+    err = failed(launch("--start-timeout", "4", "-H", "a,b,c,nowhere", "true", on=lan.desk))
+    assert time.monotonic() - began < 15
+    for pattern in (
+        r"^hvdlite-run: a: .*Permission denied.*ssh-copy-id a",
+        r"^hvdlite-run: b: .*(timed out|[Nn]o route to host|no answer within 4 s)",
+        r"^hvdlite-run: nowhere: .*Could not resolve hostname nowhere",
+        r"^hvdlite-run: nothing was started, .*; c answered$",
+    ):
+        assert re.search(pattern, err, re.MULTILINE), f"{pattern}\n{err}"
+    assert_clean(lan)
+
+
+def test_a_host_that_accepts_connections_and_says_nothing_is_named_in_time(launch, make_lan):
+    lan = make_lan("a", "b")
+    lan.hosts[1].stop_answering()
+    err = failed(launch("--start-timeout", "3", "-H", "a,b", "true", on=lan.desk))
+    assert re.search(r"^hvdlite-run: b: .*(timed out|no answer within 3 s)", err, re.MULTILINE), err
+    assert_clean(lan)
+
+
+def test_a_port_where_nobody_listens_is_told(launch, make_lan):
+    lan = make_lan("a", "b", ports=(22, 2222))
+    err = failed(launch("-H", "a,b", "true", on=lan.desk))
+    assert re.search(r"^hvdlite-run: b: .*Connection refused.*-p", err, re.MULTILINE), err
+
+
+def test_a_host_whose_key_has_changed_is_not_trusted(launch, make_lan):
+    lan = make_lan("a")
+    (a,) = lan.hosts
+    assert succeeded(launch("-H", "a", "sh", "-c", WHO, on=lan.desk)) == ["[0]<stdout>:0 on a"]
+    a.change_host_key()
+    err = failed(launch("-H", "a", "true", on=lan.desk))
+    assert "ssh-keygen -R a" in err
+    assert len(err.splitlines()) == 1, err
+
+
+def test_a_user_who_wants_host_keys_to_be_known_is_obeyed(launch, make_lan):
+    lan = make_lan("a")
+    (lan.desk.home / ".ssh" / "config").write_text("StrictHostKeyChecking yes\n")
+    err = failed(launch("-H", "a", "true", on=lan.desk))
+    assert re.search(r"^hvdlite-run: a: .*Host key verification failed", err), err
+    assert not (lan.desk.home / ".ssh" / "known_hosts").exists()
+
+
+def test_a_host_without_hvdlite_is_named_with_what_to_do(launch, make_lan):
+    lan = make_lan("a", "b")
+    lan.hosts[1].hide(Path(hvdlite_launcher.__file__).parent)
+    err = failed(launch("-H", "a,b", "true", on=lan.desk))
+    assert re.search(r"^hvdlite-run: b: .*hvdlite is not installed there.*--remote-python", err, re.MULTILINE), err
+
+
+def test_a_host_with_another_version_is_named_with_both(launch, make_lan, tmp_path):
+    lan = make_lan("a", "b")
+    own = Path(hvdlite_launcher.__file__).parent
+    older = tmp_path / "older"
+    shutil.copytree(own, older)
+    (older / "version.py").write_text('VERSION = "0.0.9"\n')
+    lan.hosts[1].replace(own, older)
+    err = failed(launch("-H", "a,b", "true", on=lan.desk))
+    version = hvdlite_launcher.version.VERSION
+    assert re.search(rf"^hvdlite-run: b: .*version {version} here and 0\.0\.9 there", err, re.MULTILINE), err
+
+
+def test_a_python_that_is_not_there_is_named(launch, make_lan):
+    lan = make_lan("a")
+    err = failed(launch("--remote-python", "/no/such/python", "-H", "a", "true", on=lan.desk))
+    assert re.search(r"^hvdlite-run: a: .*/no/such/python.*--remote-python", err), err
+
+
+def test_a_python_without_hvdlite_is_told(launch, make_lan, tmp_path):
+    lan = make_lan("a")
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
+    err = failed(launch("--remote-python", str(bare / "bin" / "python"), "-H", "a", "true", on=lan.desk))
+    assert re.search(r"^hvdlite-run: a: .*hvdlite is not installed there", err), err
+
+
+def test_a_working_directory_that_a_host_lacks_is_named(launch, make_lan, tmp_path):
+    lan = make_lan("a", "b")
+    here = tmp_path / "parent" / "here"
+    here.mkdir(parents=True)
+    lan.hosts[1].hide(here.parent)
+    job = launch("-H", "a,b", "sleep", "1000", on=lan.desk, cwd=here)
+    err = failed(job)
+    assert re.search(rf"^hvdlite-run: b: .*{here}", err, re.MULTILINE), err
+    assert_clean(lan)
+
+
+def test_a_program_that_a_host_lacks_is_named(launch, make_lan, tmp_path):
+    lan = make_lan("a", "b")
+    there = tmp_path / "only-on-a" / "train"
+    there.parent.mkdir()
+    there.write_text("#!/bin/sh\nexec sleep 1000\n")
+    there.chmod(0o755)
+    lan.hosts[1].hide(there.parent)
+    err = failed(launch("-H", "a,b", str(there), on=lan.desk), 127)
+    assert re.search(rf"^hvdlite-run: b: .*{there}", err, re.MULTILINE), err
+    assert_clean(lan)
+
+
+# -------------------------------------------------------------- what passes
+
+
+def test_standard_input_reaches_rank_0_on_another_host(launch, make_lan):
+    lan = make_lan("a", "b")
+    with launch("-H", "a,b", "wc", "-c", on=lan.desk, stdin=subprocess.PIPE).process as process:
+        out, err = process.communicate(b"x" * 3_000_000, timeout=60)
+    assert process.returncode == 0, err.decode()
+    assert sorted(out.splitlines()) == [b"[0]<stdout>:3000000", b"[1]<stdout>:0"]
+
+
+def test_a_flood_of_output_from_all_hosts_is_complete(launch, make_lan, tmp_path):
+    lan = make_lan("a", "b")
+    flood = "import sys; sys.stdout.writelines(f'{i}\\n' for i in range(200_000)); sys.stderr.write('done\\n')"
+    shown = tmp_path / "shown"
+    with shown.open("wb") as file:
+        code, _, err = launch("-H", "a:2,b:1", sys.executable, "-c", flood, on=lan.desk, stdout=file).ended()
+    assert code == 0, err.decode()
+    counted = {0: 0, 1: 0, 2: 0}
+    for line in shown.read_text().splitlines():
+        rank, number = re.fullmatch(r"\[(\d)\]<stdout>:(\d+)", line).groups()
+        assert int(number) == counted[int(rank)]
+        counted[int(rank)] += 1
+    assert set(counted.values()) == {200_000}
+    assert err.count(b"<stderr>:done\n") == 3
+
+
+def test_a_screen_that_stands_still_for_a_while_neither_ends_the_job_nor_loses_a_line(launch, make_lan):
+    lan = make_lan("a", "b")
+    flood = "import sys; sys.stdout.writelines(f'{i}\\n' for i in range(500_000))"
+    job = launch("-H", "a,b", sys.executable, "-c", flood, on=lan.desk)
+    assert job.process.stdout.readline()
+    time.sleep(SILENCE_S + 4)  # all pipes are full, and only beats tell that everybody lives
+    code, out, err = job.ended()
+    assert code == 0, err.decode()
+    assert out.count(b"\n") == 999_999
+    assert_clean(lan)
+
+
+def test_the_end_of_who_reads_the_output_ends_the_job_on_all_hosts(launch, make_lan):
+    lan = make_lan("a", "b")
+    job = launch("-H", "a,b", "yes", on=lan.desk)
+    job.process.stdout.readline()
+    job.process.stdout.close()
+    assert_clean(lan)
+    assert job.process.wait(5) == 128 + signal.SIGPIPE
+
+
+def test_ctrl_c_is_heard_while_hosts_are_still_waited_for(launch, make_lan):
+    lan = make_lan("a", "b")
+    lan.cut(lan.hosts[1])
+    job = launch("--verbose", "-H", "a,b", "true", on=lan.desk)
+    while b"a answers" not in (line := job.process.stderr.readline()):
+        assert line
+    job.launcher().send_signal(signal.SIGINT)
+    assert_clean(lan)
+    failed(job, 130)
+
+
+def test_a_large_environment_and_a_long_command_arrive(launch, make_lan):
+    lan = make_lan("a")
+    env = {f"LARGE{i}": str(i) * 100_000 for i in range(8)}
+    count = "import os, sys; print(len(sys.argv[1]), sum(len(v) for k, v in os.environ.items() if 'LARGE' in k))"
+    job = launch("-H", "a", sys.executable, "-c", count, "x" * 100_000, env=env, on=lan.desk)
+    assert succeeded(job) == ["[0]<stdout>:100000 800000"]
+
+
+def test_ranks_of_one_host_elsewhere_meet(launch, make_lan, tmp_path):
+    lan = make_lan("a", interfaces=("lan0",))
+    lines = succeeded(launch("-H", "a:2", *program(tmp_path, AVERAGE), on=lan.desk))
+    assert [line.partition(" by ")[0] for line in lines] == ["[0]<stdout>:0.5 on a", "[1]<stdout>:0.5 on a"]
+
+
+def test_the_exit_code_and_the_last_words_of_a_worker_elsewhere_are_told(launch, make_lan):
+    lan = make_lan("a", "b")
+    fail = "[ $HVDLITE_RANK = 0 ] && exec sleep 1000; echo no more batteries >&2; exit 7"
+    job = launch("-H", "a,b", "sh", "-c", fail, on=lan.desk)
+    err = failed(job, 7)
+    assert re.search(r"^hvdlite-run: rank 1 on b \(pid \d+\) failed first, with exit code 7\.", err, re.MULTILINE), err
+    assert err.rstrip().endswith("no more batteries")
+
+
+@pytest.mark.parametrize("which", ["the agent", "its keeper"])
+def test_an_agent_elsewhere_that_is_killed_takes_all_along_and_is_told(launch, make_lan, which):
+    lan = make_lan("a", "b")
+    (lan.hosts[1].home / ".bashrc").write_text("echo mind your step >&2\n")
+    job = ready(launch("-H", "a,b", "sh", "-c", "echo ready; exec sleep 1000", on=lan.desk), 2)
+    keeper, agent = sorted(
+        (process for process in lan.hosts[1].processes() if "hvdlite_launcher.keeper" in process.cmdline()),
+        key=lambda process: process.pid,
+    )
+    assert agent.ppid() == keeper.pid
+    (agent if which == "the agent" else keeper).kill()
+    # Of a keeper's end by a signal, sshd's client learns that it ended.
+    why = "was killed by SIGKILL" if which == "the agent" else "ended unexpectedly"
+    assert failed(job).splitlines()[-1] == f"hvdlite-run: lost b: its agent {why}. Its workers were killed"
+    assert_clean(lan)
+
+
+def test_ctrl_c_reaches_workers_on_all_hosts(launch, make_lan):
+    lan = make_lan("a", "b")
+    body = "trap 'echo saved; exit 0' INT; echo ready; while :; do sleep 0.01; done"
+    job = ready(launch("-H", "a,b", "sh", "-c", body, on=lan.desk), 2)
+    job.launcher().send_signal(signal.SIGINT)
+    code, out, _ = job.ended()
+    assert code == 130
+    assert out.count(b"saved") == 2
+
+
+def test_two_jobs_on_the_same_hosts_do_not_touch_each_other(launch, make_lan, tmp_path):
+    lan = make_lan("a", "b")
+    over = tmp_path / "over"
+    staying = launch("-H", "a,b", *program(tmp_path, TRAIN_UNTIL), str(over), on=lan.desk)
+    leaving = launch("-H", "a,b", *program(tmp_path, TRAIN_UNTIL), "/never", on=lan.hosts[0])
+    ready(staying, 2)
+    ready(leaving, 2)
+    (victim,) = [p for p in leaving.processes() if p.environ().get("HVDLITE_RANK") == "1"]
+    victim.kill()
+    assert leaving.ended()[0] == 137
+    wait_until(lambda: leaving.processes() == [], 5)
+    assert staying.process.poll() is None
+    over.touch()
+    assert staying.ended()[0] == 0
+    assert_clean(lan)
