@@ -180,7 +180,7 @@ ip addr add 10.99.0.1/24 dev inner
 ip addr add 10.99.0.2/24 dev inner
 ip link set inner up
 ip link set outer up
-printf '127.0.0.1 localhost\\n10.99.0.1 n1\\n10.99.0.2 n2\\n' > hosts
+printf '127.0.0.1 localhost\\n10.99.0.1 n1 %s\\n10.99.0.2 n2\\n' "$(hostname)" > hosts
 mount --bind hosts /etc/hosts
 touch ready
 exec sleep infinity
@@ -257,8 +257,7 @@ def test_an_address_of_the_users_own_is_where_the_ranks_meet(name, inside, weigh
 
 SLURM_CONF = """
 ClusterName=test
-SlurmctldHost=n1(10.99.0.1)
-SlurmctldParameters=enable_configless
+SlurmctldHost={host}(10.99.0.1)
 AuthType=auth/munge
 AuthInfo=socket={directory}/munge.sock
 SlurmUser=root
