@@ -4,8 +4,8 @@ PMI-1, the text protocol in which a rank of MPICH's mpirun (or of ``srun --mpi=p
     init -> get_my_kvsname -> rank 0: put -> barrier_in (all) -> get          at the end of the process: finalize
 
 The connection is inherited and there is one: an MPI library in the same process speaks over it too. Therefore
-nothing is kept here between calls, and "finalize", after which the launcher hears no more from the process,
-waits for the end of the process, where MPI has had its turn.
+"finalize", after which the launcher hears no more from the process, waits for the end of the process, where MPI
+has had its turn.
 """
 
 from __future__ import annotations
@@ -19,13 +19,19 @@ from contextlib import suppress
 from .errors import CommunicationError, LaunchEnvironmentError
 
 _LONGEST = 65536
+_PATIENCE_S = 30  # for what the launcher's daemon on this host answers without asking anybody
 
 
-def connection_of(inherited: str) -> int:
-    """The file descriptor of PMI_FD, as a copy of our own: MPI closes the inherited one at its end."""
+def open_connection(inherited: str) -> int:
+    """The file descriptor of PMI_FD, as a copy of our own: MPI closes the inherited one at its end.
+
+    To be done once: Slurm takes a second "init" for an error, which Hydra answers.
+    """
     with suppress(ValueError, OSError, OverflowError):
         if stat.S_ISSOCK(os.fstat(int(inherited)).st_mode):
-            return os.dup(int(inherited))
+            connection = os.dup(int(inherited))
+            _ask(connection, "cmd=init pmi_version=1 pmi_subversion=1", time.monotonic() + _PATIENCE_S)
+            return connection
     raise LaunchEnvironmentError(
         f"PMI_FD={inherited!r} is not an open connection to the launcher that set PMI_RANK; what starts programs in "
         "between may have closed it. Set MASTER_ADDR and MASTER_PORT for every rank, and they meet there"
@@ -39,7 +45,6 @@ def exchange_by_pmi(connection: int, key: str, value: str | None, timeout_s: flo
     def ask(command: str) -> dict[str, str]:
         return _ask(connection, command, give_up_at)
 
-    ask("cmd=init pmi_version=1 pmi_subversion=1")
     space = ask("cmd=get_my_kvsname")["kvsname"]
     if value is not None:
         ask(f"cmd=put kvsname={space} key={key} value={value}")
@@ -50,7 +55,7 @@ def exchange_by_pmi(connection: int, key: str, value: str | None, timeout_s: flo
 def finalize_pmi(connection: int) -> None:
     """Tell the launcher that this process may end, which otherwise ends the others."""
     try:
-        _ask(connection, "cmd=finalize", time.monotonic() + 5)
+        _ask(connection, "cmd=finalize", time.monotonic() + _PATIENCE_S)
     except (CommunicationError, OSError):
         return  # told already, by the MPI library or by us, or nobody is there to be told
 

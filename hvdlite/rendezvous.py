@@ -28,7 +28,7 @@ from .address import ELSEWHERE, LOOPBACK, interface_of, own_address
 from .errors import LaunchEnvironmentError
 from .neighbours import ask_neighbour, tell_neighbours
 from .nodelist import expand_nodelist
-from .pmi import connection_of, exchange_by_pmi, finalize_pmi
+from .pmi import exchange_by_pmi, finalize_pmi, open_connection
 from .pmix import exchange_by_pmix
 from .topology import OPENMPI, SLURM, Seat
 
@@ -98,7 +98,7 @@ def _exchange_on_host(seat: Seat, job: str, timeout_s: float, key: str, value: s
 @functools.cache
 def _pmi_connection(inherited: str) -> int:
     """One for all meetings of the process."""
-    connection = connection_of(inherited)
+    connection = open_connection(inherited)
     atexit.register(_end_pmi, connection, os.getpid())
     return connection
 

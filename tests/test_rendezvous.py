@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import hvdlite as hvd
 from hvdlite.address import ELSEWHERE, interface_of, own_address
 from hvdlite.neighbours import ask_neighbour, tell_neighbours
-from hvdlite.pmi import connection_of, exchange_by_pmi, finalize_pmi
+from hvdlite.pmi import exchange_by_pmi, finalize_pmi, open_connection
 from hvdlite.rendezvous import meet, port_of_step
 from hvdlite.topology import MPICH, OPENMPI, SLURM, Seat
 
@@ -55,12 +55,14 @@ class HydraScript:
 
 def test_a_rank_puts_its_address_waits_for_all_and_gets_rank_0s():
     hydra = HydraScript()
-    assert exchange_by_pmi(hydra.theirs.fileno(), "k", "10.0.0.1/4000", 5) == "10.0.0.1/4000"
+    connection = open_connection(str(hydra.theirs.fileno()))
+    assert exchange_by_pmi(connection, "k", "10.0.0.1/4000", 5) == "10.0.0.1/4000"
     assert [line.split()[0] for line in hydra.asked] == [
         "cmd=init", "cmd=get_my_kvsname", "cmd=put", "cmd=barrier_in", "cmd=get",
     ]  # fmt: skip
     assert hydra.asked[2] == "cmd=put kvsname=kvs_1_0_vm key=k value=10.0.0.1/4000"
-    finalize_pmi(hydra.theirs.fileno())
+    finalize_pmi(connection)
+    os.close(connection)
     assert hydra.asked[-1] == "cmd=finalize"
 
 
@@ -74,7 +76,7 @@ def test_the_others_put_nothing():
     ("command", "answer", "said"),
     [
         ("get", "cmd=get_result rc=-1 msg=key_not_found value=unknown", "answered 'cmd=get_result rc=-1"),
-        ("init", "what?", "answered 'what\\?'"),
+        ("get_my_kvsname", "what?", "answered 'what\\?'"),
         ("barrier_in", "hang up", "closed PMI_FD="),
         ("barrier_in", "", "waiting for the other ranks"),
     ],
@@ -95,12 +97,12 @@ def test_telling_a_launcher_that_is_gone_of_the_end_is_no_error():
 @pytest.mark.parametrize("inherited", ["", "x", "-1", "99999", "9" * 30, "/dev/null"])
 def test_a_pmi_rank_without_a_connection_is_told_what_to_set(inherited):
     with open("/dev/null") as no_socket, pytest.raises(hvd.LaunchEnvironmentError, match=r"PMI_FD=.*MASTER_ADDR"):
-        connection_of(str(no_socket.fileno()) if inherited == "/dev/null" else inherited)
+        open_connection(str(no_socket.fileno()) if inherited == "/dev/null" else inherited)
 
 
 def test_the_connection_is_ours_when_mpi_closes_its_own():
     hydra = HydraScript()
-    connection = connection_of(str(hydra.theirs.fileno()))
+    connection = open_connection(str(hydra.theirs.fileno()))
     hydra.theirs.close()
     assert exchange_by_pmi(connection, "k", None, 5) == "10.0.0.1/4000"
     os.close(connection)

@@ -180,10 +180,10 @@ ip addr add 10.99.0.1/24 dev inner
 ip addr add 10.99.0.2/24 dev inner
 ip link set inner up
 ip link set outer up
-printf '127.0.0.1 localhost\\n10.99.0.1 n1\\n10.99.0.2 n2\\n' > hosts
+printf '127.0.0.1 localhost\\n10.99.0.1 n1 %s\\n10.99.0.2 n2\\n' "$(hostname)" > hosts
 mount --bind hosts /etc/hosts
 touch ready
-exec sleep infinity
+exec cat  # until the test's end of the pipe is closed, even if by its own death; all that runs inside ends then
 """
 # Has mpirun's options for a remote shell; gives each "host" a name of its own, and is on this machine.
 REMOTE_SHELL = """#!/bin/sh
@@ -216,6 +216,7 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str]
     unshare = subprocess.Popen(
         ["unshare", "--net", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", INSIDE],
         cwd=directory,
+        stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -224,8 +225,8 @@ def inside(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[str]
         pytest.skip(f"no namespaces here: {unshare.communicate()[1]}")
     (first,) = psutil.Process(unshare.pid).children()
     yield ["nsenter", "--target", str(first.pid), "--net", "--mount", "--pid"], directory
-    first.kill()  # and with it all that ever ran inside
     unshare.communicate(timeout=20)
+    assert not first.is_running()
 
 
 @pytest.mark.parametrize("name", ["openmpi", "mpich"])
@@ -257,8 +258,7 @@ def test_an_address_of_the_users_own_is_where_the_ranks_meet(name, inside, weigh
 
 SLURM_CONF = """
 ClusterName=test
-SlurmctldHost=n1(10.99.0.1)
-SlurmctldParameters=enable_configless
+SlurmctldHost={host}(10.99.0.1)
 AuthType=auth/munge
 AuthInfo=socket={directory}/munge.sock
 SlurmUser=root
@@ -300,7 +300,13 @@ def slurm(inside: tuple[list[str], Path]) -> tuple[list[str], dict[str, str]]:
 
     def start(*command: str) -> None:
         with (directory / f"{command[0]}.out").open("ab") as log:
-            subprocess.Popen([*enter, *command], env={**os.environ, **environment}, stdout=log, stderr=log)
+            subprocess.Popen(
+                [*enter, *command],
+                env={**os.environ, **environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
 
     def idle_nodes() -> str:
         command = [*enter, "sinfo", "--noheader", "--format=%D %T"]
@@ -317,7 +323,7 @@ def slurm(inside: tuple[list[str], Path]) -> tuple[list[str], dict[str, str]]:
     for node in ("n1", "n2"):
         (directory / f"spool.{node}").mkdir()
         start("slurmd", "-D", "-N", node)
-    wait_until(lambda: idle_nodes().strip() == "2 idle", f"the nodes are {idle_nodes()}: {list(directory.iterdir())}")
+    wait_until(lambda: idle_nodes().strip() == "2 idle", f"both nodes to be idle; see {directory}")
     return enter, environment
 
 
