@@ -18,6 +18,8 @@ from .errors import ProtocolError
 
 # A little below what a frame between agent and launcher may hold, as it goes on in one of those.
 MAX_REQUEST_BYTES = (16 << 20) - 64
+CHUNK_BYTES = 1 << 20
+"""Of a value of any size, which is set in pieces: under its own key is how many there are."""
 
 
 class Operation(IntEnum):
@@ -60,6 +62,11 @@ def unpack(payload: bytes) -> list[bytes]:
             raise ProtocolError("a request to the store holds less than it says")
         parts.append(payload[body:start])
     return parts
+
+
+def chunk_key(key: bytes, number: int) -> bytes:
+    """Where one piece of a large value is."""
+    return b"%b/%d" % (key, number)
 
 
 def frame(code: int, payload: bytes) -> bytes:

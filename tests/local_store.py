@@ -22,7 +22,7 @@ class LocalAgent:
     def __init__(self, path: str, store: Store) -> None:
         self.path = path
         self.sent: list[object] = []  # all that it ever told the launcher
-        self._store = store
+        self.store = store
         self._wake, self._woken = os.pipe()
         self._inbox: deque = deque()
         self._selector = selectors.DefaultSelector()
@@ -59,7 +59,7 @@ class LocalAgent:
     def _tell(self, message) -> None:
         self.sent.append(message)
         if not isinstance(message, Joining | Joined):
-            self._store.receive(self, message)
+            self.store.receive(self, message)
 
 
 @contextlib.contextmanager

@@ -187,6 +187,22 @@ def test_values_of_any_size_pass_in_pieces(agents, size):
         assert read.result() == value
 
 
+@pytest.mark.parametrize("size", [0, 3, (2 << 20) + 5])
+def test_launcher_and_workers_read_each_others_large_values(agents, size):
+    client, value = StoreClient(agents[0].path), os.urandom(size)
+    assert agents[0].store.look_large(b"up") is None
+    client.set_large(b"up", value)
+    agents[0].store.put_large(b"down", value)
+    assert agents[0].store.look_large(b"up") == value
+    assert client.get_large(b"down", 5) == value
+
+
+@pytest.mark.parametrize("count", [b"2", b"-1", b"9" * 5000, b"x"])
+def test_what_is_no_large_value_is_none_to_the_launcher(agents, count):
+    StoreClient(agents[0].path).set({b"k": count, b"k/0": b"first"})
+    assert agents[0].store.look_large(b"k") is None
+
+
 def test_a_value_too_large_for_one_request_says_what_to_use(agents):
     with pytest.raises(ValueError, match="set_large"):
         StoreClient(agents[0].path).set({b"k": bytes(MAX_REQUEST_BYTES)})
