@@ -36,6 +36,7 @@ class Operation(IntEnum):
     COUNT = 9  # nothing ── the number of keys
     JOINING = 10  # rank, which begins hvd.init() ── nothing
     JOINED = 11  # rank, which has completed it ── nothing
+    GAVE_UP = 12  # rank, in which it raised an exception ── nothing
 
 
 DONE, FAILED = 0, 1  # outcomes; a failure's payload is why, as text

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdlite_launcher.cache import Cache
-from hvdlite_launcher.messages import Joined, Joining
+from hvdlite_launcher.messages import GaveUp, Joined, Joining
 from hvdlite_launcher.relay import Relay
 from hvdlite_launcher.store import Store
 
@@ -58,7 +58,7 @@ class LocalAgent:
 
     def _tell(self, message) -> None:
         self.sent.append(message)
-        if not isinstance(message, Joining | Joined):
+        if not isinstance(message, Joining | Joined | GaveUp):
             self.store.receive(self, message)
 
 

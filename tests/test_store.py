@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hvdlite_launcher.exchange import Want
-from hvdlite_launcher.messages import Joined, Joining
+from hvdlite_launcher.messages import GaveUp, Joined, Joining
 from local_store import local_agents
 
 import hvdlite as hvd
@@ -212,7 +212,8 @@ def test_the_launcher_hears_of_the_ranks_that_join(agents):
     client = StoreClient(agents[0].path)
     client.request(Operation.JOINING, [b"3"])
     client.request(Operation.JOINED, [b"3"])
-    assert agents[0].sent == [Joining(3), Joined(3)]
+    client.request(Operation.GAVE_UP, [b"3"])
+    assert agents[0].sent == [Joining(3), Joined(3), GaveUp(3)]
     with pytest.raises(ValueError, match="no such rank"):
         client.request(Operation.JOINING, [b"4"])
 
