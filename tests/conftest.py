@@ -13,7 +13,6 @@ os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 import hvdlite as hvd
 
-
 # Its limit of 200 ms for an example measures how busy the machine is.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
