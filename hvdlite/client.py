@@ -38,6 +38,7 @@ class Operation(IntEnum):
     COUNT = 9
     JOINING = 10
     JOINED = 11
+    GAVE_UP = 12
 
 
 class StoreClient:

@@ -18,6 +18,8 @@ from .client import Operation, StoreClient
 # an instance that it has been given must not be. There are a few for each init().
 _instances: list[LauncherStore] = []
 
+_CHECK_S = 1.0
+
 
 class LauncherStore(Store):
     """What C++ looks up by name here has the names that it knows, which are not all those of the Python side."""
@@ -72,6 +74,14 @@ class LauncherStore(Store):
     deleteKey = delete_key  # noqa: N815  # C++'s names for them
     getNumKeys = num_keys  # noqa: N815
 
+    def _missing(self, keys: Sequence[str]) -> Sequence[str]:
+        """Those of ``keys`` that are not there; all, if that cannot be found out."""
+        try:
+            checks = [self._client.request(Operation.CHECK, [key.encode()], _CHECK_S) for key in keys]
+        except (OSError, ValueError):
+            return keys
+        return [key for key, there in zip(keys, checks, strict=True) if there == [b"0"]] or keys
+
     def _timeout(self) -> timedelta:
         """C++ has it, and changes it."""
         timeout: timedelta = self.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
@@ -87,7 +97,8 @@ class LauncherStore(Store):
         try:
             return self._client.request(operation, raw, timeout_s)
         except TimeoutError:
-            some = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+            missing = self._missing(keys)
+            some = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
             raise dist.DistStoreError(
                 f"{operation.name.lower()} timed out after {timeout_s:g} s: no answer from the store about {some}"
             ) from None

@@ -9,6 +9,7 @@ Only this module knows that there is a current world; everything below is handed
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -32,6 +33,8 @@ from .store import LauncherStore
 from .topology import Seat, Topology, read_seat, seats_to_topology
 
 DEFAULT_TIMEOUT_S = 300.0
+
+_GIVING_UP = timedelta(seconds=1)  # for saying so
 
 _GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
 
@@ -155,6 +158,17 @@ def _connect(seat: Seat, timeout: timedelta) -> World:
     client = None if seat.store_url is None else StoreClient.from_url(seat.store_url)
     _tell_launcher(client, Operation.JOINING, seat, timeout)
     try:
+        world = _meet_all(seat, backend, client, timeout)
+    except BaseException:
+        with contextlib.suppress(CommunicationError):
+            _tell_launcher(client, Operation.GAVE_UP, seat, _GIVING_UP)
+        raise
+    _tell_launcher(client, Operation.JOINED, seat, timeout)
+    return world
+
+
+def _meet_all(seat: Seat, backend: str, client: StoreClient | None, timeout: timedelta) -> World:
+    try:
         store = _meeting_place(seat, client, timeout)
         dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
     except LaunchEnvironmentError:
@@ -164,9 +178,7 @@ def _connect(seat: Seat, timeout: timedelta) -> World:
             f"hvd.init() failed on rank {seat.rank} ({seat.host}): another rank did not call it within "
             f"{timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
         ) from error
-    world = _world_of(seat, TorchChannels(backend, timeout, dist.group.WORLD), leave=_destroy_default_group)
-    _tell_launcher(client, Operation.JOINED, seat, timeout)
-    return world
+    return _world_of(seat, TorchChannels(backend, timeout, dist.group.WORLD), leave=_destroy_default_group)
 
 
 def _tell_launcher(client: StoreClient | None, what: Operation, seat: Seat, timeout: timedelta) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from .messages import Joined, Joining
+from .messages import GaveUp, Joined, Joining
 from .report import name_ranks
 
 
@@ -19,15 +19,22 @@ class Attendance:
         self._start_timeout_s = start_timeout_s
         self._clock = clock
         self._late_at: float | None = None
+        self._gave_up: set[int] = set()
         self.begun: set[int] = set()
         """Ranks that have ever called it."""
         self.connected: set[int] = set()
         """Those that have returned from their last call."""
 
-    def note(self, event: Joining | Joined) -> None:
+    def note(self, event: Joining | Joined | GaveUp) -> None:
         if not self.begun:
             self._late_at = self._clock() + self._start_timeout_s
         self.begun.add(event.rank)
+        # Its program knows, and decides what follows.
+        if isinstance(event, GaveUp):
+            self._gave_up.add(event.rank)
+            self._late_at = None
+            return
+        self._gave_up.discard(event.rank)
         if isinstance(event, Joined):
             self.connected.add(event.rank)
         else:
@@ -54,7 +61,7 @@ class Attendance:
 
     def missed(self, running: Collection[int], done: Collection[int]) -> str | None:
         """Why ranks that are ``running`` wait for ever: others are ``done`` and never came. None if they do not."""
-        waiting = (self.begun - self.connected).intersection(running)
+        waiting = (self.begun - self.connected - self._gave_up).intersection(running)
         absent = set(done) - self.begun
         if not waiting or not absent:
             return None

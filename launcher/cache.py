@@ -15,10 +15,17 @@ from dataclasses import dataclass
 
 from .errors import ProtocolError
 from .exchange import Answer, Ask, Drop, Dropped, Have, StoreCommand, StoreEvent, Want
-from .messages import Joined, Joining
+from .messages import GaveUp, Joined, Joining
 from .request import DONE, FAILED, MAX_REQUEST_BYTES, Operation, pack, unpack
 
 Reply = Callable[[int, bytes], None]
+
+_Announcement = Joining | Joined | GaveUp
+_ANNOUNCED: dict[Operation, type[_Announcement]] = {
+    Operation.JOINING: Joining,
+    Operation.JOINED: Joined,
+    Operation.GAVE_UP: GaveUp,
+}
 
 
 @dataclass(eq=False)
@@ -41,7 +48,7 @@ class _Reader:
 
 
 class Cache:
-    def __init__(self, send: Callable[[StoreEvent | Joining | Joined], None], ranks: Container[int]) -> None:
+    def __init__(self, send: Callable[[StoreEvent | _Announcement], None], ranks: Container[int]) -> None:
         """``ranks`` are those of this host."""
         self._send = send
         self._ranks = ranks
@@ -59,8 +66,8 @@ class Cache:
                     return self._read(unpack(payload), operation is Operation.GET, reply)
                 case Operation.CHECK if all(key in self._values for key in unpack(payload)):
                     reply(DONE, pack([b"1"]))
-                case Operation.JOINING | Operation.JOINED:
-                    self._announce(operation, unpack(payload))
+                case _ if operation in _ANNOUNCED:
+                    self._announce(_ANNOUNCED[operation], unpack(payload))
                     reply(DONE, b"")
                 case _:
                     return self._ask(operation, payload, reply)
@@ -109,11 +116,11 @@ class Cache:
         self._send(Ask(number, operation, payload))
         return lambda: self._asked.update({number: _ignore}) if number in self._asked else None
 
-    def _announce(self, operation: Operation, parts: list[bytes]) -> None:
+    def _announce(self, what: type[_Announcement], parts: list[bytes]) -> None:
         rank = int(parts[0]) if len(parts) == 1 and parts[0].isdigit() and len(parts[0]) < 10 else -1
         if rank not in self._ranks:
             raise ProtocolError("no such rank on this host")
-        self._send(Joining(rank) if operation is Operation.JOINING else Joined(rank))
+        self._send(what(rank))
 
 
 def _nothing() -> None:

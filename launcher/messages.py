@@ -1,7 +1,7 @@
 """What launcher and agent say to each other, and what else the launcher's one loop hears of. Values alone.
 
     launcher ── Greet, StartJob, SignalRanks, Input, Beat ──► agent   (at its stdin's end: kill everything)
-    launcher ◄── Hello, Started, InputWanted, Output, Joining, Joined, Exited, Refused, Beat ── agent
+    launcher ◄── Hello, Started, InputWanted, Output, Joining, Joined, GaveUp, Exited, Refused, Beat ── agent
 
 What they say to each other about the store is in `exchange`.
 `Answered`, `Lost`, `AgentSaid`, `Interrupted`, `InputRead` and the screen's events arise in the launcher and never
@@ -54,6 +54,13 @@ class Joining:
 @dataclass(frozen=True)
 class Joined:
     """It has completed it."""
+
+    rank: int
+
+
+@dataclass(frozen=True)
+class GaveUp:
+    """It has left it with an exception: it does not wait any more, and its program may go on."""
 
     rank: int
 
@@ -151,7 +158,7 @@ class ScreenDone:
 
 
 # What workers do, through the agent that says it of them; all but `Refused` name a rank.
-WorkerEvent = Output | Started | InputWanted | Joining | Joined | Exited | Refused
+WorkerEvent = Output | Started | InputWanted | Joining | Joined | GaveUp | Exited | Refused
 Event = WorkerEvent | Answered | AgentSaid | Lost | Interrupted | InputRead | ScreenFailed | ScreenDone
 
 

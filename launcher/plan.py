@@ -17,8 +17,9 @@ A program that knows torch.distributed alone finds what torchrun would tell it: 
 LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, a port kept free on rank 0's host until rank 0 listens.
 
 Set too unless the user did: OMP_NUM_THREADS (the cores of the host shared out among its workers),
-PYTHONUNBUFFERED=1, and GLOO_SOCKET_IFNAME: the interface towards the other hosts, which NCCL_SOCKET_IFNAME names
-too, or the loopback interface if all workers are on one host.
+PYTHONUNBUFFERED=1, GLOO_ENABLE_STORE_V2_API=1 (gloo asks the store less often), and GLOO_SOCKET_IFNAME: the
+interface towards the other hosts, which NCCL_SOCKET_IFNAME names too, or the loopback interface if all workers
+are on one host.
 """
 
 from __future__ import annotations
@@ -120,6 +121,8 @@ def variables_set(given: Mapping[str, str], own: Mapping[str, str], host: HostFa
     """What a worker's environment has beyond what the user has ``given``: its ``own`` slot's and its host's."""
     local_size = int(own["HVDLITE_LOCAL_SIZE"])
     unless_set = {"OMP_NUM_THREADS": str(max(1, host.cores // local_size)), "PYTHONUNBUFFERED": "1"}
+    # gloo asks for all ranks' addresses in one question then, and not in two for each.
+    unless_set["GLOO_ENABLE_STORE_V2_API"] = "1"
     if host.interface is not None:
         # Or gloo would resolve the hostname, which often fails, or leave the machine needlessly.
         unless_set["GLOO_SOCKET_IFNAME"] = host.interface

@@ -20,6 +20,7 @@ from .exchange import StoreCommand, StoreEvent
 from .messages import (
     Beat,
     Exited,
+    GaveUp,
     Greet,
     Hello,
     Input,
@@ -110,6 +111,7 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
     Beat: (8, {}),
     Joining: (9, {"rank": _int}),
     Joined: (10, {"rank": _int}),
+    GaveUp: (14, {"rank": _int}),
     StartJob: (
         16,
         {

@@ -18,6 +18,8 @@ from .errors import ProtocolError
 
 # A little below what a frame between agent and launcher may hold, as it goes on in one of those.
 MAX_REQUEST_BYTES = (16 << 20) - 64
+CHUNK_BYTES = 1 << 20
+"""Of a value of any size, which is set in pieces: under its own key is how many there are."""
 
 
 class Operation(IntEnum):
@@ -34,6 +36,7 @@ class Operation(IntEnum):
     COUNT = 9  # nothing ── the number of keys
     JOINING = 10  # rank, which begins hvd.init() ── nothing
     JOINED = 11  # rank, which has completed it ── nothing
+    GAVE_UP = 12  # rank, in which it raised an exception ── nothing
 
 
 DONE, FAILED = 0, 1  # outcomes; a failure's payload is why, as text
@@ -60,6 +63,11 @@ def unpack(payload: bytes) -> list[bytes]:
             raise ProtocolError("a request to the store holds less than it says")
         parts.append(payload[body:start])
     return parts
+
+
+def chunk_key(key: bytes, number: int) -> bytes:
+    """Where one piece of a large value is."""
+    return b"%b/%d" % (key, number)
 
 
 def frame(code: int, payload: bytes) -> bytes:

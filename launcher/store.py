@@ -17,7 +17,7 @@ from typing import Protocol
 
 from .errors import ProtocolError
 from .exchange import Answer, Ask, Drop, Dropped, Have, StoreCommand, StoreEvent, Want
-from .request import DONE, FAILED, MAX_REQUEST_BYTES, Operation, pack, unpack
+from .request import CHUNK_BYTES, DONE, FAILED, MAX_REQUEST_BYTES, Operation, chunk_key, pack, unpack
 
 # From the old value to the new one and what is answered; None is no value.
 _Change = Callable[[bytes | None], tuple[bytes | None, bytes]]
@@ -76,6 +76,22 @@ class Store:
         """What the workers have set, if they have."""
         with self._lock:
             return self._values.get(key)
+
+    def put_large(self, key: bytes, value: bytes) -> None:
+        """The same of any size, in pieces, for `hvdlite.client.StoreClient.get_large`."""
+        starts = range(0, len(value), CHUNK_BYTES)
+        for number, start in enumerate(starts):
+            self.put(chunk_key(key, number), value[start : start + CHUNK_BYTES])
+        # Last, as it is what readers wait for.
+        self.put(key, b"%d" % len(starts))
+
+    def look_large(self, key: bytes) -> bytes | None:
+        """What a worker has set by `set_large`, if it has set all of it."""
+        count = self.look(key)
+        if count is None or not count.isdigit() or len(count) > 6:
+            return None
+        pieces = [self.look(chunk_key(key, number)) for number in range(int(count))]
+        return None if None in pieces else b"".join(filter(None, pieces))
 
     # ------------------------------------------------------------------ reads
 

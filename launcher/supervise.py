@@ -24,6 +24,7 @@ from .messages import (
     Answered,
     Event,
     Exited,
+    GaveUp,
     InputRead,
     InputWanted,
     Interrupted,
@@ -128,6 +129,9 @@ class Supervisor:
             case Joined():
                 self._attendance.note(event)
                 self._log(f"rank {event.rank} is connected")
+            case GaveUp():
+                self._attendance.note(event)
+                self._log(f"rank {event.rank} has given up hvd.init()")
             case InputWanted():
                 self._stdin.read()
             case InputRead():

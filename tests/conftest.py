@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 # PyTorch 2.11 notes every collective in a map of the process that takes no lock, and ranks are threads here.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 import hvdlite as hvd
+
+# Its limit of 200 ms for an example measures how busy the machine is.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hvdlite_launcher.cache import Cache
-from hvdlite_launcher.messages import Joined, Joining
+from hvdlite_launcher.messages import GaveUp, Joined, Joining
 from hvdlite_launcher.relay import Relay
 from hvdlite_launcher.store import Store
 
@@ -22,7 +22,7 @@ class LocalAgent:
     def __init__(self, path: str, store: Store) -> None:
         self.path = path
         self.sent: list[object] = []  # all that it ever told the launcher
-        self._store = store
+        self.store = store
         self._wake, self._woken = os.pipe()
         self._inbox: deque = deque()
         self._selector = selectors.DefaultSelector()
@@ -58,8 +58,8 @@ class LocalAgent:
 
     def _tell(self, message) -> None:
         self.sent.append(message)
-        if not isinstance(message, Joining | Joined):
-            self._store.receive(self, message)
+        if not isinstance(message, Joining | Joined | GaveUp):
+            self.store.receive(self, message)
 
 
 @contextlib.contextmanager

@@ -155,7 +155,7 @@ def test_without_the_environment_workers_have_what_is_named_and_what_starts_a_pr
     (environment,) = _environments(launch, *flags, env={"API_KEY": "s3cret"})
     assert environment["PATH"] == os.environ["PATH"]
     ours = OWN_VARIABLES | {"HVDLITE_TEST_MARK"}
-    unless_set = {"OMP_NUM_THREADS", "PYTHONUNBUFFERED", "GLOO_SOCKET_IFNAME"}
+    unless_set = {"OMP_NUM_THREADS", "PYTHONUNBUFFERED", "GLOO_ENABLE_STORE_V2_API", "GLOO_SOCKET_IFNAME"}
     needed = {"PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONHOME"}
     assert environment.keys() - ours - unless_set - needed == {"NAMED"} | (environment.keys() & {"LC_CTYPE"})
 

@@ -16,7 +16,7 @@ rank, size = int(os.environ["HVDLITE_RANK"]), int(os.environ["HVDLITE_SIZE"])
 store = StoreClient.from_url(os.environ["HVDLITE_STORE"])
 def all_are_here(what):
     store.set({b"%b %d" % (what, rank): b""})
-    store.get([b"%b %d" % (what, other) for other in range(size)], 20)
+    store.get([b"%b %d" % (what, other) for other in range(size)], 60)
 """
 
 

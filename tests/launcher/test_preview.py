@@ -26,6 +26,7 @@ rank 0 on a: local rank 0 of 2, cross rank 0 of 2
     HVDLITE_JOB_DIR=/tmp/hvdlite-<job>
     OMP_NUM_THREADS=4
     PYTHONUNBUFFERED=1
+    GLOO_ENABLE_STORE_V2_API=1
     GLOO_SOCKET_IFNAME=lan0
     NCCL_SOCKET_IFNAME==lan0
 

@@ -10,6 +10,7 @@ from hvdlite_launcher.exchange import Answer, Ask, Drop, Dropped, Have, Want
 from hvdlite_launcher.messages import (
     Beat,
     Exited,
+    GaveUp,
     Greet,
     Hello,
     Input,
@@ -38,6 +39,7 @@ MESSAGES = st.one_of(
     st.builds(Started, RANKS, NUMBERS),
     st.builds(Joining, RANKS),
     st.builds(Joined, RANKS),
+    st.builds(GaveUp, RANKS),
     st.one_of(st.builds(of, st.binary()) for of in (Want, Drop, Dropped)),
     st.builds(Have, st.binary(), st.binary()),
     st.one_of(st.builds(of, RANKS, st.integers(0, 255), st.binary()) for of in (Ask, Answer)),
@@ -90,7 +92,7 @@ def _frame(kind: int, payload: bytes) -> bytes:
     return struct.pack(">BII", kind, 0, len(payload)) + payload
 
 
-@given(st.sampled_from([*range(3, 11), 16, 17, 19]), JSON)
+@given(st.sampled_from([*range(3, 11), 14, 16, 17, 19]), JSON)
 def test_any_json_in_a_frame_is_one_message_or_an_error(kind, value):
     try:
         messages = list(Decoder().feed(_frame(kind, json.dumps(value).encode())))

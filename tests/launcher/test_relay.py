@@ -168,7 +168,7 @@ def test_where_no_more_files_may_be_opened_the_next_waits_until_one_has_gone(hos
     assert _answer(second) == frame(DONE, b"")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
 @given(
     st.lists(st.binary(max_size=40) | st.builds(frame, st.sampled_from(Operation), st.binary(max_size=9)), max_size=5)
 )

@@ -327,7 +327,7 @@ HOSTS, CLIENTS, MOST_CALLS = 3, 2, 12
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.data())
 def test_all_clients_see_one_store_in_whatever_order_messages_travel(data):
     job = Job(HOSTS)

@@ -9,6 +9,7 @@ import pytest
 from hvdlite_launcher.hosts import Host
 from hvdlite_launcher.messages import (
     Exited,
+    GaveUp,
     InputRead,
     InputWanted,
     Interrupted,
@@ -142,11 +143,16 @@ def test_all_that_wait_in_init_and_all_that_never_came_are_named():
         (Joining(0), Joining(1), Joined(0), Joined(1), Exited(0, 0), Joining(1), Joined(1), Exited(1, 0)),
         (Joining(0), Joined(0), Exited(1, 0), Exited(0, 0)),
         (Joining(0), Exited(0, 0), Exited(1, 0)),
+        (Joining(0), GaveUp(0), Exited(1, 0), Exited(0, 0)),
     ],
 )
 def test_ranks_that_have_called_init_or_that_nobody_waits_for_may_end(script):
     played = Played(*script)
     assert (played.exit_code, played.report, played.signals) == (0, "", [])
+
+
+def test_a_rank_that_tries_again_after_it_gave_up_waits_again():
+    assert Played(Joining(0), GaveUp(0), Exited(1, 0), Joining(0), Exited(0, -15)).exit_code == 1
 
 
 def test_a_rank_that_is_missed_after_a_failure_changes_nothing():
