@@ -46,9 +46,9 @@ class Launch:
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **popen},
         )
 
-    def ended(self) -> tuple[int, bytes, bytes]:
+    def ended(self, timeout_s: float = PATIENCE_S) -> tuple[int, bytes, bytes]:
         """Its exit code and output, once it has ended."""
-        out, err = self.process.communicate(timeout=PATIENCE_S)
+        out, err = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, out, err
 
     def processes(self) -> list[psutil.Process]:
