@@ -46,6 +46,24 @@ while not hvd.allreduce(torch.tensor(float(os.path.exists(sys.argv[1]))), name="
     if step == 3: print("ready", flush=True)
 """
 
+# Knows nothing of hvdlite.
+DDP = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(5):
+    optimizer.zero_grad()
+    model(torch.full((2, 3), float(dist.get_rank()))).square().mean().backward()
+    optimizer.step()
+weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+every = [torch.empty_like(weights) for _ in range(dist.get_world_size())]
+dist.all_gather(every, weights)
+print(len(every), all(torch.equal(other, weights) for other in every))
+dist.destroy_process_group()
+"""
+
 
 def program(tmp_path, text):
     path = tmp_path / "program.py"
@@ -134,6 +152,16 @@ def test_hosts_with_ipv6_alone_train(launch, make_lan, tmp_path):
     spec = ",".join(f"{host.spec}:1" for host in lan.hosts)
     lines = succeeded(launch("-H", spec, *program(tmp_path, AVERAGE), on=lan.desk))
     assert lines == ["[0]<stdout>:0.5 on a by lan0", "[1]<stdout>:0.5 on b by ens7"]
+
+
+@pytest.mark.parametrize("ipv6", [False, True])
+def test_a_program_of_torch_distributed_alone_runs_as_under_torchrun(launch, make_lan, tmp_path, ipv6):
+    lan = make_lan("a", "b", interfaces=("lan0", "ens7"), ipv6=ipv6)
+    spec = f"{lan.hosts[0].spec}:2,{lan.hosts[1].spec}:1"
+    lines = succeeded(launch("-H", spec, *program(tmp_path, DDP), on=lan.desk))
+    assert lines == [f"[{rank}]<stdout>:3 True" for rank in range(3)]
+    if not ipv6:  # the same on one machine
+        assert succeeded(launch("-np", "3", *program(tmp_path, DDP))) == lines
 
 
 def test_the_interface_can_be_named_for_each_host(launch, make_lan, tmp_path):
