@@ -36,12 +36,13 @@ def test_the_library_reads_the_seat_that_the_launcher_planned():
         assert seat.store_url == "unix:///tmp/a job/store"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "code"),
     [
         ("raise ValueError('on purpose')", 1),
-        pytest.param("os._exit(5)", 5, marks=pytest.mark.slow),
-        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", 137, marks=pytest.mark.slow),
+        ("os._exit(5)", 5),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137),
     ],
 )
 def test_of_a_training_the_rank_that_died_is_named_and_not_those_that_lost_it(launch, fault, code):

@@ -79,6 +79,7 @@ def test_a_process_group_of_the_program_is_adopted_and_survives(launch, tmp_path
     assert code == 0, err.decode()
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_in_the_middle_of_backward_ends_the_job_with_its_traceback_last(launch, tmp_path):
     body = (
         "hvd.init()\n"
@@ -99,7 +100,8 @@ def test_a_rank_that_raises_in_the_middle_of_backward_ends_the_job_with_its_trac
     job.assert_gone()
 
 
-@pytest.mark.parametrize("fault", ["sys.exit(7)", pytest.param("os._exit(7)", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["sys.exit(7)", "os._exit(7)"])
 def test_a_rank_that_exits_with_gradients_under_way_gives_the_job_its_exit_code(launch, tmp_path, fault):
     body = (
         "hvd.init()\n"
@@ -124,6 +126,7 @@ def test_models_that_differ_end_the_job_at_once_and_name_the_parameter(launch, t
     assert re.search(rb"MismatchError: parameter 'weight' has shape \(2, 3\).* on rank 0 .*shape \(3, 3\)", err)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_to_init_is_told_by_the_others(launch, tmp_path):
     body = """
     if os.environ["HVDLITE_RANK"] == "1": time.sleep(1000)
@@ -153,6 +156,7 @@ def test_a_spawned_child_does_not_take_its_parents_place(launch, tmp_path):
     assert b"LaunchEnvironmentError: hvd.init() was called in a child process" in err
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_reported_after_the_timeout(launch, tmp_path):
     body = """
     hvd.init(timeout_s=2)

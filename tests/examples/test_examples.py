@@ -105,6 +105,7 @@ def test_an_accuracy_that_was_not_reached_is_the_exit_code_of_the_launcher() -> 
     assert re.search(r"rank 0 .*exit code 1", done.stderr), "the rank that says why is the one reported"
 
 
+@pytest.mark.slow
 def test_digits_refuse_a_plot_where_there_is_no_directory(tmp_path: Path) -> None:
     done = run("digits.py", "--plot", tmp_path / "nowhere" / "digits.png")
     assert done.returncode == 2
@@ -230,16 +231,13 @@ def test_a_partition_made_by_hand_is_that_of_the_distributed_sampler(size: int) 
 # -- all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "options"),
     [
         ("digits.py", "--epochs --batch-size --lr --seed --fp16-allreduce --plot --min-accuracy"),
         ("five_ways.py", "--epochs --batch-size --lr --seed"),
-        pytest.param(
-            "mnist.py",
-            "--data-dir --download --epochs --batch-size --lr --amp --fp16-allreduce",
-            marks=pytest.mark.slow,
-        ),
+        ("mnist.py", "--data-dir --download --epochs --batch-size --lr --amp --fp16-allreduce"),
     ],
 )
 def test_help_lists_the_options_and_trains_nothing(example: str, options: str) -> None:
