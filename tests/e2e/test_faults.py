@@ -228,6 +228,7 @@ def test_whatever_breaks_nothing_is_left_and_the_cause_is_named(name, make_lan, 
             moment = trial.wait_for_a_moment(running=not kind.early or trial.dice.random() < 0.6)
             right = kind.harm(trial)
             began = time.monotonic()
+            # An sshd whose client is cut off waits for it as long as it is configured to; it runs nothing.
             trial.assert_clean(kind.limit_s, but="sshd" if kind.harm is cut_a_link else "")
             seconds = time.monotonic() - began
             code, _, err = trial.job.ended()
