@@ -11,7 +11,7 @@ What is public is here, and made elsewhere; modules import only what stands befo
 
     errors < launch < client < call < store < topology < address < nodelist < neighbours < pmi < pmix < rendezvous
            < plan < bucket < compression < engine < collective < farewell < world < operations < replicate < sparse
-           < layout < wire < reducer < arguments < proxy < optimizer
+           < layout < wire < reducer < arguments < proxy < optimizer < links
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called.
 """

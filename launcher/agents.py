@@ -11,13 +11,13 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 
 from . import tree
 from .errors import LauncherError
-from .gather import gather
+from .gather import Gathered, gather
 from .hosts import AUTO, Host
 from .job import Job
 from .messages import Event, Hello, Input, SignalRanks, StartJob
@@ -51,7 +51,14 @@ class Agents:
         self.end()
 
     def connect(self, hosts: Collection[Host]) -> dict[str, Hello]:
-        """Start an agent on every host, all at once, and give their answers by the hosts' labels."""
+        """Start an agent on every host, all at once, and give their answers by the hosts' labels.
+
+        Each that fails is told at once; in the end that is a `LauncherError`.
+        """
+        return self.reach(hosts, say=_say).all()
+
+    def reach(self, hosts: Collection[Host], say: Callable[[str], object] | None = None) -> Gathered:
+        """The same, but that a host failed is a part of what is given; ``say`` is told of it at once."""
         log = _say if self._job.verbose else _say_nothing
         for host, argv in zip(hosts, self._argvs(hosts), strict=True):
             if not host.is_here:
@@ -62,7 +69,7 @@ class Agents:
             chosen = (self._job.interfaces.get(name) for name in (host.label, host.name, ""))
             agent.greet(count_slots=host.slots == AUTO, interface=next(filter(None, chosen), None))
         labels = [host.label for host in hosts]
-        return gather(labels, self._events, timeout_s=self._job.start_timeout_s, say=_say, log=log)
+        return gather(labels, self._events, timeout_s=self._job.start_timeout_s, say=say or log, log=log)
 
     def _argvs(self, hosts: Collection[Host]) -> list[list[str]]:
         if all(host.is_here for host in hosts):

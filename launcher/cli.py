@@ -24,6 +24,9 @@ from .preview import preview
 from .ssh import Ssh
 from .version import VERSION
 
+# What is said of the workers of a job, and not of its hosts.
+_OF_WORKERS = ("num_proc", "dry_run", "output_filename", "prefix_output_with_timestamp", "grace")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run hvdlite-run with these arguments and give its exit code."""
@@ -49,6 +52,12 @@ def _run(argv: Sequence[str]) -> int:
     if options.version:
         print(f"hvdlite-run {VERSION}")
         return 0
+    if options.check:
+        if command:
+            raise UsageError(f"--check runs no command: leave out {command[0]!r}, and what follows it")
+        from .check import check  # noqa: PLC0415  # as below
+
+        return check(job_of(options, command))
     job = job_of(options, command)
     if options.dry_run:
         print(_preview(job), end="", flush=True)
@@ -69,9 +78,17 @@ def read_flags(flags: Sequence[str]) -> argparse.Namespace:
         return options
     if unknown:
         raise parser.unknown_flag(unknown[0])
+    if options.check:
+        _refuse_beside_check(options)
     if options.config_file is None:
         return options
     return parser.parse_args([*_words_of_config_file(options, parser), *flags])
+
+
+def _refuse_beside_check(options: argparse.Namespace) -> None:
+    for flag in Parser().flags:
+        if flag.dest in _OF_WORKERS and getattr(options, flag.dest) != flag.default:
+            raise UsageError(f"--check looks at hosts and starts no workers: leave out {'/'.join(flag.option_strings)}")
 
 
 def job_of(options: argparse.Namespace, command: Sequence[str]) -> Job:
@@ -114,7 +131,8 @@ def _words_of_config_file(options: argparse.Namespace, parser: Parser) -> list[s
     # Where workers run is one thing to say, in two ways: either takes the place of the file's.
     where = ("hosts", "hostfile")
     said = any(getattr(options, dest) is not None for dest in where)
-    return config_words(options.config_file, parser, without=where if said else ())
+    without = (*(where if said else ()), *(_OF_WORKERS if options.check else ()))
+    return config_words(options.config_file, parser, without=without)
 
 
 def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
@@ -124,8 +142,8 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
         return parse_hosts(options.hosts)
     if options.hostfile is not None:
         return read_hostfile(options.hostfile)
-    if options.num_proc is not None:
-        return (Host("localhost", options.num_proc),)
+    if options.num_proc is not None or options.check:
+        return (Host("localhost", options.num_proc or 1),)
     raise UsageError(f"how many workers? Say -np N, such as: {EXAMPLE}")
 
 

@@ -22,7 +22,8 @@ from .errors import UsageError
 from .flags import Parser, Value, closest
 
 _MAX_BYTES = 1 << 18
-_NO_KEYS = frozenset({"config-file", "help", "version"})  # one names the file, the others answer a question
+# One names the file, the others answer a question.
+_NO_KEYS = frozenset({"config-file", "help", "version", "check", "check-build"})
 # Of the file that horovodrun has; they tune what hvdlite does not have.
 _HOROVODS_SECTIONS = ("controller", "params", "autotune", "timeline", "stall_check", "library_options", "logging")
 _IMPLICIT_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"}

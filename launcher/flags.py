@@ -16,6 +16,7 @@ from .errors import UsageError
 # Written by hand: argparse words it differently from one Python to the next.
 HELP = """\
 usage: hvdlite-run [-np N] [-H HOSTS | --hostfile FILE] [FLAG ...] [--] COMMAND [ARGUMENT ...]
+       hvdlite-run --check [-H HOSTS | --hostfile FILE] [FLAG ...]
 
 Run COMMAND in N workers, each with a rank, and show what they print. When one fails, the others are ended,
 its last words are shown again, and its exit code is hvdlite-run's.
@@ -27,6 +28,9 @@ its last words are shown again, and its exit code is hvdlite-run's.
   -hostfile, --hostfile FILE
                         the same from a file, a line for each host: node1 slots=4
   --dry-run             print which rank would run where, with the variables set for it, and start nothing
+  --check, --check-build
+                        run nothing; print a table of Python, torch, CUDA, NCCL, GPUs and hvdlite on each host, of how
+                        long a round trip takes between each two, and what to do where something is amiss
   --output-filename DIR
                         what each worker writes also goes to DIR/rank.N/stdout and stderr, as it is
   -prefix-timestamp, --prefix-output-with-timestamp
@@ -76,6 +80,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-H", "--hosts")
         self.add_argument("-hostfile", "--hostfile")
         self.add_argument("--dry-run", action="store_true")
+        self.add_argument("--check", "--check-build", action="store_true")
         self.add_argument("--output-filename")
         self.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true")
         self.add_argument("-x", action="append", default=[], dest="exports")

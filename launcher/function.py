@@ -19,7 +19,8 @@ from .errors import JobError, UsageError
 from .flags import Parser, Value, closest
 from .report import signal_name
 
-_NO_ARGUMENTS = frozenset({"dry-run", "help", "version"})  # they start nothing that could return
+# They start nothing that could return.
+_NO_ARGUMENTS = frozenset({"dry-run", "check", "check-build", "help", "version"})
 
 Returned = TypeVar("Returned")
 

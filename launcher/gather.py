@@ -1,12 +1,13 @@
 """Until every host's agent has said hello: all are waited for together, and each that fails is told at once.
 
-What follows is decided in `supervise`.
+What follows is decided in `supervise`, or looked at in `check`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
 from .errors import LauncherError
@@ -15,11 +16,29 @@ from .report import signal_name
 
 
 class SignalledError(LauncherError):
-    """The launcher was signalled before anything was started."""
+    """The launcher was signalled while no job was under way."""
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"{signal_name(signum)} before the job was started")
+    def __init__(self, signum: int, when: str = "before the job was started") -> None:
+        super().__init__(f"{signal_name(signum)} {when}")
         self.exit_code = 128 + signum
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Each host's answer, or why it has none, by its label."""
+
+    hellos: dict[str, Hello] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def all(self) -> dict[str, Hello]:
+        """The answers; a `LauncherError` if a host has none."""
+        if len(self.failures) == 1 and not self.hellos:
+            ((host, why),) = self.failures.items()
+            raise LauncherError(f"{host}: {why}")
+        if self.failures:
+            others = f"; {', '.join(self.hellos)} answered" if self.hellos else ""
+            raise LauncherError(f"nothing was started, since these hosts failed: {', '.join(self.failures)}{others}")
+        return self.hellos
 
 
 def gather(
@@ -30,16 +49,15 @@ def gather(
     say: Callable[[str], object],
     log: Callable[[str], object],
     clock: Callable[[], float] = time.monotonic,
-) -> dict[str, Hello]:
-    """The answers by the hosts' labels, or a `LauncherError` once all have answered, failed or run out of time."""
+) -> Gathered:
+    """What became of each, once all have answered, failed or run out of time."""
     give_up_at = clock() + timeout_s
     waiting = set(hosts)
-    hellos: dict[str, Hello] = {}
-    failures: dict[str, str] = {}
+    gathered = Gathered()
 
     def fail(host: str, why: str) -> None:
         waiting.discard(host)
-        failures[host] = why
+        gathered.failures[host] = why
         if len(hosts) > 1:
             say(f"{host}: {why}")
 
@@ -58,9 +76,9 @@ def gather(
                     else f"{event.host} answers"
                 )
                 waiting.discard(event.host)
-                hellos[event.host] = event.hello
+                gathered.hellos[event.host] = event.hello
             case Lost(host, why):
-                hellos.pop(host, None)  # it may have answered, and not lived to see the others do
+                gathered.hellos.pop(host, None)  # it may have answered, and not lived to see the others do
                 fail(host, why)
             case AgentSaid():
                 log(f"{event.host}: {event.text.rstrip()}")
@@ -68,10 +86,4 @@ def gather(
                 raise SignalledError(signum)
             case _:
                 raise AssertionError(f"before anything was started: {event}")
-    if len(hosts) == 1 and failures:
-        ((host, why),) = failures.items()
-        raise LauncherError(f"{host}: {why}")
-    if failures:
-        others = f"; {', '.join(hellos)} answered" if hellos else ""
-        raise LauncherError(f"nothing was started, since these hosts failed: {', '.join(failures)}{others}")
-    return hellos
+    return gathered

@@ -45,7 +45,7 @@ def launch(job: Job, store: Store | None = None) -> Outcome:
     slots = None if any(host.slots == AUTO for host in job.hosts) else plan_slots(job.hosts, job.size)
     record = None if slots is None else _record(job, len(slots))
     room = threading.Semaphore(ROOM)
-    with _signals_as_events(events), Agents(job, events, room, store) as agents:
+    with signals_as_events(events), Agents(job, events, room, store) as agents:
         hosts = job.hosts if slots is None else tuple(dict.fromkeys(slot.host for slot in slots))
         hellos = agents.connect(hosts)
         if slots is None:
@@ -82,13 +82,14 @@ def count_slots(job: Job) -> tuple[Host, ...]:
     unknown = tuple(host for host in job.hosts if host.slots == AUTO)
     if not unknown:
         return job.hosts
-    with _signals_as_events(events), Agents(job, events, threading.Semaphore(ROOM)) as agents:
+    with signals_as_events(events), Agents(job, events, threading.Semaphore(ROOM)) as agents:
         hellos = agents.connect(unknown)
         return count_auto_slots(job.hosts, lambda host: hellos[host.label].slots or 1)
 
 
 @contextlib.contextmanager
-def _signals_as_events(events: SimpleQueue[Event]) -> Iterator[None]:
+def signals_as_events(events: SimpleQueue[Event]) -> Iterator[None]:
+    """Meanwhile INT, TERM and HUP are events for whoever reads these."""
     with signals_as_bytes(_SIGNALS) as pipe:
         threading.Thread(target=_pass_signals_on, args=(pipe, events), daemon=True, name="signals").start()
         yield

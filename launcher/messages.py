@@ -81,10 +81,14 @@ class Exited:
 
 @dataclass(frozen=True)
 class Refused:
-    """The agent could not start the command; ``exit_code`` is what a shell would give (127: not found)."""
+    """The agent could not start the command; ``exit_code`` is what a shell would give (127: not found).
+
+    ``host`` is the label of the agent's, if that is not this machine: set where this arrives.
+    """
 
     why: str
     exit_code: int
+    host: str | None = None
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ class RemoteAgent:
             if not self._greeted.is_set():
                 self._events.put(Lost(self.host.label, message.why))
                 return
-            message = message if self.host.is_here else replace(message, why=f"{self.host.label}: {message.why}")
+            message = message if self.host.is_here else replace(message, host=self.host.label)
         elif message.rank not in self.ranks:
             raise ProtocolError(f"its agent speaks of rank {message.rank}, which is not there")
         if isinstance(message, Output):

@@ -142,7 +142,8 @@ class Supervisor:
                 self._log(f"rank {event.rank} ended with exit code {shell_code(event.returncode)}")
                 self._judge(event)
             case Refused():
-                self._decide(Outcome(event.exit_code, event.why))
+                where = "" if event.host is None else f"{event.host}: "
+                self._decide(Outcome(event.exit_code, where + event.why))
                 self._running.clear()  # what started will not be told how it ends; hanging up ends it
             case AgentSaid():
                 self._screen.say(f"{event.host}: {event.text.rstrip()}")

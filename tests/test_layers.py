@@ -15,7 +15,7 @@ import hvdlite
 LIBRARY = [
     "errors", "launch", "client", "call", "store", "topology", "address", "nodelist", "neighbours", "pmi", "pmix",
     "rendezvous", "plan", "bucket", "compression", "engine", "collective", "farewell", "world", "operations",
-    "replicate", "sparse", "layout", "wire", "reducer", "arguments", "proxy", "optimizer", "__init__",
+    "replicate", "sparse", "layout", "wire", "reducer", "arguments", "proxy", "optimizer", "links", "__init__",
 ]  # fmt: skip
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]
 

@@ -78,7 +78,7 @@ def test_a_file_says_the_same_as_the_flags(write):
 def test_every_flag_is_a_key_but_those_that_answer_a_question(flag, write):
     key = flag.option_strings[-1].lstrip("-")
     value = "true" if flag.nargs == 0 else "7"
-    if key in ("help", "version", "config-file"):
+    if key in ("help", "version", "config-file", "check-build"):
         with pytest.raises(UsageError, match=f"unknown key '{key}'"):
             config_words(write(f"{key}: {value}"), Parser())
     else:

@@ -1,33 +1,20 @@
 """Waiting for the hosts, on scripts of events."""
 
 import signal
-from queue import Empty
 
 from hvdlite_launcher.errors import LauncherError
 from hvdlite_launcher.gather import gather
 from hvdlite_launcher.messages import AgentSaid, Answered, Hello, Interrupted, Lost
+from scripts import Script
 
 HELLO = Hello("1", None, "10.0.0.1", 4000)
-
-
-class Script:
-    """A queue that gives what it holds, and then lets all the time pass that somebody waits."""
-
-    def __init__(self, *events):
-        self._events = list(events)
-        self.now = 0.0
-
-    def get(self, timeout):
-        if self._events:
-            return self._events.pop(0)
-        self.now += timeout
-        raise Empty
 
 
 def _gather(hosts, *events):
     script, said, logged = Script(*events), [], []
     try:
-        hellos = gather(hosts, script, timeout_s=60, say=said.append, log=logged.append, clock=lambda: script.now)
+        gathered = gather(hosts, script, timeout_s=60, say=said.append, log=logged.append, clock=lambda: script.now)
+        hellos = gathered.all()
     except LauncherError as error:
         return error, said, logged
     return hellos, said, logged

@@ -11,8 +11,8 @@ ORDER = [
     *("version", "errors", "request", "exchange", "messages", "protocol", "signals", "tree", "report", "machine"),
     *("network", "hosts", "hostfile", "plan", "environment", "preview", "channel", "ssh", "job", "store", "remote"),
     *("gather", "agents", "workers", "feed", "outlets", "cache", "relay", "agent", "keeper", "record", "output"),
-    *("stdin", "attendance", "supervise", "launch", "flags", "configfile", "cli", "errand", "courier"),
-    "function",
+    *("stdin", "attendance", "supervise", "launch", "inquiry", "probe", "verdict", "table", "check"),
+    *("flags", "configfile", "cli", "errand", "courier", "function"),
 ]
 FILES = {path.stem: path for path in Path(hvdlite_launcher.__file__).parent.glob("*.py")}
 

@@ -1,0 +1,131 @@
+"""``hvdlite-run --check``: a look at the hosts of a job before there is one.
+
+    each host's facts (`probe`) ──► of those that can train, the ways between them (`hvdlite.links`) ──► `table`
+
+Both are put to agents as a job has them, in the environment that its workers would get.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+
+from . import probe, tree
+from .hosts import Host
+from .inquiry import Inquiry, Reply, inquire
+from .job import Job
+from .probe import Facts, facts_from
+from .table import ASCII, UNICODE, Marks, Ways, show
+from .verdict import judge
+
+# As `hvdlite.links` has it: how long two hosts may take to see that there is no way; and for the rest of what it does.
+_CONNECT_S, _SLACK_S = 15.0, 20.0
+
+
+def check(job: Job) -> int:
+    """Print what is found, and give 0 if all is well, else 1.
+
+    As in `launch`, this process must have no other children, and this must be its main thread.
+    """
+    tree.adopt_orphans()
+    hosts = tuple(replace(host, slots=1) for host in job.hosts)
+    found = _ask(job, hosts)
+    facts = {host: of for host, of in found.items() if isinstance(of, Facts)}
+    able = [host for host in hosts if host.label in facts and _can_train(facts[host.label])]
+    ways = _measure(job, able) if len(able) > 1 else None
+    notes = ["the ways between hosts: not measured, since that takes two that have torch and hvdlite"]
+    judged = judge(facts, job.cwd)
+    rows = {host: of if isinstance(of, str) else judged[host] for host, of in found.items()}
+    text, is_well = show(rows, ways, _marks(), notes if ways is None and len(hosts) > 1 else ())
+    _print(text)
+    return 0 if is_well else 1
+
+
+def _ask(job: Job, hosts: Collection[Host]) -> dict[str, Facts | str]:
+    """Each host's facts, or why there are none."""
+    program = inspect.getsource(probe)
+    inquiry = Inquiry("importing torch", ("-c", program, job.cwd), patience_s=job.start_timeout_s)
+    replies = inquire(inquiry, job, hosts, say=_say_on_terminal, log=_log(job))
+    return {label: _facts_in(reply) for label, reply in replies.items()}
+
+
+def _facts_in(reply: Reply) -> Facts | str:
+    for line in reply.lines:
+        if facts := facts_from(line):
+            return facts
+    return reply.trouble or f"what it says of itself cannot be read: {reply.lines[:1]}"
+
+
+def _can_train(facts: Facts) -> bool:
+    return facts.torch is not None and facts.hvdlite is not None and facts.gloo
+
+
+def _measure(job: Job, hosts: Collection[Host]) -> Ways:
+    rounds = len(hosts) - 1 + len(hosts) % 2
+    inquiry = Inquiry(
+        "measuring round trips",
+        ("-m", "hvdlite.links", f"{job.start_timeout_s:g}"),
+        patience_s=job.start_timeout_s + rounds * _CONNECT_S + _SLACK_S,
+    )
+    replies = inquire(inquiry, job, hosts, say=_say_on_terminal, log=_log(job))
+    return ways_in(replies)
+
+
+def ways_in(replies: Mapping[str, Reply]) -> Ways:
+    """What both hosts of each pair say; of what both measured, the first one's."""
+    labels = list(replies)
+    times_us: dict[tuple[str, str], float] = {}
+    troubles: dict[tuple[str, str], str] = {}
+    pairs = [(first, second) for i, first in enumerate(labels) for second in labels[i + 1 :]]
+    said = {label: _said_of_peers(reply, labels) for label, reply in replies.items()}
+    for first, second in pairs:
+        of_both = [said[first].get(second), said[second].get(first)]
+        errors = [word for word in of_both if isinstance(word, str)]
+        silent = [r.trouble for r in (replies[first], replies[second]) if r.trouble is not None]
+        measured = [word for word in of_both if isinstance(word, float)]
+        if measured and not errors:
+            times_us[first, second] = measured[0]
+        else:
+            troubles[first, second] = next(iter([*errors, *silent]), "one of them did not come to be measured")
+    return Ways(labels, times_us, troubles)
+
+
+def _said_of_peers(reply: Reply, labels: list[str]) -> dict[str, float | str]:
+    said: dict[str, float | str] = {}
+    for line in reply.lines:
+        try:
+            word = json.loads(line)
+            said[labels[word["peer"]]] = float(word["us"]) if "us" in word else str(word["error"])
+        except (ValueError, TypeError, LookupError):  # what a start-up file of its Python may print
+            continue
+    return said
+
+
+def _marks() -> Marks:
+    return UNICODE if UNICODE.fit(sys.stdout.encoding) else ASCII
+
+
+def _print(text: str) -> None:
+    # Words of ssh and of torch may hold anything.
+    written = text.encode(sys.stdout.encoding, errors="backslashreplace").decode(sys.stdout.encoding)
+    print(written, end="", flush=True)
+
+
+def _log(job: Job) -> Callable[[str], object]:
+    return _say if job.verbose else _say_nothing
+
+
+def _say(text: str) -> None:
+    print(f"hvdlite-run: {text}", file=sys.stderr, flush=True)
+
+
+def _say_nothing(_: str) -> None:
+    pass
+
+
+def _say_on_terminal(text: str) -> None:
+    if sys.stderr.isatty():
+        _say(text)

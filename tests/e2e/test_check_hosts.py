@@ -1,0 +1,114 @@
+"""A look at real hosts before there is a job: each with an sshd, a network between them, and what may be amiss."""
+
+from __future__ import annotations
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from e2e.conftest import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+NOBODY = "02:00:00:00:00:99"  # a hardware address that none has
+
+
+def checked(launch, lan, *words, **options):
+    """Its exit code and output; nothing is left on any host."""
+    hosts = ",".join(host.spec for host in lan.hosts)
+    job = launch("--check", "-H", hosts, *words, on=lan.desk, **options).process
+    # It waits for those that do not answer, and gloo tries five times.
+    out, err = job.communicate(timeout=150)
+    wait_until(lambda: lan.left() == [], 5, lambda: str(lan.left()))
+    assert "Traceback" not in err.decode()
+    return job.returncode, out.decode()
+
+
+def row(out, host):
+    (first, *_) = [line for line in out.splitlines() if line.startswith(host.address)]
+    return first
+
+
+def todo(out):
+    return out.partition("what to do\n\n")[2].splitlines()
+
+
+def test_two_hosts_that_are_well(launch, make_lan):
+    lan = make_lan("a", "b", interfaces=("lan0", "ens7"), decoy=True)
+    over, seen = threading.Event(), set()
+    before = [(machine.name, address) for machine in lan.machines for address in machine.listening_tcp()]
+
+    def watch():
+        while not over.is_set():
+            seen.update((machine.name, address) for machine in lan.machines for address in machine.listening_tcp())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        code, out = checked(launch, lan)
+    finally:
+        over.set()
+        watcher.join()
+    assert (code, todo(out)) == (0, [])
+    assert "✗" not in out
+    assert ["lan0" in row(out, lan.hosts[0]), "ens7" in row(out, lan.hosts[1])] == [True, True]
+    assert len(re.findall(r"\d (µs|ms)", out)) == 2
+    # Gloo alone listens, each on its own address.
+    own = {host.name: host.address for host in lan.hosts}
+    assert all(address.rpartition(":")[0] == own.get(name) for name, address in seen.difference(before)), seen
+
+
+def test_hosts_with_ipv6_alone(launch, make_lan):
+    code, out = checked(launch, make_lan("a", "b", ipv6=True))
+    assert (code, todo(out)) == (0, [])
+    assert len(re.findall(r"\d (µs|ms)", out)) == 2
+
+
+def test_a_host_without_torch_and_one_that_refuses_us(launch, make_lan):
+    lan = make_lan("a", "b", "c")
+    lan.hosts[1].hide(Path(torch.__file__).parent)
+    lan.hosts[2].refuse_keys()
+    code, out = checked(launch, lan)
+    assert code == 1
+    assert "✗" not in row(out, lan.hosts[0])
+    without, refused = todo(out)
+    assert f"{lan.hosts[1].address}: torch cannot be imported (" in without
+    assert re.search(rf"{lan.hosts[2].address}: .*Permission denied.*\(your key is not accepted there", refused)
+
+
+def test_a_host_that_does_not_answer_and_one_without_the_directory(launch, make_lan, tmp_path):
+    lan = make_lan("a", "b", "c")
+    here = tmp_path / "parent" / "here"
+    here.mkdir(parents=True)
+    lan.hosts[1].hide(here.parent)
+    lan.hosts[2].stop_answering()
+    code, out = checked(launch, lan, "--start-timeout", "20", cwd=here)
+    assert code == 1
+    absent, silent = todo(out)
+    assert f"{lan.hosts[1].address}: the working directory {here} does not exist" in absent
+    assert f"{lan.hosts[2].address}: " in silent
+    assert len(re.findall(r"\d (µs|ms)", out)) == 2
+
+
+def test_two_hosts_that_do_not_reach_each_other_break_no_other_pair(launch, make_lan):
+    lan = make_lan("a", "b", "c", interfaces=("lan0", "ens7", "enp3"))
+    a, b, _ = lan.hosts
+    # Packets are lost on the way: no error is sent back.
+    a.run("ip", "neighbour", "replace", b.address, "lladdr", NOBODY, "dev", "lan0", "nud", "permanent")
+    code, out = checked(launch, lan)
+    assert code == 1
+    assert len(re.findall(r"\d (µs|ms)", out)) == 4
+    (cut,) = todo(out)
+    assert cut == (
+        f"  ✗ {a.address} and {b.address}: Connect timeout "
+        "(let TCP pass between them, or name another network with --network-interface)"
+    )
+
+
+def test_an_interface_that_is_not_there_is_told(launch, make_lan):
+    lan = make_lan("a", "b", interfaces=("lan0", "ens7"))
+    code, out = checked(launch, lan, "--network-interface", "lan0")
+    assert code == 1
+    assert re.search(rf"✗ {lan.hosts[1].address}: .*'lan0'; there are .*ens7", todo(out)[0])

@@ -1,0 +1,66 @@
+"""What hosts say of the ways between them, put together; and what --check does not take."""
+
+import json
+import re
+
+import pytest
+from hvdlite_launcher import cli
+from hvdlite_launcher.check import ways_in
+from hvdlite_launcher.inquiry import Reply
+
+
+def _said(*words, trouble=None):
+    return Reply(tuple(json.dumps(word) for word in words), trouble)
+
+
+def _ways(*replies):
+    ways = ways_in(dict(zip("abc", replies, strict=False)))
+    return ways.times_us, ways.troubles
+
+
+def test_of_two_measurements_the_first_one_s_counts():
+    assert _ways(_said({"peer": 1, "us": 10.0}), _said({"peer": 0, "us": 12})) == ({("a", "b"): 10.0}, {})
+    assert _ways(_said(), _said({"peer": 0, "us": 12})) == ({("a", "b"): 12.0}, {})
+
+
+def test_a_failure_of_either_counts_more_than_the_other_s_measurement():
+    assert _ways(_said({"peer": 1, "us": 10}), _said({"peer": 0, "error": "cut"})) == ({}, {("a", "b"): "cut"})
+
+
+def test_a_host_that_says_nothing_is_in_trouble_with_all():
+    well = _said({"peer": 2, "us": 10})
+    times, troubles = _ways(well, _said(trouble="it is down"), _said({"peer": 0, "us": 10}))
+    assert times == {("a", "c"): 10.0}
+    assert troubles == {("a", "b"): "it is down", ("b", "c"): "it is down"}
+
+
+@pytest.mark.parametrize("line", ["", "[]", "3", '{"peer": 9, "us": 1}', '{"peer": 1}', '{"peer": "x", "us": 1}', "{"])
+def test_lines_of_others_are_passed_over(line):
+    assert _ways(Reply((line, '{"peer": 1, "us": 10}')), _said()) == ({("a", "b"): 10.0}, {})
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["true", "x"], "true"),
+        (["-np", "2"], "--num-proc"),
+        (["--grace", "2"], "--grace"),
+        (["--dry-run"], "--dry-run"),
+        (["--output-filename", "logs"], "--output-filename"),
+        (["--prefix-output-with-timestamp"], "--prefix-output-with-timestamp"),
+    ],
+)
+def test_what_is_said_of_workers_is_refused(capsys, words, named):
+    assert cli.main(["--check", *words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert re.search(rf"leave out \S*{named}\b", err)
+
+
+def test_a_config_file_may_say_of_workers_what_it_likes(capsys, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("hvdlite_launcher.check.check", lambda job: asked.append(job) or 0)
+    (tmp_path / "job.yaml").write_text("num-proc: 4\nhosts: [localhost:2, b:2]\noutput-filename: logs\n")
+    assert cli.main(["--check", "--config-file", str(tmp_path / "job.yaml")]) == 0
+    assert [host.label for host in asked[0].hosts] == ["localhost", "b"]
+    assert capsys.readouterr().err == ""
