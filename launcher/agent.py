@@ -33,6 +33,7 @@ from .messages import (
     Hello,
     Input,
     InputWanted,
+    OutputTaken,
     Refused,
     SignalRanks,
     Started,
@@ -123,6 +124,8 @@ class Agent:
                         feed.put(message.data)
                 case message if isinstance(message, StoreCommand) and self._cache is not None:
                     self._cache.receive(message)
+                case OutputTaken():
+                    self._outlets.taken(message.count)
                 case Beat():
                     pass
                 case _:

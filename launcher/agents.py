@@ -9,7 +9,6 @@ import os
 import shlex
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from .errors import LauncherError
 from .gather import Gathered, gather
 from .hosts import AUTO, Host
 from .job import Job
-from .messages import Event, Hello, Input, SignalRanks, StartJob
+from .messages import Event, Hello, Input, Output, SignalRanks, StartJob
 from .network import address_towards
 from .plan import Slot, job_dir, slot_environment
 from .remote import RemoteAgent, local_agent_argv
@@ -34,12 +33,9 @@ _LOOPBACK = "127.0.0.1"
 class Agents:
     """The agents of all hosts; on leaving, whatever happened, nothing of the job is left."""
 
-    def __init__(
-        self, job: Job, events: SimpleQueue[Event], room: threading.Semaphore, store: Store | None = None
-    ) -> None:
+    def __init__(self, job: Job, events: SimpleQueue[Event], store: Store | None = None) -> None:
         self._job = job
         self._events = events
-        self._room = room
         self._token = os.urandom(8).hex()
         self._store = Store() if store is None else store
         self._agents: list[RemoteAgent] = []
@@ -86,7 +82,6 @@ class Agents:
                 host,
                 argv,
                 self._events,
-                room=self._room,
                 store=self._store,
                 explain=partial(explain, host, self._job.ssh),
             )
@@ -131,6 +126,12 @@ class Agents:
         for agent in self._agents:
             if 0 in agent.ranks:
                 agent.send(Input(0, data))
+
+    def output_shown(self, output: Output) -> None:
+        """It is done with: its agent may send as much again. To be told of all output, in one thread."""
+        for agent in self._agents:
+            if output.rank in agent.ranks:
+                agent.output_shown(len(output.data))
 
     def end(self, timeout_s: float = AGENT_S) -> None:
         """Hang up on all, wait until they are gone, and do their work here for any that was lost."""

@@ -5,7 +5,6 @@ A job is different, there one failure ends all: see `supervise`.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ from .hosts import Host
 from .job import Job
 from .launch import signals_as_events
 from .messages import AgentSaid, Event, Exited, Interrupted, Lost, Output, Refused, Started
-from .output import ROOM
 from .plan import plan_slots
 from .report import Tail, shell_code
 
@@ -49,17 +47,16 @@ def inquire(
     ``job`` says how they are reached, and what environment the command has. What takes long is told to ``say``.
     """
     events: SimpleQueue[Event] = SimpleQueue()
-    room = threading.Semaphore(ROOM)
     # The user's own directory may not be there, and may hold a queue.py.
     job = replace(job, command=inquiry.command, in_python=True, cwd="/")
-    with signals_as_events(events), Agents(job, events, room) as agents:
+    with signals_as_events(events), Agents(job, events) as agents:
         gathered = agents.reach(hosts)
         replies = {label: Reply(trouble=why) for label, why in gathered.failures.items()}
         reached = tuple(host for host in hosts if host.label in gathered.hellos)
         if reached:
             slots = plan_slots(reached)
             agents.start(slots, gathered.hellos)
-            collector = Collector({slot.rank: slot.host for slot in slots}, room, log)
+            collector = Collector({slot.rank: slot.host for slot in slots}, agents.output_shown, log)
             replies |= collector.run(events, inquiry, say)
     return {host.label: replies[host.label] for host in hosts}
 
@@ -67,10 +64,12 @@ def inquire(
 class Collector:
     """What comes from the hosts, sorted by where it came from. Each rank is the only one of its host."""
 
-    def __init__(self, hosts: Mapping[int, Host], room: threading.Semaphore, log: Callable[[str], object]) -> None:
-        """``room`` gets one back for each output that came."""
+    def __init__(
+        self, hosts: Mapping[int, Host], shown: Callable[[Output], object], log: Callable[[str], object]
+    ) -> None:
+        """``shown`` is told of each output that came."""
         self._hosts = hosts
-        self._room = room
+        self._shown = shown
         self._log = log
         self._waiting = set(hosts)
         self._stdout = {rank: bytearray() for rank in hosts}
@@ -106,7 +105,7 @@ class Collector:
     def _on(self, event: Event) -> None:
         match event:
             case Output():
-                self._room.release()
+                self._shown(event)
                 if event.stream == "stdout":
                     self._stdout[event.rank] += event.data
                 else:

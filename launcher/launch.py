@@ -16,7 +16,7 @@ from .agents import AGENT_S, Agents
 from .hosts import AUTO, Host, count_auto_slots
 from .job import Job
 from .messages import Event, Interrupted, ScreenDone
-from .output import ROOM, Screen
+from .output import Screen
 from .plan import plan_slots
 from .record import Record
 from .report import Outcome
@@ -44,14 +44,13 @@ def launch(job: Job, store: Store | None = None) -> Outcome:
     # What the command line has wrong is told before any host is troubled.
     slots = None if any(host.slots == AUTO for host in job.hosts) else plan_slots(job.hosts, job.size)
     record = None if slots is None else _record(job, len(slots))
-    room = threading.Semaphore(ROOM)
-    with signals_as_events(events), Agents(job, events, room, store) as agents:
+    with signals_as_events(events), Agents(job, events, store) as agents:
         hosts = job.hosts if slots is None else tuple(dict.fromkeys(slot.host for slot in slots))
         hellos = agents.connect(hosts)
         if slots is None:
             slots = plan_slots(count_auto_slots(hosts, lambda host: hellos[host.label].slots or 1), job.size)
             record = _record(job, len(slots))
-        screen = Screen(events, room, timestamps=job.timestamps, record=record)
+        screen = Screen(events, agents.output_shown, timestamps=job.timestamps, record=record)
         log = screen.say if job.verbose else _say_nothing
         for slot in slots:
             log(f"rank {slot.rank}: {slot.host.label}, local rank {slot.local_rank} of {slot.local_size}")
@@ -82,7 +81,7 @@ def count_slots(job: Job) -> tuple[Host, ...]:
     unknown = tuple(host for host in job.hosts if host.slots == AUTO)
     if not unknown:
         return job.hosts
-    with signals_as_events(events), Agents(job, events, threading.Semaphore(ROOM)) as agents:
+    with signals_as_events(events), Agents(job, events) as agents:
         hellos = agents.connect(unknown)
         return count_auto_slots(job.hosts, lambda host: hellos[host.label].slots or 1)
 

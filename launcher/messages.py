@@ -1,6 +1,6 @@
 """What launcher and agent say to each other, and what else the launcher's one loop hears of. Values alone.
 
-    launcher ── Greet, StartJob, SignalRanks, Input, Beat ──► agent   (at its stdin's end: kill everything)
+    launcher ── Greet, StartJob, SignalRanks, Input, OutputTaken, Beat ──► agent   (at its stdin's end: kill everything)
     launcher ◄── Hello, Started, InputWanted, Output, Joining, Joined, GaveUp, Exited, Refused, Beat ── agent
 
 What they say to each other about the store is in `exchange`.
@@ -216,5 +216,12 @@ class Input:
     data: bytes
 
 
-Command = Greet | StartJob | SignalRanks | Input | StoreCommand | Beat
+@dataclass(frozen=True)
+class OutputTaken:
+    """So many more bytes of output have been shown, or done with: as many may be sent again."""
+
+    count: int
+
+
+Command = Greet | OutputTaken | StartJob | SignalRanks | Input | StoreCommand | Beat
 Message = WorkerEvent | StoreEvent | Hello | Command

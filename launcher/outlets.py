@@ -1,4 +1,8 @@
-"""The workers' stdout and stderr, at the agent's end: read as they come, and left to fill while the wire is full."""
+"""The workers' stdout and stderr, at the agent's end: read as they come, as much as the launcher has shown.
+
+What it has not shown is in the launcher's memory, so there is a limit to that; beyond it the workers' pipes are left
+to fill. The wire itself never is: a screen that stands still holds up output, and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from functools import partial
 
 from .channel import Channel
 from .messages import Output, Stream
+from .protocol import WINDOW_BYTES
 from .workers import Worker, capacity_bytes
 
 _READ_BYTES = 1 << 16
@@ -23,6 +28,7 @@ class Outlets:
         self._channel = channel
         self._forwarders: dict[int, Callable[[], object]] = {}  # by the file descriptor that they read
         self._held_up = False
+        self._room_bytes = WINDOW_BYTES
 
     def watch(self, worker: Worker) -> None:
         for stream, pipe in worker.pipes.items():
@@ -41,9 +47,13 @@ class Outlets:
             while left > 0 and (count := self._forward(worker, stream, limit=left)):
                 left -= count
 
+    def taken(self, count: int) -> None:
+        """So many bytes have been shown."""
+        self._room_bytes += count
+
     def hold_up(self) -> None:
-        """While too much is unsent, read nothing more; to be called whenever something was sent."""
-        if self._channel.full == self._held_up:
+        """While too much is unsent or not shown, read nothing more; to be called whenever that may have changed."""
+        if (self._channel.full or self._room_bytes <= 0) == self._held_up:
             return
         self._held_up = not self._held_up
         for fd, forward in self._forwarders.items():
@@ -62,6 +72,7 @@ class Outlets:
         except BlockingIOError:
             return 0
         if data:
+            self._room_bytes -= len(data)
             self._channel.send(Output(worker.rank, stream, data))
         else:
             del worker.pipes[stream], self._forwarders[pipe.fileno()]

@@ -25,7 +25,6 @@ from .messages import Event, Output, ScreenDone, ScreenFailed, Stream
 from .record import Record
 
 MAX_LINE_BYTES = 1 << 20  # a longer one is shown in pieces
-ROOM = 64  # pieces of output that may wait to be written
 
 # A bar wider than the terminal is cut there, or its second row would stay when it is erased.
 _ERASE, _UNWRAPPED, _WRAPPED = b"\r\x1b[K", b"\x1b[?7l", b"\x1b[?7h"
@@ -98,7 +97,7 @@ class Screen:
     def __init__(
         self,
         events: SimpleQueue[Event],
-        room: threading.Semaphore,
+        shown: Callable[[Output], object],
         *,
         stdout: int = 1,
         stderr: int = 2,
@@ -106,7 +105,7 @@ class Screen:
         timestamps: bool = False,
         record: Record | None = None,
     ) -> None:
-        """``room`` gets one back for each output that was shown.
+        """``shown`` is told of each output that was, or that nobody can be shown any more.
 
         ``timestamps``: each line begins with when that was. ``record`` is closed at the end.
         """
@@ -119,7 +118,7 @@ class Screen:
         self._lines: dict[tuple[int, Stream], Lines] = {}
         self._newest_bar: tuple[Stream, Lines] | None = None  # the one that stands on the terminal
         self._failed: set[Stream] = set()
-        self.room = room
+        self._shown = shown
         self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="screen").start()
 
@@ -161,7 +160,7 @@ class Screen:
             prefix = self._prefix(output.rank, output.stream)
             lines = self._lines[output.rank, output.stream] = Lines(prefix, self._in_place[output.stream], self._stamp)
         self._write(output.stream, lines.feed(output.data), lines)
-        self.room.release()
+        self._shown(output)
 
     def _finish(self, rank: int) -> None:
         for stream in self._fds:

@@ -29,6 +29,7 @@ from .messages import (
     Joining,
     Message,
     Output,
+    OutputTaken,
     Refused,
     SignalRanks,
     Started,
@@ -37,6 +38,9 @@ from .messages import (
 )
 
 MAX_PAYLOAD_BYTES = 16 << 20
+
+WINDOW_BYTES = 4 << 20
+"""How much output of an agent may be on its way to the screen; it is told of what was shown a quarter at a time."""
 
 MARK = b"\0hvdlite agent\0"
 """Written before the first frame of an agent: a login shell's start files may have printed something before."""
@@ -126,6 +130,7 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
         },
     ),
     SignalRanks: (17, {"ranks": _ints, "signum": _int}),
+    OutputTaken: (23, {"count": _int}),
     Greet: (19, {"version": _str, "beats": _bool, "count_slots": _bool, "interface": _str_or_none}),
 }
 _JSON_BY_KIND = {kind: (message, fields) for message, (kind, fields) in _JSON.items()}

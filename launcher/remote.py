@@ -20,8 +20,8 @@ from .channel import BEAT_S, SILENCE_S
 from .errors import ProtocolError
 from .exchange import StoreEvent
 from .hosts import Host
-from .messages import AgentSaid, Answered, Beat, Command, Event, Greet, Hello, Lost, Message, Output, Refused
-from .protocol import MARK, Decoder, encode
+from .messages import AgentSaid, Answered, Beat, Command, Event, Greet, Hello, Lost, Message, OutputTaken, Refused
+from .protocol import MARK, WINDOW_BYTES, Decoder, encode
 from .report import signal_name
 from .ssh import killed_by, last_words
 from .store import Store
@@ -47,20 +47,18 @@ class RemoteAgent:
         argv: list[str],
         events: SimpleQueue[Event],
         *,
-        room: threading.Semaphore,
         store: Store,
         explain: Callable[[int, str], str],
     ) -> None:
         """``argv`` starts it. ``explain(returncode, stderr)`` says why one never said hello.
 
-        ``room`` is how much output may be on its way to the screen; whoever shows some gives it back.
         ``store`` answers what its workers ask, not by way of ``events``: that loop has to decide.
         """
         self.host = host
         self.ranks: Collection[int] = ()
         """Those that it runs, once it was told to."""
         self._events = events
-        self._room = room
+        self._shown_bytes = 0  # that the agent has not been told of
         self._store = store
         self._explain = explain
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
@@ -90,6 +88,13 @@ class RemoteAgent:
     def send(self, command: Command) -> None:
         """Tell the agent, and wait for nothing. One that is gone already is reported as `Lost`, not here."""
         self._outgoing.put(encode(command))
+
+    def output_shown(self, count: int) -> None:
+        """So many bytes that came from there are done with. One thread may say so."""
+        self._shown_bytes += count
+        if self._shown_bytes >= WINDOW_BYTES // 4:
+            self.send(OutputTaken(self._shown_bytes))
+            self._shown_bytes = 0
 
     def hang_up(self) -> None:
         """The agent ends at once whatever still runs there, tidies up, and goes; that is no `Lost`."""
@@ -148,7 +153,6 @@ class RemoteAgent:
         noise = b""
         spoke = False
         while True:
-            # Only while we listen: a screen that stands still makes us deaf, not the agent silent.
             if not self._comes(fd):
                 self._silent = True
                 return f"nothing was heard of it for {SILENCE_S:g} s: it is down, or the network between us is cut"
@@ -196,8 +200,6 @@ class RemoteAgent:
             message = message if self.host.is_here else replace(message, host=self.host.label)
         elif message.rank not in self.ranks:
             raise ProtocolError(f"its agent speaks of rank {message.rank}, which is not there")
-        if isinstance(message, Output):
-            self._room.acquire()
         self._events.put(message)
 
     def _why_it_ended(self) -> str:

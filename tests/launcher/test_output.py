@@ -3,13 +3,12 @@
 import errno
 import os
 import pty
-import threading
 import time
 from queue import SimpleQueue
 
 import pytest
 from hvdlite_launcher.messages import Output, ScreenDone, ScreenFailed
-from hvdlite_launcher.output import MAX_LINE_BYTES, ROOM, Lines, Screen
+from hvdlite_launcher.output import MAX_LINE_BYTES, Lines, Screen
 from hvdlite_launcher.record import Record
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,7 +74,6 @@ def test_the_line_ends_of_other_systems_are_kept():
 
 def _outputs(screen, *outputs):
     for output in outputs:
-        screen.room.acquire()
         screen.show(output)
     screen.close()
 
@@ -96,7 +94,7 @@ def _read_all(fd):
 
 def test_streams_keep_their_lines_whole_and_say_whose_they_are(pipe):
     events = SimpleQueue()
-    screen = Screen(events, threading.Semaphore(ROOM), stdout=pipe[1], stderr=pipe[1], environ={})
+    screen = Screen(events, [].append, stdout=pipe[1], stderr=pipe[1], environ={})
     _outputs(
         screen,
         Output(0, "stdout", b"of ra"),
@@ -109,22 +107,23 @@ def test_streams_keep_their_lines_whole_and_say_whose_they_are(pipe):
     assert _read_all(pipe[0]) == b"[1]<stdout>:of rank 1\n[0]<stdout>:of rank 0\n[0]<stderr>:unfinished\n"
 
 
-def test_a_reader_that_went_away_is_an_event_once_and_room_is_given_back():
+def test_a_reader_that_went_away_is_an_event_once_and_output_is_done_with_all_the_same():
     read_end, write_end = os.pipe()
     os.close(read_end)
-    events = SimpleQueue()
-    screen = Screen(events, threading.Semaphore(ROOM), stdout=write_end, environ={})
+    events, shown = SimpleQueue(), []
+    screen = Screen(events, shown.append, stdout=write_end, environ={})
     _outputs(screen, *[Output(0, "stdout", b"line\n")] * 200)
     failed = events.get(timeout=10)
     assert isinstance(failed, ScreenFailed)
     assert isinstance(failed.error, BrokenPipeError)
     assert isinstance(events.get(timeout=10), ScreenDone)
+    assert len(shown) == 200
     os.close(write_end)
 
 
 def test_a_timestamp_is_as_horovod_writes_it(pipe):
     events = SimpleQueue()
-    screen = Screen(events, threading.Semaphore(ROOM), stdout=pipe[1], environ={}, timestamps=True)
+    screen = Screen(events, [].append, stdout=pipe[1], environ={}, timestamps=True)
     _outputs(screen, Output(0, "stdout", b"text\n"))
     assert isinstance(events.get(timeout=10), ScreenDone)
     os.close(pipe[1])
@@ -137,7 +136,7 @@ def test_a_file_that_cannot_be_written_is_an_event_once_and_the_screen_goes_on(p
     (tmp_path / "rank.0").mkdir()
     (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
     events = SimpleQueue()
-    screen = Screen(events, threading.Semaphore(ROOM), stdout=pipe[1], environ={}, record=Record(str(tmp_path), 1))
+    screen = Screen(events, [].append, stdout=pipe[1], environ={}, record=Record(str(tmp_path), 1))
     _outputs(screen, *[Output(0, "stdout", b"line\n")] * 3)
     failed = events.get(timeout=10)
     assert isinstance(failed, ScreenFailed)
@@ -150,7 +149,7 @@ def test_a_file_that_cannot_be_written_is_an_event_once_and_the_screen_goes_on(p
 def _on_terminal(environ, *outputs):
     terminal, stream = pty.openpty()
     events = SimpleQueue()
-    screen = Screen(events, threading.Semaphore(ROOM), stdout=stream, stderr=stream, environ=environ)
+    screen = Screen(events, [].append, stdout=stream, stderr=stream, environ=environ)
     _outputs(screen, *outputs)
     assert isinstance(events.get(timeout=10), ScreenDone)
     os.write(stream, b"THE END")  # a terminal hands its text on in pieces

@@ -18,6 +18,7 @@ from hvdlite_launcher.messages import (
     Joined,
     Joining,
     Output,
+    OutputTaken,
     Refused,
     SignalRanks,
     Started,
@@ -47,6 +48,7 @@ MESSAGES = st.one_of(
     st.builds(Refused, WORDS, NUMBERS),
     st.builds(Hello, WORDS, st.none() | NUMBERS, st.none() | WORDS, NUMBERS),
     st.just(Beat()),
+    st.builds(OutputTaken, NUMBERS),
     st.builds(Greet, WORDS, st.booleans(), st.booleans(), st.none() | WORDS),
     st.builds(SignalRanks, st.lists(RANKS).map(tuple), NUMBERS),
     st.builds(
