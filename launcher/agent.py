@@ -25,7 +25,7 @@ from .channel import Channel
 from .errors import LauncherError, ProtocolError
 from .exchange import StoreCommand
 from .feed import Feed
-from .machine import slots_by_hardware
+from .machine import machine_id, slots_by_hardware
 from .messages import (
     Beat,
     Exited,
@@ -144,7 +144,7 @@ class Agent:
             return
         self._port = network.reserve_port()
         slots = slots_by_hardware() if greeting.count_slots else None
-        self._channel.send(Hello(VERSION, slots, address, self._port.getsockname()[1]))
+        self._channel.send(Hello(VERSION, slots, address, self._port.getsockname()[1], machine_id()))
 
     def _start(self, job: StartJob) -> None:
         if self._job_dir is not None or self._greeting is None:

@@ -62,8 +62,7 @@ class Agents:
             self._agents.append(self._agent(host, argv))
         for agent in self._agents:
             host = agent.host
-            chosen = (self._job.interfaces.get(name) for name in (host.label, host.name, ""))
-            agent.greet(count_slots=host.slots == AUTO, interface=next(filter(None, chosen), None))
+            agent.greet(count_slots=host.slots == AUTO, interface=self._job.interface_of(host))
         labels = [host.label for host in hosts]
         return gather(labels, self._events, timeout_s=self._job.start_timeout_s, say=say or log, log=log)
 
@@ -90,8 +89,8 @@ class Agents:
 
     def start(self, slots: Sequence[Slot], hellos: Mapping[str, Hello]) -> None:
         """Start the workers. An agent on whose host none has a place is sent home."""
-        addresses = _addresses(hellos)
         used = dict.fromkeys(slot.host.label for slot in slots)
+        addresses = _addresses({label: hellos[label] for label in used})
         first = slots[0].host.label
         own = partial(
             slot_environment, size=len(slots), master_address=addresses[first], master_port=hellos[first].port

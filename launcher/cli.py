@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from .environment import chosen_environment
 from .errors import LauncherError, UsageError
@@ -156,7 +157,13 @@ def _preview(job: Job) -> str:
 
     slots = plan_slots(count_slots(job), job.size)
     alone = len({slot.host for slot in slots}) == 1
-    return preview(slots, job.environment, lambda host: here if host.is_here and alone else None)
+
+    def facts_of(host: Host) -> HostFacts | None:
+        if not (host.is_here and alone):
+            return None
+        return replace(here, interface=job.interface_of(host) or here.interface)
+
+    return preview(slots, job.environment, facts_of, job.interface_of)
 
 
 def _working_directory() -> str:

@@ -87,7 +87,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--no-env", action="store_true")
         self.add_argument("-p", "--ssh-port", type=_port)
         self.add_argument("-i", "--ssh-identity-file")
-        self.add_argument("--ssh-args", type=_words, default=())
+        self.add_argument("--ssh-args", type=_ssh_words, default=())
         self.add_argument("--ssh-program", default="ssh")
         self.add_argument("--remote-python")
         self.add_argument("--network-interface", "--network-interfaces", type=_interfaces, default={})
@@ -199,6 +199,13 @@ def _words(text: str) -> tuple[str, ...]:
         return tuple(shlex.split(text))
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be split into words: {str(error).lower()}") from None
+
+
+def _ssh_words(text: str) -> tuple[str, ...]:
+    words = _words(text)
+    if broken := sorted({"-f", "-n", "-N", "-W", "-V", "-G", "-O", "-Q"}.intersection(words)):
+        raise argparse.ArgumentTypeError(f"with {broken[0]} ssh would not pass on what hvdlite-run says to the host")
+    return words
 
 
 def _interfaces(text: str) -> dict[str, str]:

@@ -40,8 +40,11 @@ def run(
     func: Callable[..., Returned], args: Sequence[Any], kwargs: Mapping[str, Any] | None, flags: Mapping[str, object]
 ) -> list[Returned]:
     """See `hvdlite_launcher.run`."""
+    words = tuple(_words(flags))
+    if all(flags.get(name) is None for name in ("np", "n", "num_proc", "hosts", "hostfile", "config_file")):
+        raise ValueError("how many workers? Give run() np, hosts or hostfile, such as np=4")
     order = Order(
-        flags=tuple(_words(flags)),
+        flags=words,
         cwd=os.getcwd(),
         call=_pickled_call(func, args, kwargs or {}),
     )
@@ -51,11 +54,14 @@ def run(
 def _words(flags: Mapping[str, object]) -> Iterator[str]:
     parser = Parser()
     known = {key.replace("-", "_"): flag for key, flag in parser.flags_by_key().items() if key not in _NO_ARGUMENTS}
+    given: dict[str, str] = {}  # the argument's name by the flag's, which may have several
     for name, value in flags.items():
         if name not in known:
             raise TypeError(f"run() has no argument {name!r}; {closest(name, known)}")
         if value is None:
             continue
+        if (other := given.setdefault(known[name].dest, name)) != name:
+            raise TypeError(f"run(): {other} and {name} say the same; give one of them")
         try:
             yield from parser.words_for(known[name], _as_text(value))
         except UsageError as error:

@@ -110,6 +110,20 @@ def find_this_machine(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
     return tuple(found)
 
 
+def each_machine_once(hosts: Iterable[Host], machine_of: Callable[[Host], str | None]) -> tuple[Host, ...]:
+    """The same hosts; those that turn out to be one machine as one, under the first of its names."""
+    found: dict[str, Host] = {}
+    for host in hosts:
+        machine = machine_of(host) or host.label
+        known = found.get(machine)
+        if known is None:
+            found[machine] = host
+        else:
+            slots = AUTO if AUTO in (known.slots, host.slots) else known.slots + host.slots
+            found[machine] = replace(known, slots=slots)
+    return tuple(found.values())
+
+
 def _is_this_machine(host: Host) -> bool:
     if host.user is not None and host.user != getpass.getuser():
         return False

@@ -32,3 +32,8 @@ class Job:
     timestamps: bool = False
     record_dir: str | None = None
     in_python: bool = False
+
+    def interface_of(self, host: Host) -> str | None:
+        """The network interface that the user wants there; None leaves it to the host's routes."""
+        named = (self.interfaces.get(name) for name in (host.label, host.name, ""))
+        return next(filter(None, named), None)

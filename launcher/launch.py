@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 
 from . import tree
 from .agents import AGENT_S, Agents
-from .hosts import AUTO, Host, count_auto_slots
+from .hosts import AUTO, Host, count_auto_slots, each_machine_once
 from .job import Job
 from .messages import Event, Interrupted, ScreenDone
 from .output import Screen
@@ -47,11 +47,15 @@ def launch(job: Job, store: Store | None = None) -> Outcome:
     with signals_as_events(events), Agents(job, events, store) as agents:
         hosts = job.hosts if slots is None else tuple(dict.fromkeys(slot.host for slot in slots))
         hellos = agents.connect(hosts)
-        if slots is None:
-            slots = plan_slots(count_auto_slots(hosts, lambda host: hellos[host.label].slots or 1), job.size)
-            record = _record(job, len(slots))
+        machines = each_machine_once(hosts, lambda host: hellos[host.label].machine)
+        if slots is None or len(machines) < len(hosts):
+            slots = plan_slots(count_auto_slots(machines, lambda host: hellos[host.label].slots or 1), job.size)
+        record = record or _record(job, len(slots))
         screen = Screen(events, agents.output_shown, timestamps=job.timestamps, record=record)
         log = screen.say if job.verbose else _say_nothing
+        if len(machines) < len(hosts):
+            names = ", ".join(host.label for host in hosts if host.label not in {one.label for one in machines})
+            screen.say(f"these are further names of hosts that are there already, and not hosts of their own: {names}")
         for slot in slots:
             log(f"rank {slot.rank}: {slot.host.label}, local rank {slot.local_rank} of {slot.local_size}")
         agents.start(slots, hellos)

@@ -97,12 +97,14 @@ class Hello:
 
     ``slots`` are counted if that was asked. ``address`` is the host's own, as seen by whoever reaches it; None on
     the launcher's machine, which does not know. ``port`` is kept free there for a program that makes rank 0 listen.
+    ``machine`` is what no other machine or container is called, if that can be told.
     """
 
     version: str
     slots: int | None
     address: str | None
     port: int
+    machine: str | None = None
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,16 @@ from .hosts import Host
 from .plan import HostFacts, Slot, slot_environment, variables_set
 
 
-def preview(slots: Sequence[Slot], environment: Environment, facts_of: Callable[[Host], HostFacts | None]) -> str:
-    """A paragraph for each rank. ``facts_of`` a host are None where only the host itself knows them."""
+def preview(
+    slots: Sequence[Slot],
+    environment: Environment,
+    facts_of: Callable[[Host], HostFacts | None],
+    interface_of: Callable[[Host], str | None] = lambda _: None,
+) -> str:
+    """A paragraph for each rank. ``facts_of`` a host are None where only the host itself knows them.
+
+    ``interface_of`` a host is what the user wants there.
+    """
     hosts = {slot.host for slot in slots}
     first = slots[0].host
     address = "127.0.0.1" if len(hosts) == 1 else f"<the address of {first.label}>"
@@ -23,7 +31,8 @@ def preview(slots: Sequence[Slot], environment: Environment, facts_of: Callable[
         own["MASTER_PORT"] = f"<a free port of {first.label}>"
         given = environment.here if slot.host.is_here else environment.elsewhere
         facts = facts_of(slot.host)
-        variables = variables_set(given, own, facts or HostFacts("<its own>", 1, "<towards the others>"))
+        interface = interface_of(slot.host) or "<towards the others>"
+        variables = variables_set(given, own, facts or HostFacts("<its own>", 1, interface))
         if facts is None and "OMP_NUM_THREADS" not in given:
             variables["OMP_NUM_THREADS"] = f"<its cores / {slot.local_size}>"
         place = (

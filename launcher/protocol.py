@@ -111,7 +111,10 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
     Exited: (4, {"rank": _int, "returncode": _int, "peer_lost": _bool, "left": _bool}),
     Refused: (5, {"why": _str, "exit_code": _int}),
     InputWanted: (6, {"rank": _int}),
-    Hello: (7, {"version": _str, "slots": _int_or_none, "address": _str_or_none, "port": _int}),
+    Hello: (
+        7,
+        {"version": _str, "slots": _int_or_none, "address": _str_or_none, "port": _int, "machine": _str_or_none},
+    ),
     Beat: (8, {}),
     Joining: (9, {"rank": _int}),
     Joined: (10, {"rank": _int}),

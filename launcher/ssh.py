@@ -38,9 +38,7 @@ class Ssh:
 
     def agent_argv(self, host: Host, start_timeout_s: float) -> list[str]:
         """The command that, run here, is the agent on ``host``: its stdin and stdout are the wire."""
-        own = [*(["-p", str(self.port)] if self.port is not None else [])]
-        own += ["-i", self.identity_file] if self.identity_file is not None else []
-        own += self.args
+        own = self._own_words()
         target = [host.label, self._remote_command()]
         if os.path.basename(self.program) != "ssh":  # which knows nothing of ssh's options
             return [self.program, *own, *target]
@@ -62,8 +60,12 @@ class Ssh:
 
     def by_hand(self, host: Host) -> str:
         """What to type to see the same as we did."""
-        port = f" -p {self.port}" if self.port is not None else ""
-        return f"{self.program}{port} {host.label} true"
+        return shlex.join([self.program, *self._own_words(), host.label, "true"])
+
+    def _own_words(self) -> list[str]:
+        port = ["-p", str(self.port)] if self.port is not None else []
+        identity = ["-i", self.identity_file] if self.identity_file is not None else []
+        return [*port, *identity, *self.args]
 
 
 def _configured(program: str, words: list[str]) -> dict[str, str]:

@@ -96,6 +96,17 @@ def test_ranks_fill_the_hosts_in_order(launch, make_lan):
     assert_clean(lan)
 
 
+def test_a_machine_under_several_names_is_one_host(launch, make_lan):
+    lan = make_lan("a", "b")
+    words = ["-H", f"a:1,root@a:2,b:1,{lan.hosts[0].address}:1"]
+    job = launch(*words, "sh", "-c", "echo $LOCAL_RANK of $LOCAL_WORLD_SIZE on $(uname -n)", on=lan.desk)
+    code, out, err = job.ended()
+    assert code == 0
+    lines = sorted(line.partition(":")[2] for line in out.decode().splitlines())
+    assert lines == ["0 of 1 on b", "0 of 4 on a", "1 of 4 on a", "2 of 4 on a", "3 of 4 on a"]
+    assert f"not hosts of their own: root@a, {lan.hosts[0].address}" in err.decode()
+
+
 def test_the_launcher_s_own_machine_can_be_one_of_the_hosts(launch, make_lan, tmp_path):
     lan = make_lan("a", "b")
     a = lan.hosts[0]

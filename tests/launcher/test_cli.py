@@ -62,6 +62,7 @@ def test_every_flag_is_in_the_help_and_no_other():
             ["--network-interface", "eth0,", "-np", "1", "true"],
             "--network-interface/--network-interfaces: 'eth0,' is not an interface",
         ),
+        (["--ssh-args=-v -n", "-np", "1", "true"], "--ssh-args: with -n ssh would not pass on"),
         (["-p", "0", "-np", "1", "true"], "-p/--ssh-port: '0' is not a port, such as 22"),
         (["--ssh-args", "'", "-np", "1", "true"], '--ssh-args: "\'" cannot be split into words: no closing quotation'),
         (["--grace", "-1", "-np", "2", "true"], "--grace: '-1' is not a number of seconds"),

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 from hvdlite_launcher.errors import UsageError
-from hvdlite_launcher.hosts import AUTO, Host, count_auto_slots, find_this_machine, parse_hosts
+from hvdlite_launcher.hosts import AUTO, Host, count_auto_slots, each_machine_once, find_this_machine, parse_hosts
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,3 +85,14 @@ def test_another_name_or_another_user_is_another_host(host):
 def test_two_names_of_this_machine_cannot_both_have_all_its_slots():
     with pytest.raises(UsageError, match=r"'localhost' and '127.0.0.1' are the same machine"):
         find_this_machine((Host("localhost", AUTO), Host("127.0.0.1", 2)))
+
+
+def test_hosts_that_turn_out_to_be_one_machine_are_one_with_the_slots_of_all():
+    hosts = (Host("node1", 2), Host("other", 1), Host("node1", 1, "root"), Host("unknown", 1), Host("alias", 4))
+    machines = {"node1": "m1", "root@node1": "m1", "alias": "m1", "other": "m2", "unknown": None}
+    once = each_machine_once(hosts, lambda host: machines[host.label])
+    assert once == (Host("node1", 7), Host("other", 1), Host("unknown", 1))
+
+
+def test_all_slots_of_a_machine_are_counted_once():
+    assert each_machine_once((Host("a", AUTO), Host("b", 2)), lambda _: "m") == (Host("a", AUTO),)

@@ -54,6 +54,12 @@ def test_each_rank_is_shown_with_its_place_and_the_variables_set_for_it():
     ]
 
 
+def test_the_interface_that_the_user_wants_is_shown():
+    slots = plan_slots((Host("a"), Host("b")))
+    shown = preview(slots, Environment({}, {}), lambda _: None, lambda host: {"a": "eth1"}.get(host.name))
+    assert shown.count("GLOO_SOCKET_IFNAME=eth1") == 1
+
+
 def test_what_the_user_has_set_is_not_shown():
     shown = _preview({"OMP_NUM_THREADS": "7", "API_KEY": "s3cret", "GLOO_SOCKET_IFNAME": "eth7"}, Host("a", 2))
     assert not any(word in shown for word in ("OMP_NUM_THREADS", "API_KEY", "s3cret", "GLOO_SOCKET_IFNAME", "eth7"))

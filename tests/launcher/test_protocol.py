@@ -46,7 +46,7 @@ MESSAGES = st.one_of(
     st.one_of(st.builds(of, RANKS, st.integers(0, 255), st.binary()) for of in (Ask, Answer)),
     st.builds(Exited, RANKS, NUMBERS, st.booleans()),
     st.builds(Refused, WORDS, NUMBERS),
-    st.builds(Hello, WORDS, st.none() | NUMBERS, st.none() | WORDS, NUMBERS),
+    st.builds(Hello, WORDS, st.none() | NUMBERS, st.none() | WORDS, NUMBERS, st.none() | WORDS),
     st.just(Beat()),
     st.builds(OutputTaken, NUMBERS),
     st.builds(Greet, WORDS, st.booleans(), st.booleans(), st.none() | WORDS),

@@ -104,8 +104,10 @@ def test_a_failure_is_told_in_sshs_words_with_the_next_step(words, step):
 
 
 def test_any_other_failure_is_told_by_its_last_line_and_how_to_see_it_by_hand():
-    told = explain(NODE, Ssh(port=2222), 3, "first\nsomething new\n\n")
-    assert told == "something new (ssh ended with exit code 3; try by hand: ssh -p 2222 user@node1 true)"
+    ssh = Ssh(port=2222, identity_file="/my key", args=("-J", "jump"))
+    told = explain(NODE, ssh, 3, "first\nsomething new\n\n")
+    by_hand = "ssh -p 2222 -i '/my key' -J jump user@node1 true"
+    assert told == f"something new (ssh ended with exit code 3; try by hand: {by_hand})"
 
 
 @pytest.mark.parametrize(
