@@ -20,6 +20,11 @@ from e2e.machines import Machine, why_there_are_none
 PATIENCE_S = 30  # for what must happen sooner or later
 TEARDOWN_S = 5  # what the launcher promises
 
+# Where tests run in a script's background job, or under nohup, these are ignored, and what they start inherits that.
+for _signum, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_signum) == signal.SIG_IGN:
+        signal.signal(_signum, _handler)
+
 
 class Launch:
     """One run of hvdlite-run. All that it starts carries a mark in its environment, on whatever machine."""
