@@ -158,7 +158,8 @@ class RemoteAgent:
                 return f"nothing was heard of it for {SILENCE_S:g} s: it is down, or the network between us is cut"
             data = os.read(fd, _READ_BYTES)
             if not data:
-                return self._why_it_ended()
+                # What says why there is no agent may have come on stdout: "This account is not available."
+                return self._why_it_ended("" if spoke else noise.decode(errors="backslashreplace"))
             if not spoke:
                 noise, mark, data = (noise + data).partition(MARK)
                 spoke = bool(mark)
@@ -202,7 +203,7 @@ class RemoteAgent:
             raise ProtocolError(f"its agent speaks of rank {message.rank}, which is not there")
         self._events.put(message)
 
-    def _why_it_ended(self) -> str:
+    def _why_it_ended(self, noise: str) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_WORDS_S)
         if self._stderr_thread is not None:
@@ -214,7 +215,7 @@ class RemoteAgent:
         if returncode is None:
             return _UNEXPECTED
         if not self._greeted.is_set():
-            return self._explain(returncode, self._words)
+            return self._explain(returncode, f"{noise}\n{self._words}")
         return killed_by(returncode) or last_words(self._words) or _UNEXPECTED
 
     def _listen_to_stderr(self) -> None:

@@ -91,6 +91,10 @@ _ADVICE = [
         r"no module named '?hvdlite_launcher|no module named '?psutil",
         "hvdlite is not installed there for the Python that was found: pip install it, or --remote-python PATH",
     ),
+    (
+        r"fatal python error",
+        "its Python cannot start: does a start file of the shell there set PYTHONHOME? Or --remote-python PATH",
+    ),
     (r"(bad|unknown|unsupported) .*option|terminating, .*configuration", "check --ssh-args and ~/.ssh/config"),
     (r"connection (closed|reset)|kex_exchange", "its sshd hung up; its log says why. Or try by hand: {by_hand}"),
 ]

@@ -293,6 +293,12 @@ def test_what_a_remote_shell_says_does_no_harm(launch, make_lan):
     assert succeeded(launch("-H", "a,b", "sh", "-c", WHO, on=lan.desk)) == ["[0]<stdout>:0 on a", "[1]<stdout>:1 on b"]
 
 
+def test_a_login_that_ends_with_a_word_on_stdout_is_told_by_that_word(launch, make_lan):
+    lan = make_lan("a", "b")
+    (lan.hosts[1].home / ".bashrc").write_text("echo This account is closed.; exit 1\n")
+    assert "b: This account is closed. (ssh ended with exit code 1" in failed(launch("-H", "a,b", "true", on=lan.desk))
+
+
 # ------------------------------------------------------------ who is not there
 
 

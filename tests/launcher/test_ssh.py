@@ -93,6 +93,7 @@ def test_an_interpreter_that_is_nowhere_is_told_by_the_word_for_it():
         ("ssh: connect to host node1 port 22: No route to host", "is it up"),
         ("/usr/bin/python3: No module named hvdlite_launcher", "pip install"),
         ("ModuleNotFoundError: No module named 'psutil'", "pip install"),
+        ("Fatal Python error: init_fs_encoding: failed to get the Python codec\n\n<no Python frame>", "PYTHONHOME"),
         ("kex_exchange_identification: Connection closed by remote host", "its log says why"),
     ],
 )
