@@ -63,8 +63,8 @@ class Agents:
         for agent in self._agents:
             host = agent.host
             agent.greet(count_slots=host.slots == AUTO, interface=self._job.interface_of(host))
-        labels = [host.label for host in hosts]
-        return gather(labels, self._events, timeout_s=self._job.start_timeout_s, say=say or log, log=log)
+        by_hand = {host.label: self._job.ssh.by_hand(host) for host in hosts}
+        return gather(by_hand, self._events, timeout_s=self._job.start_timeout_s, say=say or log, log=log)
 
     def _argvs(self, hosts: Collection[Host]) -> list[list[str]]:
         if all(host.is_here for host in hosts):

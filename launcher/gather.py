@@ -6,7 +6,7 @@ What follows is decided in `supervise`, or looked at in `check`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
@@ -42,7 +42,7 @@ class Gathered:
 
 
 def gather(
-    hosts: Collection[str],
+    hosts: Mapping[str, str],
     events: SimpleQueue[Event],
     *,
     timeout_s: float,
@@ -50,7 +50,10 @@ def gather(
     log: Callable[[str], object],
     clock: Callable[[], float] = time.monotonic,
 ) -> Gathered:
-    """What became of each, once all have answered, failed or run out of time."""
+    """What became of each, once all have answered, failed or run out of time.
+
+    ``hosts`` are their labels, each with what to type to see whether it can be reached at all.
+    """
     give_up_at = clock() + timeout_s
     waiting = set(hosts)
     gathered = Gathered()
@@ -66,7 +69,7 @@ def gather(
             event = events.get(timeout=max(0.0, give_up_at - clock()))
         except Empty:
             for host in sorted(waiting):
-                fail(host, f"no answer within {timeout_s:g} s; --start-timeout gives it more")
+                fail(host, f"no answer within {timeout_s:g} s: try {hosts[host]}, or give it more with --start-timeout")
             break
         match event:
             case Answered():

@@ -13,7 +13,8 @@ HELLO = Hello("1", None, "10.0.0.1", 4000)
 def _gather(hosts, *events):
     script, said, logged = Script(*events), [], []
     try:
-        gathered = gather(hosts, script, timeout_s=60, say=said.append, log=logged.append, clock=lambda: script.now)
+        by_hand = {host: f"ssh {host} true" for host in hosts}
+        gathered = gather(by_hand, script, timeout_s=60, say=said.append, log=logged.append, clock=lambda: script.now)
         hellos = gathered.all()
     except LauncherError as error:
         return error, said, logged
@@ -35,7 +36,7 @@ def test_each_failure_is_told_at_once_and_all_are_named_at_the_end():
 
 def test_a_host_that_is_silent_for_too_long_is_named():
     error, said, _ = _gather(["a", "b"], Answered("a", HELLO))
-    assert said == ["b: no answer within 60 s; --start-timeout gives it more"]
+    assert said == ["b: no answer within 60 s: try ssh b true, or give it more with --start-timeout"]
     assert "failed: b; a answered" in str(error)
 
 
