@@ -61,10 +61,11 @@ def read_seat(environ: Mapping[str, str]) -> Seat | None:
     """This process's seat as its launcher tells it; None where no launcher did.
 
     hvdlite-run's variables come first, and torchrun's next: a program may be started by them from within an
-    MPI or a Slurm job. MPI's come before Slurm's, since ``mpirun`` starts its own daemons by Slurm.
+    MPI or a Slurm job. MPI's come before Slurm's, since ``mpirun`` starts its own daemons by Slurm. But what a
+    worker of hvdlite-run starts by another launcher has that one's place, not the worker's.
     """
     host = environ.get("HVDLITE_HOST") or socket.gethostname()
-    if "HVDLITE_RANK" in environ:
+    if "HVDLITE_RANK" in environ and not _is_within_a_worker(environ):
         read = _Reader(environ, "hvdlite-run")
         return Seat(
             rank=read.number("HVDLITE_RANK", below="HVDLITE_SIZE"),
@@ -74,7 +75,7 @@ def read_seat(environ: Mapping[str, str]) -> Seat | None:
             local_rank=read.number("HVDLITE_LOCAL_RANK", below="HVDLITE_LOCAL_SIZE"),
             store_url=read.text("HVDLITE_STORE"),
         )
-    if "RANK" in environ and "WORLD_SIZE" in environ:
+    if "RANK" in environ and "WORLD_SIZE" in environ and not _names_an_mpi_rank(environ):
         read = _Reader(environ, "torchrun (or another launcher that sets RANK and WORLD_SIZE)")
         read.text("MASTER_ADDR")
         read.number("MASTER_PORT")
@@ -96,7 +97,20 @@ def read_seat(environ: Mapping[str, str]) -> Seat | None:
         seat = _seat_of_slurm(_Reader(environ, SLURM), host)
     else:
         return None
-    return None if seat.size == 1 else _with_given_address(seat, environ)
+    # What hvdlite-run sets of MASTER_ADDR and MASTER_PORT is for its own workers.
+    within_a_worker = "HVDLITE_RANK" in environ
+    return None if seat.size == 1 else seat if within_a_worker else _with_given_address(seat, environ)
+
+
+def _is_within_a_worker(environ: Mapping[str, str]) -> bool:
+    """Whether a further launcher has been at work since hvdlite-run, which sets both of these, and leaves no third."""
+    twins = ("HVDLITE_RANK", "RANK"), ("HVDLITE_SIZE", "WORLD_SIZE")
+    differ = any(ours in environ and environ[ours] != environ.get(theirs, environ[ours]) for ours, theirs in twins)
+    return differ or _names_an_mpi_rank(environ)
+
+
+def _names_an_mpi_rank(environ: Mapping[str, str]) -> bool:
+    return "HVDLITE_RANK" in environ and ("OMPI_COMM_WORLD_RANK" in environ or "PMI_RANK" in environ)
 
 
 def _seat_of_openmpi(read: _Reader, host: str) -> Seat:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection
 
 from . import network, tree
 from .cache import Cache
-from .channel import Channel
+from .channel import SILENCE_S, Channel
 from .errors import LauncherError, ProtocolError
 from .exchange import StoreCommand
 from .feed import Feed
@@ -91,6 +91,8 @@ class Agent:
                 self._outlets.hold_up()
         finally:
             self._end()
+        if self._channel.silent:  # should it hear of us again: it only stood still, as after Ctrl-Z
+            raise LauncherError(f"nothing was heard of the launcher for {SILENCE_S:g} s")
 
     def _listen(self, fd: int, react: Callable[[], object]) -> None:
         os.set_blocking(fd, False)
@@ -150,7 +152,7 @@ class Agent:
         if self._job_dir is not None or self._greeting is None:
             raise ProtocolError("the launcher started a job before it said hello, or a second one")
         try:
-            interface = self._greeting.interface or _interface_towards(job.peers)
+            interface = _interface_for(self._greeting.interface, job.peers)
             path = job_dir(job.token, tempfile.gettempdir())
             os.mkdir(path, 0o700)
             self._job_dir = path
@@ -205,8 +207,12 @@ class Agent:
             self._channel.send(Exited(worker.rank, returncode, peer_lost, left))
 
 
-def _interface_towards(peers: Collection[str]) -> str | None:
+def _interface_for(chosen: str | None, peers: Collection[str]) -> str | None:
     """The interface by which the job's other hosts are reached; without any, the one that stays inside."""
+    if chosen is not None:
+        if peers and chosen == network.loopback_interface():
+            raise LauncherError(f"{chosen} leads to no other host, and the job has some")
+        return chosen
     return network.interface_with(network.address_towards(peers)) if peers else network.loopback_interface()
 
 

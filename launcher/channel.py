@@ -43,6 +43,8 @@ class Channel:
         self._heard_at = clock()
         self.closed = False
         """Whether the launcher has hung up, or will not be heard of again."""
+        self.silent = False
+        """Whether that is because it was silent for too long."""
         os.set_blocking(commands, False)
         os.set_blocking(events, False)
 
@@ -97,4 +99,4 @@ class Channel:
         if not self._outgoing:  # what waits there says as much
             self.send(Beat())
         if now - self._heard_at > SILENCE_S:
-            self.closed = True
+            self.closed = self.silent = True

@@ -31,6 +31,9 @@ _OF_ONE_HOST = re.compile(
     re.VERBOSE,
 )
 
+# One rank's place in an MPI job. Workers have a place of their own; if they see such, they have started that job.
+_OF_ONE_RANK = re.compile(r"OMPI_COMM_WORLD_.*|PMIX?_.*|MPI_LOCAL.*")
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -46,7 +49,11 @@ def chosen_environment(environ: Mapping[str, str], exports: Iterable[str], *, in
     Each of these is ``NAME``, for the value in ``environ``, or ``NAME=VALUE``; of two the later counts.
     """
     exported = dict(_read_export(export, environ) for export in exports)
-    here = {name: value for name, value in environ.items() if inherit or name in _NEEDED}
+    here = {
+        name: value
+        for name, value in environ.items()
+        if (inherit and not _OF_ONE_RANK.fullmatch(name)) or name in _NEEDED
+    }
     elsewhere = {name: value for name, value in here.items() if inherit and not _OF_ONE_HOST.fullmatch(name)}
     return Environment({**here, **exported}, {**elsewhere, **exported})
 

@@ -40,6 +40,8 @@ def run(
     func: Callable[..., Returned], args: Sequence[Any], kwargs: Mapping[str, Any] | None, flags: Mapping[str, object]
 ) -> list[Returned]:
     """See `hvdlite_launcher.run`."""
+    if not callable(func):
+        raise TypeError(f"run() calls a function, and {func!r} is none")
     words = tuple(_words(flags))
     if all(flags.get(name) is None for name in ("np", "n", "num_proc", "hosts", "hostfile", "config_file")):
         raise ValueError("how many workers? Give run() np, hosts or hostfile, such as np=4")

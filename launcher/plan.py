@@ -68,7 +68,9 @@ def plan_slots(hosts: tuple[Host, ...], size: int | None = None) -> tuple[Slot, 
     if size is None:
         size = total
     if size > total:
-        raise UsageError(f"-np {size} is more than the {total} slots of the hosts; give one more, as in host:{size}")
+        raise UsageError(
+            f"-np {size} is more than the {total} slots of the hosts; say how many they have, as in host:{size}"
+        )
     local_sizes = list(_fill(hosts, size))
     cross_sizes = Counter(local_rank for local_size in local_sizes for local_rank in range(local_size))
     cross_ranks: Counter[int] = Counter()

@@ -221,7 +221,8 @@ class RemoteAgent:
     def _listen_to_stderr(self) -> None:
         assert self._process.stderr is not None
         while data := os.read(self._process.stderr.fileno(), _READ_BYTES):
-            text = data.decode(errors="backslashreplace")
+            # As on this machine, an agent says whose words they are; here it is its host that is named.
+            text = data.decode(errors="backslashreplace").replace("hvdlite-run: agent: ", "")
             self._words = (self._words + text)[-_NOISE_BYTES:]
             self._events.put(AgentSaid(self.host.label, text))
 

@@ -13,6 +13,9 @@ HVDLITE = {
     "HVDLITE_RANK": "1", "HVDLITE_SIZE": "4", "HVDLITE_LOCAL_RANK": "1", "HVDLITE_LOCAL_SIZE": "2",
     "HVDLITE_CROSS_RANK": "0", "HVDLITE_CROSS_SIZE": "2", "HVDLITE_HOST": "node1", "HVDLITE_STORE": "unix:///s",
 }  # fmt: skip
+WORKER = HVDLITE | {
+    "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "40000",
+}  # fmt: skip
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
     "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
@@ -62,10 +65,23 @@ def test_one_rank_of_another_launcher_is_a_plain_program():
 
 
 @pytest.mark.parametrize("around", [OPENMPI, MPICH, SRUN, OPENMPI | SRUN])
-@pytest.mark.parametrize(("inner", "rank"), [(HVDLITE, 1), (TORCHRUN, 3)])
-def test_hvdlite_run_and_torchrun_win_within_an_mpi_or_slurm_job(around, inner, rank):
-    seat = read_seat(around | inner)
-    assert (seat.rank, seat.size, seat.launcher) == (rank, 4, None)
+def test_torchrun_wins_within_an_mpi_or_slurm_job(around):
+    seat = read_seat(around | TORCHRUN)
+    assert (seat.rank, seat.size, seat.launcher) == (3, 4, None)
+
+
+def test_hvdlite_run_wins_within_a_slurm_job():
+    assert read_seat(SRUN | WORKER).rank == 1
+
+
+@pytest.mark.parametrize(
+    ("inner", "rank", "launcher"),
+    [(OPENMPI, 2, "OpenMPI's mpirun"), (MPICH, 1, "MPICH's mpirun"), (TORCHRUN, 3, None)],
+)
+def test_what_a_worker_of_hvdlite_run_starts_by_another_launcher_has_that_ones_place(inner, rank, launcher):
+    # hvdlite-run leaves its workers nothing of an MPI job around it, and sets RANK to what its own variable says.
+    seat = read_seat(WORKER | inner)
+    assert (seat.rank, seat.launcher, seat.store_url) == (rank, launcher, None)
 
 
 @pytest.mark.parametrize(("mpi", "rank"), [(OPENMPI, 2), (MPICH, 1)])
@@ -121,7 +137,7 @@ def test_torchrun_tells_rank_and_node():
 
 
 def test_hvdlite_run_inside_another_launchers_job_wins():
-    assert read_seat(TORCHRUN | HVDLITE).rank == 1
+    assert read_seat(TORCHRUN | WORKER).rank == 1
 
 
 @pytest.mark.parametrize("name", ["HVDLITE_SIZE", "HVDLITE_LOCAL_RANK", "HVDLITE_STORE"])

@@ -185,6 +185,24 @@ def test_the_interface_can_be_named_for_each_host(launch, make_lan, tmp_path):
     assert re.search(r"^hvdlite-run: b: .*lan0.*ens7", err, re.MULTILINE), err
 
 
+def test_an_interface_that_leads_to_no_other_host_is_refused(launch, make_lan):
+    lan = make_lan("a", "b")
+    err = failed(launch("-H", "a,b", "--network-interface", "lo", "true", on=lan.desk))
+    assert re.search(r"^hvdlite-run: [ab]: lo leads to no other host", err, re.MULTILINE), err
+
+
+def test_a_launcher_that_stood_still_for_too_long_says_so(launch, make_lan):
+    lan = make_lan("a", "b")
+    job = ready(launch("-H", "a,b", "sh", "-c", "echo ready; exec sleep 1000", on=lan.desk))
+    launcher = job.launcher()
+    launcher.suspend()
+    wait_until(lambda: not [p for host in lan.hosts for p in host.processes() if "sleep" in p.name()])
+    launcher.resume()
+    job.process.send_signal(signal.SIGCONT)  # what stands between us and it stops when it does
+    assert "nothing was heard of the launcher for" in failed(job)
+    assert_clean(lan)
+
+
 def test_nobody_listens_but_gloo_on_the_chosen_address(launch, make_lan, tmp_path):
     lan = make_lan("a", "b", interfaces=("lan0", "ens7"), decoy=True)
     over, shown = tmp_path / "over", tmp_path / "shown"

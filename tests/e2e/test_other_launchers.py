@@ -103,6 +103,25 @@ def test_three_ranks_of_a_launcher_train_as_one_process_does(command, weights, t
     assert not any(word in err for word in COMPLAINTS), err
 
 
+@pytest.mark.parametrize("command", [TORCHRUN, OPENMPI, MPICH], ids=["torchrun", "openmpi", "mpich"])
+def test_a_launcher_within_a_worker_of_hvdlite_run_is_the_one_that_counts(command, weights, tmp_path):
+    need(command[0])
+    (tmp_path / "program.py").write_text(TRAIN)
+    python = [] if command == TORCHRUN else [sys.executable]
+    around = [sys.executable, "-m", "hvdlite_launcher", "-np", "1", *command, *python, str(tmp_path / "program.py")]
+    code, out, err = run(around, tmp_path)
+    assert (code, out) == (0, "[0]<stdout>:" + ONE_HOST + weights), err
+
+
+@pytest.mark.parametrize("command", [OPENMPI, MPICH], ids=["openmpi", "mpich"])
+def test_hvdlite_run_within_an_mpi_job_is_the_one_that_counts(command, weights, tmp_path):
+    (tmp_path / "train.py").write_text(TRAIN)
+    one = [*command[:-1], "1"]
+    inner = [sys.executable, "-m", "hvdlite_launcher", "-np", "3", sys.executable, str(tmp_path / "train.py")]
+    code, out, err = run([*one, *inner], tmp_path, NO_COLOR="1")  # OpenMPI gives it a terminal
+    assert (code, out) == (0, "[0]<stdout>:" + ONE_HOST + weights), err
+
+
 @pytest.mark.parametrize("command", [OPENMPI, MPICH], ids=["openmpi", "mpich"])
 def test_a_world_under_mpirun_can_be_entered_again(command, tmp_path):
     code, _, err = run(command, tmp_path, TRAIN + AGAIN)
