@@ -89,7 +89,7 @@ class Launch:
         return list(self.tmp.glob("hvdlite-*"))  # torch keeps caches of its own there
 
     def _what_is_left(self) -> str:
-        return f"left: {[(p.pid, p.cmdline()) for p in self.processes()]}, {self.leftovers()}"
+        return f"left: {[str(process) for process in self.processes()]}, {self.leftovers()}"
 
     def kill_all(self) -> None:
         for process in self.processes():

@@ -7,6 +7,7 @@ interfaces away: nothing is left that would have to be found. What listens there
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -129,6 +130,14 @@ class Machine:
     def processes(self) -> list[psutil.Process]:
         """All that run here but the machine's own: what a job has here, however it came to be."""
         return [process for process in self._all_processes() if process.pid not in self._services]
+
+    def runs(self, name: str) -> bool:
+        """Whether a process of that name is among them."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                if process.name() == name:
+                    return True
+        return False
 
     def _all_processes(self) -> Iterator[psutil.Process]:
         for process in psutil.process_iter():

@@ -96,7 +96,7 @@ class Trial:
     def workers(self) -> list[Found]:
         """One on each host; what it forked is younger."""
         oldest = {machine.name: (machine, process) for machine, process in reversed(self._processes(f" {NAME}$"))}
-        return [found for found in oldest.values() if found[1].environ().get("HVDLITE_RANK")]
+        return [found for found in oldest.values() if _is_worker(found[1])]
 
     def agents(self) -> list[Found]:
         """Those that start the workers, and what waits for them on other hosts."""
@@ -159,6 +159,13 @@ def cut_a_link(trial: Trial) -> Right:
     cut, lost = trial.dice.choice([(a, "b"), (b, "b")] if trial.on is a else [(trial.on, "[ab]"), (a, "a"), (b, "b")])
     trial.lan.cut(cut)
     return Right(1, rf"hvdlite-run: lost {lost}: nothing was heard of it for 10 s")
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    try:
+        return "HVDLITE_RANK" in process.environ()
+    except psutil.Error:  # it has just ended
+        return False
 
 
 def let_one_leave(trial: Trial) -> Right:

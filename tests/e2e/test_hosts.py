@@ -196,7 +196,7 @@ def test_a_launcher_that_stood_still_for_too_long_says_so(launch, make_lan):
     job = ready(launch("-H", "a,b", "sh", "-c", "echo ready; exec sleep 1000", on=lan.desk))
     launcher = job.launcher()
     launcher.suspend()
-    wait_until(lambda: not [p for host in lan.hosts for p in host.processes() if "sleep" in p.name()])
+    wait_until(lambda: not any(host.runs("sleep") for host in lan.hosts))
     launcher.resume()
     job.process.send_signal(signal.SIGCONT)  # what stands between us and it stops when it does
     assert "nothing was heard of the launcher for" in failed(job)

@@ -58,8 +58,8 @@ def test_what_is_started_over_ssh_is_seen(make_lan):
     lan = make_lan("a")
     (a,) = lan.hosts
     with subprocess.Popen([*lan.desk.inside(), *SSH, a.name, "sleep 1000"], env=lan.desk.environment()):
-        wait_until(lambda: any(process.name() == "sleep" for process in a.processes()))
-        assert any(process.name() == "ssh" for process in lan.desk.processes())
+        wait_until(lambda: a.runs("sleep"))
+        assert lan.desk.runs("ssh")
         lan.kill_jobs()
     assert_clean(lan)
 
