@@ -135,8 +135,6 @@ class Agent:
 
     def _answer(self, greeting: Greet) -> None:
         self._greeting = greeting
-        if greeting.beats:
-            self._channel.beat()
         try:
             address = network.own_address(os.environ) if greeting.beats else None
             if greeting.interface is not None:
@@ -146,6 +144,9 @@ class Agent:
             return
         self._port = network.reserve_port()
         slots = slots_by_hardware() if greeting.count_slots else None
+        if greeting.beats:
+            # Not before: counting may wait for sleeping GPUs, longer than silence may last.
+            self._channel.beat()
         self._channel.send(Hello(VERSION, slots, address, self._port.getsockname()[1], machine_id()))
 
     def _start(self, job: StartJob) -> None:

@@ -8,6 +8,7 @@ import sys
 
 import psutil
 import pytest
+from hvdlite_launcher.channel import SILENCE_S
 from hvdlite_launcher.plan import OWN_VARIABLES
 from hvdlite_launcher.protocol import MARK
 
@@ -301,6 +302,22 @@ def test_verbose_says_what_is_done_but_no_value_of_the_environment(launch):
     assert re.search(rb"hvdlite-run: rank 1: localhost, local rank 1 of 2\n", err)
     assert re.search(rb"hvdlite-run: rank 1 is pid \d+ on localhost\n", err)
     assert b"s3cret" not in err
+
+
+@pytest.mark.slow
+def test_a_host_may_take_longer_to_count_its_gpus_than_silence_may_last(launch, tmp_path):
+    tools = {
+        "nvidia-smi": f"#!/bin/sh\nsleep {SILENCE_S + 1}\necho 'GPU 0: one'; echo 'GPU 1: two'; echo 'GPU 2: three'\n",
+        # What takes ssh's place: the "other host" is this machine with the tool above.
+        "reach": f'#!/bin/sh\nunset CUDA_VISIBLE_DEVICES\nPATH={tmp_path}:$PATH exec sh -c "$2"\n',
+    }
+    for name, text in tools.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = launch("--ssh-program", str(tmp_path / "reach"), "-H", "far:auto", "sh", "-c", "echo $RANK of $WORLD_SIZE")
+    code, out, err = job.ended()
+    assert code == 0, err.decode()
+    assert sorted(out.decode().splitlines()) == [f"[{rank}]<stdout>:{rank} of 3" for rank in range(3)]
 
 
 def test_neither_command_nor_environment_is_on_the_agents_command_line(launch):
