@@ -149,10 +149,6 @@ def _check_pairs(named_parameters: Iterable[tuple[str, Tensor]]) -> Named:
     return pairs
 
 
-def _is_named(item: object) -> bool:
-    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)
-
-
 def _require_all_named(optimizer: torch.optim.Optimizer, name_of: dict[Tensor, str]) -> None:
     missing = [
         f"{own_name!r}, shape {tuple(param.shape)}"

@@ -6,7 +6,7 @@
 
 The modules import only what lies to their left:
 
-    version, errors, request, exchange, messages, protocol, signals, tree, report, machine, network < hosts
+    version, errors, userfile, request, exchange, messages, protocol, signals, tree, report, machine, network < hosts
     < hostfile < plan < environment < preview < channel < ssh < job < store < remote < gather < agents < workers
     < feed < outlets < cache < relay < agent < keeper < record < output < stdin < attendance < supervise < launch
     < inquiry < probe < verdict < table < check < flags < configfile < cli < errand < courier < function

@@ -20,6 +20,7 @@ import yaml
 
 from .errors import UsageError
 from .flags import Parser, Value, closest
+from .userfile import name_file, read_user_file
 
 _MAX_BYTES = 1 << 18
 # One names the file, the others answer a question.
@@ -32,9 +33,11 @@ _IMPLICIT_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.or
 def config_words(path: str, parser: Parser, *, without: Collection[str] = ()) -> list[str]:
     """The file at ``path`` as words for ``parser``, but for the flags whose ``dest`` is in ``without``."""
     try:
-        return list(_words(_entries(_read(path)), parser, without))
+        return list(
+            _words(_entries(read_user_file(path, max_bytes=_MAX_BYTES, what="a file of flags")), parser, without)
+        )
     except UsageError as error:
-        raise UsageError(f"--config-file {path if path.isprintable() and path else repr(path)}{error}") from None
+        raise UsageError(f"{name_file('--config-file', path)}{error}") from None
 
 
 def _words(entries: list[tuple[yaml.Node, yaml.Node]], parser: Parser, without: Collection[str]) -> Iterator[str]:
@@ -58,18 +61,6 @@ def _words(entries: list[tuple[yaml.Node, yaml.Node]], parser: Parser, without: 
             raise UsageError(f", line {line}: {key.value}: {error}") from None
         if flag.dest not in without:
             yield from words
-
-
-def _read(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f": {reason.lower()}") from error
-    if len(data) > _MAX_BYTES:
-        raise UsageError(f": too long for a file of flags, more than {_MAX_BYTES} bytes")
-    return data
 
 
 def _entries(data: bytes) -> list[tuple[yaml.Node, yaml.Node]]:

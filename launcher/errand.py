@@ -5,7 +5,7 @@
 
 The keys are a contract with `hvdlite.call`: ``call`` is what to call, ``return/RANK`` what came of it there, and
 ``returned`` the ranks that have left that, with a blank after each. The first two are large values, as
-`hvdlite.client` sets and gets them: under the key is the number of pieces, under ``KEY/0`` the first.
+`hvdlite.client` sets and gets them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from .store import Store
 # For each host's own Python. Not -m, which has the working directory on sys.path: it may hold a queue.py, which
 # the caller does not see.
 WORKER = ("-c", "import sys; sys.path[:] = filter(None, sys.path); from hvdlite.call import main; main()")
-_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -44,22 +43,10 @@ class Delivery:
 
 
 def put_call(store: Store, call: bytes) -> None:
-    starts = range(0, len(call), _PIECE_BYTES)
-    for number, start in enumerate(starts):
-        store.put(b"call/%d" % number, call[start : start + _PIECE_BYTES])
-    store.put(b"call", b"%d" % len(starts))
+    store.put_large(b"call", call)
 
 
 def take_returns(store: Store) -> dict[int, bytes]:
-    returned = (store.look(b"returned") or b"").split()
-    return {int(rank): _large(store, b"return/" + rank) for rank in returned}
-
-
-def _large(store: Store, key: bytes) -> bytes:
-    return b"".join([_value(store, b"%b/%d" % (key, number)) for number in range(int(_value(store, key)))])
-
-
-def _value(store: Store, key: bytes) -> bytes:
-    value = store.look(key)
-    assert value is not None, f"hvdlite.call sets {key!r} before it says so"
-    return value
+    ranks = (store.look(b"returned") or b"").split()
+    values = {int(rank): store.look_large(b"return/" + rank) for rank in ranks}
+    return {rank: value for rank, value in values.items() if value is not None}

@@ -17,6 +17,7 @@ import re
 
 from .errors import UsageError
 from .hosts import Host, each_once, parse_host, parse_slots
+from .userfile import name_file, read_user_file
 
 _EXAMPLE = "such as: node1 slots=4"
 _MAX_BYTES = 1 << 20
@@ -29,18 +30,11 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
     try:
         return parse_hostfile(_read(path))
     except UsageError as error:
-        raise UsageError(f"--hostfile {path if path.isprintable() and path else repr(path)}{error}") from None
+        raise UsageError(f"{name_file('--hostfile', path)}{error}") from None
 
 
 def _read(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f": {reason.lower()}") from error
-    if len(data) > _MAX_BYTES:
-        raise UsageError(f": too long for a hostfile, more than {_MAX_BYTES} bytes")
+    data = read_user_file(path, max_bytes=_MAX_BYTES, what="a hostfile")
     # What is no text cannot be a host either: its line is named as any other that is wrong.
     return data.decode("utf-8-sig", errors="backslashreplace")
 

@@ -8,7 +8,19 @@ from pathlib import Path
 import hvdlite_launcher
 
 ORDER = [
-    *("version", "errors", "request", "exchange", "messages", "protocol", "signals", "tree", "report", "machine"),
+    *(
+        "version",
+        "errors",
+        "userfile",
+        "request",
+        "exchange",
+        "messages",
+        "protocol",
+        "signals",
+        "tree",
+        "report",
+        "machine",
+    ),
     *("network", "hosts", "hostfile", "plan", "environment", "preview", "channel", "ssh", "job", "store", "remote"),
     *("gather", "agents", "workers", "feed", "outlets", "cache", "relay", "agent", "keeper", "record", "output"),
     *("stdin", "attendance", "supervise", "launch", "inquiry", "probe", "verdict", "table", "check"),

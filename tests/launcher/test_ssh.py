@@ -28,7 +28,9 @@ def test_what_the_users_configuration_does_not_say_is_set(fake_ssh):
     argv = Ssh(program=fake_ssh("stricthostkeychecking ask\nconnecttimeout none")).agent_argv(NODE, 60)
     assert "-oStrictHostKeyChecking=accept-new" in argv
     assert "-oConnectTimeout=15" in argv
-    assert "-oBatchMode=yes" in argv
+    # Nobody answers a question; no process stays behind, no port of the user's is taken, no other command runs.
+    for option in ("BatchMode=yes", "ControlMaster=no", "ClearAllForwardings=yes", "RemoteCommand=none"):
+        assert f"-o{option}" in argv
 
 
 def test_what_the_users_configuration_says_stands(fake_ssh):
