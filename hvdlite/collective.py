@@ -68,13 +68,28 @@ class Group:
     the others wait for all ranks.
     """
 
-    def __init__(self, channels: Channels, rank: int, size: int, hosts: Sequence[str]) -> None:
+    def __init__(
+        self,
+        channels: Channels,
+        rank: int,
+        size: int,
+        hosts: Sequence[str],
+        *,
+        set_id: int = 0,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """``rank`` and ``hosts`` are by place in this group; ``ranks`` are the global ranks, all if not given.
+
+        ``set_id`` is the number of the process set that these ranks are, 0 of all.
+        """
         self._channels = channels
         self.engine: Engine = channels.open()
         self._duplicates: WeakSet[Group] = WeakSet()
         self.rank = rank
         self.size = size
         self.hosts = tuple(hosts)
+        self.set_id = set_id
+        self.ranks = tuple(range(size)) if ranks is None else tuple(ranks)
         # Backward passes (autograd's numbers) whose gradients some optimizer has stepped with. A GAN's
         # two optimizers share a group: what one generator step leaves behind in the discriminator is
         # recognised by it. A few suffice: gradients do not stay pending for long.
@@ -86,7 +101,7 @@ class Group:
         Collectives pair up by their order within an engine alone. Whoever launches them at times that may
         differ by rank, as a `Reducer` does, needs one that nobody else uses.
         """
-        group = Group(self._channels, self.rank, self.size, self.hosts)
+        group = Group(self._channels, self.rank, self.size, self.hosts, set_id=self.set_id, ranks=self.ranks)
         group.stepped_backwards = self.stepped_backwards
         self._duplicates.add(group)
         return group
@@ -102,8 +117,8 @@ class Group:
         self.engine = ClosedEngine()
 
     def describe_rank(self, rank: int) -> str:
-        """Such as ``rank 3 (node2)``."""
-        return f"rank {rank} ({self.hosts[rank]})"
+        """The global rank of the group's ``rank``, and its host, such as ``rank 3 (node2)``."""
+        return f"rank {self.ranks[rank]} ({self.hosts[rank]})"
 
     def error_of(self, what: str, error: BaseException) -> CommunicationError:
         """The engine's error as hvdlite's own."""

@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from .client import Operation, StoreClient
 from .collective import Group
+from .conductor import Conductor, InOrder
 from .engine import AloneChannels, Channels, TorchChannels
 from .errors import CommunicationError, LaunchEnvironmentError, MismatchError, NotInitializedError
 from .farewell import say_farewell
@@ -45,6 +46,7 @@ class World:
 
     topology: Topology
     group: Group
+    conductor: Conductor
     leave: Callable[[], None]
     pid: int
 
@@ -92,6 +94,7 @@ def shutdown() -> None:
     global _world
     leaving, _world = _world, None
     if leaving is not None:
+        leaving.conductor.close()
         leaving.group.close()
         leaving.leave()
 
@@ -232,7 +235,7 @@ def _world_of(seat: Seat, channels: Channels, leave: Callable[[], None]) -> Worl
                 f"hvdlite is version {introductions[0][1]} on {group.describe_rank(0)} and {other_version} on "
                 f"{group.describe_rank(other)}: install the same version everywhere"
             )
-    return World(topology, group, leave, os.getpid())
+    return World(topology, group, InOrder(), leave, os.getpid())
 
 
 def _destroy_default_group() -> None:

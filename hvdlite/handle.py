@@ -1,0 +1,64 @@
+"""
+What a caller holds of an operation that is under way: an object, and a number where one is asked for.
+
+    operation_async ── Handle ── poll, synchronize
+
+Who finishes it is the conductor; see `conductor`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+_numbers = itertools.count(1)
+
+
+class Handle(int):
+    """An operation under way. It is a number too, unlike any other handle's, as in Horovod; nothing is kept by it."""
+
+    def __new__(cls, what: str) -> Handle:
+        return super().__new__(cls, next(_numbers))
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._ended = threading.Event()
+        self._result: Any = None
+        self._error: BaseException | None = None
+        # What to do before somebody blocks on it: told to the other ranks, so that they can tell who waits for whom.
+        self.before_waiting: Callable[[], None] | None = None
+
+    def succeed(self, result: Any) -> None:
+        """The operation is done; whoever waits goes on."""
+        self._result = result
+        self.before_waiting = None
+        self._ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        """The operation is over; whoever waits gets this error."""
+        self._error = error
+        self.before_waiting = None
+        self._ended.set()
+
+    def is_ended(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._ended.is_set()
+
+    def wait(self) -> Any:
+        """Block until the operation is over, without burning a core; what it came to, as often as one asks."""
+        if not self._ended.is_set():
+            before_waiting = self.before_waiting
+            if before_waiting is not None:
+                before_waiting()
+            self._ended.wait()
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def __repr__(self) -> str:
+        return f"<Handle {int(self)} of {self.what}>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(f"a handle ({self.what}) means nothing in another process: synchronize it in this one")

@@ -1,0 +1,59 @@
+"""Ranks as threads that each have a world of their own, so that all of hvdlite's functions can be called on them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ranks import attempt_ranks
+
+from hvdlite import world
+from hvdlite.collective import Group
+from hvdlite.conductor import InOrder
+from hvdlite.topology import Topology
+
+
+class WorldOfThread:
+    """Stands in the one module variable: the world of whichever thread looks. Other threads have the first one's."""
+
+    def __init__(self) -> None:
+        self._here = threading.local()
+
+    def enter(self, own: world.World) -> None:
+        self._here.world = own
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._here.world, name)
+
+
+def run_worlds(size: int, function: Callable[[int], Any]) -> list[Any]:
+    """``function(rank)`` on every rank, after an `init`; results by rank. The first rank's exception is raised."""
+    outcomes = attempt_worlds(size, function)
+    errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+    if errors:
+        raise errors[0]
+    return outcomes
+
+
+def attempt_worlds(size: int, function: Callable[[int], Any]) -> list[Any]:
+    """Like `run_worlds`, but an exception is the rank's outcome."""
+    earlier, shared = world._world, WorldOfThread()
+
+    def run(group: Group) -> Any:
+        conductor = InOrder()
+        shared.enter(world.World(_topology(group), group, conductor, leave=lambda: None, pid=0))
+        try:
+            return function(group.rank)
+        finally:
+            conductor.close()
+
+    world._world = shared  # type: ignore[assignment]  # it has all that a world has
+    try:
+        return attempt_ranks(size, run)
+    finally:
+        world._world = earlier
+
+
+def _topology(group: Group) -> Topology:
+    return Topology(group.rank, group.size, group.rank, group.size, 0, 1, group.hosts)
