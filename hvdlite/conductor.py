@@ -44,7 +44,7 @@ class InOrder:
         try:
             channel = self._channels.setdefault(group.set_id, group)
             owns = [request.own] if group.size == 1 else channel.all_gather_object(request.own, what)
-            handle.succeed(body(Turn(channel, what, owns)))
+            handle.succeed(body(Turn(channel, what, owns, group.size)))
         except Exception as error:  # noqa: BLE001 - it is raised by whoever waits for the handle
             handle.fail(error)
         return handle

@@ -42,11 +42,11 @@ class Turn:
     """An operation that all ranks of a process set carry out now, each in its own process.
 
     ``group`` are these ranks, over an engine that only turns use, one after the other: collectives on it pair up.
-    ``owns`` are the `Request.own` of all, by their rank in the group; those of ranks in ``joined`` are None, and
-    they take part with nothing to give.
+    ``owns`` are the `Request.own` of all, by their rank in the group; those of ranks that have called `join` are
+    None, and they take part with nothing to give. An average is the sum divided by ``divisor``.
     """
 
     group: Group
     what: str
     owns: list[Any]
-    joined: frozenset[int] = frozenset()
+    divisor: int

@@ -115,6 +115,11 @@ def current_world() -> World:
     return _world
 
 
+def group_of(process_set: Group | None) -> Group:
+    """The ranks that an operation is among: all, unless a process set is given."""
+    return current_world().group if process_set is None else process_set
+
+
 def rank() -> int:
     """This process's number among all, from 0."""
     return current_world().topology.rank
