@@ -38,6 +38,12 @@ def own_address(towards: Iterable[str]) -> str | None:
     return None
 
 
+def address_of(interface: str) -> str | None:
+    """The first address of the interface of this name; None where there is no such interface, or it has none."""
+    found = (str(own) for find in (_interfaces_v4, _interfaces_v6) for name, own in find() if name == interface)
+    return next(found, None)
+
+
 def interface_of(address: str) -> str | None:
     """The name of the interface that has this address; None where none does, or only as one of several."""
     wanted = ipaddress.ip_address(address)

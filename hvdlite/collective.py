@@ -13,8 +13,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import pickle
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import Any
 from weakref import WeakSet
@@ -38,6 +39,12 @@ Average = ReduceOp.Average
 Sum = ReduceOp.Sum
 
 
+class Waits:
+    """What this process is blocked in, an engine's collective, and since when (`time.monotonic`): for who watches."""
+
+    current: tuple[str, float] | None = None
+
+
 class Work:
     """A collective under way. `wait` returns when its tensors may be read, or raises what went wrong."""
 
@@ -48,6 +55,8 @@ class Work:
 
     def wait(self) -> None:
         """Block until done; on a GPU the current stream waits instead of the host."""
+        waits = self._group.waits
+        waits.current = (self._what, time.monotonic())
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -55,6 +64,8 @@ class Work:
                 # Raised by a signal handler of PyTorch's wherever the program happens to be.
                 raise
             raise self._group.error_of(self._what, error) from error
+        finally:
+            waits.current = None
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
@@ -90,6 +101,9 @@ class Group:
         self.hosts = tuple(hosts)
         self.set_id = set_id
         self.ranks = tuple(range(size)) if ranks is None else tuple(ranks)
+        self.waits = Waits()
+        # How ranks show each other a digest, once there is a conductor: (what for, mine) -> everybody's.
+        self.exchange: Callable[[str, str], list[str]] | None = None
         # Backward passes (autograd's numbers) whose gradients some optimizer has stepped with. A GAN's
         # two optimizers share a group: what one generator step leaves behind in the discriminator is
         # recognised by it. A few suffice: gradients do not stay pending for long.
@@ -103,6 +117,7 @@ class Group:
         """
         group = Group(self._channels, self.rank, self.size, self.hosts, set_id=self.set_id, ranks=self.ranks)
         group.stepped_backwards = self.stepped_backwards
+        group.waits = self.waits
         self._duplicates.add(group)
         return group
 
@@ -182,10 +197,14 @@ class Group:
 
         Costs 32 bytes per rank where all agree, which is always but for a mistake.
         """
-        digest = hashlib.sha256(repr(value).encode()).digest()
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        parts = self._all_gather_even(mine, what)
-        if all(torch.equal(part, parts[0]) for part in parts):
+        digest = hashlib.sha256(repr(value).encode())
+        if self.exchange is not None:
+            digests = self.exchange(what, digest.hexdigest())
+            all_equal = all(other == digests[0] for other in digests)
+        else:
+            parts = self._all_gather_even(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8), what)
+            all_equal = all(torch.equal(part, parts[0]) for part in parts)
+        if all_equal:
             return None
         return self.all_gather_object(value, what)
 

@@ -15,6 +15,9 @@ from typing import Any
 
 _numbers = itertools.count(1)
 
+# Most waits are over by then, and need not be told of.
+_PATIENCE_S = 0.5
+
 
 class Handle(int):
     """An operation under way. It is a number too, unlike any other handle's, as in Horovod; nothing is kept by it."""
@@ -27,19 +30,19 @@ class Handle(int):
         self._ended = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
-        # What to do before somebody blocks on it: told to the other ranks, so that they can tell who waits for whom.
-        self.before_waiting: Callable[[], None] | None = None
+        # Called when somebody has been blocked on it for a while: so the ranks can tell who waits for whom.
+        self.while_waiting: Callable[[], None] | None = None
 
     def succeed(self, result: Any) -> None:
         """The operation is done; whoever waits goes on."""
         self._result = result
-        self.before_waiting = None
+        self.while_waiting = None
         self._ended.set()
 
     def fail(self, error: BaseException) -> None:
         """The operation is over; whoever waits gets this error."""
         self._error = error
-        self.before_waiting = None
+        self.while_waiting = None
         self._ended.set()
 
     def is_ended(self) -> bool:
@@ -48,10 +51,10 @@ class Handle(int):
 
     def wait(self) -> Any:
         """Block until the operation is over, without burning a core; what it came to, as often as one asks."""
-        if not self._ended.is_set():
-            before_waiting = self.before_waiting
-            if before_waiting is not None:
-                before_waiting()
+        if not self._ended.wait(_PATIENCE_S):
+            while_waiting = self.while_waiting
+            if while_waiting is not None:
+                while_waiting()
             self._ended.wait()
         if self._error is not None:
             raise self._error

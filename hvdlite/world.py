@@ -14,7 +14,7 @@ import itertools
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -25,10 +25,13 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from .client import Operation, StoreClient
 from .collective import Group
-from .conductor import Conductor, InOrder
+from .conductor import Conductor
+from .connect import connect
 from .engine import AloneChannels, Channels, TorchChannels
 from .errors import CommunicationError, LaunchEnvironmentError, MismatchError, NotInitializedError
 from .farewell import say_farewell
+from .in_order import InOrder
+from .negotiation import StallRules
 from .rendezvous import meet
 from .store import LauncherStore
 from .topology import Seat, Topology, read_seat, seats_to_topology
@@ -158,7 +161,7 @@ def _is_child_of_multiprocessing() -> bool:
 
 def _alone() -> World:
     seat = Seat(rank=0, size=1, node="", host=socket.gethostname(), local_rank=0)
-    return _world_of(seat, AloneChannels(), leave=lambda: None)
+    return _world_of(seat, AloneChannels(), timedelta(), leave=lambda: None)
 
 
 def _connect(seat: Seat, timeout: timedelta) -> World:
@@ -186,7 +189,7 @@ def _meet_all(seat: Seat, backend: str, client: StoreClient | None, timeout: tim
             f"hvd.init() failed on rank {seat.rank} ({seat.host}): another rank did not call it within "
             f"{timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
         ) from error
-    return _world_of(seat, TorchChannels(backend, timeout, dist.group.WORLD), leave=_destroy_default_group)
+    return _world_of(seat, TorchChannels(backend, timeout, dist.group.WORLD), timeout, leave=_destroy_default_group)
 
 
 def _tell_launcher(client: StoreClient | None, what: Operation, seat: Seat, timeout: timedelta) -> None:
@@ -225,10 +228,10 @@ def _adopt(timeout: timedelta) -> World:
         host=host if told is None else told.host,
         local_rank=None if told is None else told.local_rank,
     )
-    return _world_of(seat, TorchChannels(backend, timeout), leave=lambda: None)
+    return _world_of(seat, TorchChannels(backend, timeout), timeout, leave=lambda: None)
 
 
-def _world_of(seat: Seat, channels: Channels, leave: Callable[[], None]) -> World:
+def _world_of(seat: Seat, channels: Channels, timeout: timedelta, leave: Callable[[], None]) -> World:
     group = Group(channels, seat.rank, seat.size, [f"host of rank {rank}" for rank in range(seat.size)])
     introductions = group.all_gather_object((seat, _own_version()), "hvd.init()")
     seats = [introduced for introduced, _ in introductions]
@@ -240,7 +243,13 @@ def _world_of(seat: Seat, channels: Channels, leave: Callable[[], None]) -> Worl
                 f"hvdlite is version {introductions[0][1]} on {group.describe_rank(0)} and {other_version} on "
                 f"{group.describe_rank(other)}: install the same version everywhere"
             )
-    return World(topology, group, InOrder(), leave, os.getpid())
+    return World(topology, group, _conductor(group, seats, timeout), leave, os.getpid())
+
+
+def _conductor(group: Group, seats: Sequence[Seat], timeout: timedelta) -> Conductor:
+    if group.size == 1:
+        return InOrder(1)
+    return connect(group, [seat.node for seat in seats], StallRules(60.0, None), timeout.total_seconds())
 
 
 def _destroy_default_group() -> None:

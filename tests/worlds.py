@@ -10,8 +10,12 @@ from ranks import attempt_ranks
 
 from hvdlite import world
 from hvdlite.collective import Group
-from hvdlite.conductor import InOrder
+from hvdlite.connect import connect
+from hvdlite.in_order import InOrder
+from hvdlite.negotiation import StallRules
 from hvdlite.topology import Topology
+
+NO_STALLS = StallRules(None, None)
 
 
 class WorldOfThread:
@@ -27,21 +31,21 @@ class WorldOfThread:
         return getattr(self._here.world, name)
 
 
-def run_worlds(size: int, function: Callable[[int], Any]) -> list[Any]:
+def run_worlds(size: int, function: Callable[[int], Any], stall: StallRules = NO_STALLS) -> list[Any]:
     """``function(rank)`` on every rank, after an `init`; results by rank. The first rank's exception is raised."""
-    outcomes = attempt_worlds(size, function)
+    outcomes = attempt_worlds(size, function, stall)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if errors:
         raise errors[0]
     return outcomes
 
 
-def attempt_worlds(size: int, function: Callable[[int], Any]) -> list[Any]:
+def attempt_worlds(size: int, function: Callable[[int], Any], stall: StallRules = NO_STALLS) -> list[Any]:
     """Like `run_worlds`, but an exception is the rank's outcome."""
     earlier, shared = world._world, WorldOfThread()
 
     def run(group: Group) -> Any:
-        conductor = InOrder()
+        conductor = InOrder(1) if group.size == 1 else connect(group, ["here"] * group.size, stall, timeout_s=10.0)
         shared.enter(world.World(_topology(group), group, conductor, leave=lambda: None, pid=0))
         try:
             return function(group.rank)

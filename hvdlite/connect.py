@@ -1,0 +1,74 @@
+"""
+How every rank comes to a connection to rank 0, and so to its conductor.
+
+    rank 0 listens ── its address and a secret, to all by the group ── the others connect ── Negotiator
+
+The port is the system's choice, on loopback where all ranks are on one host, else on the address by which gloo is
+reached; it is closed when all ranks have come. The secret travels as gradients do.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from .address import ELSEWHERE, LOOPBACK, address_of, own_address
+from .collective import Group
+from .coordinator import Coordinator
+from .errors import CommunicationError
+from .mailbox import Mailbox
+from .negotiation import Negotiation, StallRules
+from .negotiator import WATCH_S, Negotiator
+
+
+def connect(group: Group, nodes: Sequence[str], stall: StallRules, timeout_s: float) -> Negotiator:
+    """This rank's conductor. Every rank must call it, and rank 0 waits for nobody."""
+    if group.rank > 0:
+        (address, secret), *_ = group.all_gather_object(None, "hvd.init()")
+        return _start(Mailbox(_reach(address, secret, group, timeout_s)), group, None)
+    listener = _listen(group, nodes)
+    secret = secrets.token_hex(16)
+    group.all_gather_object((listener.getsockname()[:2], secret), "hvd.init()")
+    own_end, other_end = socket.socketpair()
+    own_end.settimeout(WATCH_S)
+    coordinator = Coordinator(Negotiation(group.hosts, stall), group.size, listener, secret)
+    coordinator.add(0, Mailbox(other_end))
+    coordinator.start()
+    return _start(Mailbox(own_end), group, coordinator)
+
+
+def _start(mailbox: Mailbox, group: Group, coordinator: Coordinator | None) -> Negotiator:
+    negotiator = Negotiator(mailbox, group, coordinator)
+    negotiator.open_channel(group)
+    negotiator.start()
+    return negotiator
+
+
+def _listen(group: Group, nodes: Sequence[str]) -> socket.socket:
+    address = LOOPBACK if len(set(nodes)) == 1 else _address_for_others(group.hosts)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=max(128, group.size))
+
+
+def _address_for_others(hosts: Sequence[str]) -> str:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    chosen = address_of(interface) if interface else own_address([*dict.fromkeys(hosts), *ELSEWHERE])
+    # As gloo would do it.
+    return chosen or socket.gethostbyname(socket.gethostname())
+
+
+def _reach(address: Sequence[Any], secret: str, group: Group, timeout_s: float) -> socket.socket:
+    try:
+        connection = socket.create_connection((address[0], address[1]), timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        Mailbox(connection).send([group.rank, secret])
+    except OSError as error:
+        raise CommunicationError(
+            f"hvd.init() failed on {group.describe_rank(group.rank)}: rank 0 cannot be reached at {address[0]}, port "
+            f"{address[1]} ({error}): set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts"
+        ) from error
+    connection.settimeout(WATCH_S)
+    return connection

@@ -1,0 +1,75 @@
+"""
+The words for ranks that do not do the same: which rank did what, in Horovod's words where it has them.
+
+Pure functions of what the ranks have asked for; who compares them, and when, is `negotiation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def first_difference(asked: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """The first key, in the order in which ranks have them, whose values differ between the ranks; None if none do."""
+    values = list(asked.values())
+    keys = dict.fromkeys(key for same in values for key in same)
+    return next((key for key in keys if any(same.get(key) != values[0].get(key) for same in values)), None)
+
+
+def words_of_difference(
+    kind: str, what: str, asked: Mapping[int, Mapping[str, Any]], key: str, hosts: Sequence[str]
+) -> str:
+    """What is wrong with an operation that ranks have asked for with different values of ``key``."""
+    values = {rank: _words(same.get(key)) for rank, same in sorted(asked.items())}
+    one, another = list(dict.fromkeys(values.values()))[:2]
+    operation = kind.upper()
+    first = {
+        "dtype": f"Mismatched data types: One rank had type {one}, but another rank had type {another}.",
+        "shape": f"Mismatched {operation} tensor shapes: One rank sent a tensor of shape {one}, but another rank sent "
+        f"a tensor of shape {another}.",
+        "device": f"Mismatched {operation} CPU/GPU device selection: One rank has its tensor on {one}, but another "
+        f"rank on {another}.",
+        "op": f"Mismatched reduction operation: One rank asked for {one}, but another rank for {another}.",
+        "root_rank": f"Mismatched {operation} root ranks: One rank named rank {one}, but another rank {another}.",
+        **dict.fromkeys(
+            ("prescale_factor", "postscale_factor"),
+            f"Mismatched prescale and/or postscale factors: One rank had {key}={one}, but another rank {another}.",
+        ),
+    }.get(key, f"Mismatched {key.replace('_', ' ')}: One rank had {one}, but another rank had {another}.")
+    return f"{first} ({what}: {_by_value(values, hosts)})"
+
+
+def words_of_deadlock(waits: Mapping[int, Sequence[tuple[str, str, str]]], hosts: Sequence[str]) -> str:
+    """What is wrong where ranks wait for each other; ``waits`` has, by rank, each (kind, what, of which set)."""
+    seen = list(dict.fromkeys(wait for rank in sorted(waits) for wait in waits[rank]))
+    one, another = seen[0], next((wait for wait in seen if wait != seen[0]), seen[0])
+    if one[0] != another[0]:
+        first = f"Mismatched operations: One rank calls {one[0]}, but another rank calls {another[0]}."
+    elif one[1] != another[1]:
+        first = f"Mismatched names: One rank is in {one[1]}, but another rank is in {another[1]}."
+    else:
+        first = f"Mismatched process sets: One rank calls {one[0]} in {one[2]}, but another rank in {another[2]}."
+    by_rank = {
+        rank: " and ".join(f"{what} in {of_set}" for _, what, of_set in entries)
+        for rank, entries in sorted(waits.items())
+    }
+    return f"{first} These ranks wait for each other: {_by_value(by_rank, hosts)}"
+
+
+def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """Such as ``rank 0 (node1)``, or for many ``ranks 0 (node1), 1 (node1) and 14 more``."""
+    shown = [f"{rank} ({hosts[rank]})" for rank in ranks[:8]]
+    more = f" and {len(ranks) - len(shown)} more" if len(ranks) > len(shown) else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(shown)}{more}"
+
+
+def _by_value(values: Mapping[int, str], hosts: Sequence[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(f"{name_ranks(members, hosts)}: {value}" for value, members in ranks.items())
+
+
+def _words(value: Any) -> str:
+    return "nothing" if value is None else str(value)
