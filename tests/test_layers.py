@@ -13,9 +13,9 @@ import pytest
 import hvdlite
 
 LIBRARY = [
-    "errors", "launch", "client", "call", "store", "topology", "address", "nodelist", "neighbours", "pmi", "pmix",
-    "rendezvous", "plan", "bucket", "compression", "engine", "collective", "handle", "request", "conductor",
-    "farewell", "world", "operations", "replicate", "sparse", "layout", "wire", "reducer",
+    "errors", "environment", "log", "launch", "client", "call", "store", "topology", "address", "nodelist",
+    "neighbours", "pmi", "pmix", "rendezvous", "plan", "bucket", "compression", "engine", "collective", "handle",
+    "request", "conductor", "farewell", "world", "operations", "replicate", "sparse", "layout", "wire", "reducer",
     "arguments", "proxy", "optimizer", "links", "__init__",
 ]  # fmt: skip
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]

@@ -11,7 +11,10 @@ from ranks import attempt_ranks
 from hvdlite import world
 from hvdlite.collective import Group
 from hvdlite.conductor import InOrder
+from hvdlite.environment import Environment
 from hvdlite.topology import Topology
+
+PLAIN = Environment()
 
 
 class WorldOfThread:
@@ -27,22 +30,23 @@ class WorldOfThread:
         return getattr(self._here.world, name)
 
 
-def run_worlds(size: int, function: Callable[[int], Any]) -> list[Any]:
+def run_worlds(size: int, function: Callable[[int], Any], environment: Environment = PLAIN) -> list[Any]:
     """``function(rank)`` on every rank, after an `init`; results by rank. The first rank's exception is raised."""
-    outcomes = attempt_worlds(size, function)
+    outcomes = attempt_worlds(size, function, environment)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if errors:
         raise errors[0]
     return outcomes
 
 
-def attempt_worlds(size: int, function: Callable[[int], Any]) -> list[Any]:
+def attempt_worlds(size: int, function: Callable[[int], Any], environment: Environment = PLAIN) -> list[Any]:
     """Like `run_worlds`, but an exception is the rank's outcome."""
     earlier, shared = world._world, WorldOfThread()
 
     def run(group: Group) -> Any:
         conductor = InOrder()
-        shared.enter(world.World(_topology(group), group, conductor, leave=lambda: None, pid=0))
+        own = world.World(_topology(group), group, conductor, environment, leave=lambda: None, pid=0)
+        shared.enter(own)
         try:
             return function(group.rank)
         finally:
