@@ -33,11 +33,11 @@ from .errors import GradientError
 from .proxy import OptimizerProxy
 from .reducer import Reducer
 from .wire import Settings
-from .world import current_world
+from .world import current_world, is_initialized
 
 # Measured with two ranks over gloo, from 1 to 64 MiB, on a 25 M-parameter MLP and on a ResNet of many small
 # tensors: fastest, by a few per cent, on both.
-DEFAULT_BUCKET_CAP_MB = 16.0
+DEFAULT_BUCKET_CAP_BYTES = 16 * 2**20
 
 
 class DistributedOptimizer(OptimizerProxy):
@@ -70,7 +70,8 @@ class DistributedOptimizer(OptimizerProxy):
 
     ``process_set``: the ranks that take part; None is all.
 
-    ``bucket_cap_mb``: gradients travel in buckets of at most so many MiB, each as soon as it is full.
+    ``bucket_cap_mb``: gradients travel in buckets of at most so many MiB, each as soon as it is full. Unless
+    given, it is 16, or what ``HVDLITE_FUSION_THRESHOLD`` says in bytes (0: a bucket for each parameter).
 
     An average is bit-identical on all ranks, and from run to run.
     """
@@ -90,7 +91,7 @@ class DistributedOptimizer(OptimizerProxy):
         sparse_as_dense: bool = False,
         process_set: Group | None = None,
         *,
-        bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
+        bucket_cap_mb: float | None = None,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
@@ -99,7 +100,7 @@ class DistributedOptimizer(OptimizerProxy):
             check_compression(compression),
             check_op(op),
             check_predivide(gradient_predivide_factor, op),
-            check_cap(bucket_cap_mb),
+            check_cap(bucket_cap_mb, _default_cap_bytes()),
             bool(sparse_as_dense),
         )
         check_positive_int(backward_passes_per_step, "backward_passes_per_step")
@@ -270,3 +271,9 @@ class DistributedOptimizer(OptimizerProxy):
 
     def _params(self) -> list[Tensor]:
         return [param for entry in self._optimizer.param_groups for param in entry["params"]]
+
+
+def _default_cap_bytes() -> int:
+    # A process set may be used without a world.
+    given = current_world().environment.fusion_threshold_bytes if is_initialized() else None
+    return DEFAULT_BUCKET_CAP_BYTES if given is None else given

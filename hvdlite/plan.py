@@ -126,7 +126,7 @@ def plan_buckets(
     cap_bytes: int,
     groups: Iterable[Iterable[str]] = (),
 ) -> tuple[BucketPlan, ...]:
-    """Pack parameters, last first, into buckets of at most ``cap_bytes`` of gradients.
+    """Pack parameters, last first, into buckets of at most ``cap_bytes`` of gradients; 0 is a bucket for each.
 
     Backward computes gradients roughly from the last parameter to the first, so the first bucket is
     full first and travels while the rest is still being computed (the order of PyTorch's DDP,
@@ -145,7 +145,7 @@ def plan_buckets(
         key = (spec.dtype, spec.device, spec.trainable, group)
         need = _align(spec.numel, spec.dtype) * spec.dtype.itemsize
         index = open_bucket.get(key)
-        if index is None or (group is None and filled[index] + need > cap_bytes):
+        if index is None or (group is None and (cap_bytes == 0 or filled[index] + need > cap_bytes)):
             index = open_bucket[key] = len(packed)
             packed.append(([], not spec.trainable))
             filled[index] = 0

@@ -13,11 +13,11 @@ import pytest
 import hvdlite
 
 LIBRARY = [
-    "errors", "launch", "client", "call", "store", "topology", "address", "nodelist", "neighbours", "pmi", "pmix",
-    "rendezvous", "plan", "bucket", "compression", "engine", "collective", "handle", "request", "conductor",
-    "in_order", "mailbox", "mismatch", "negotiation", "coordinator", "negotiator", "connect", "farewell", "world",
-    "operations", "replicate", "sparse", "layout", "wire", "reducer", "arguments", "proxy", "optimizer", "links",
-    "__init__",
+    "errors", "environment", "log", "launch", "client", "call", "store", "topology", "address", "nodelist",
+    "neighbours", "pmi", "pmix", "rendezvous", "plan", "bucket", "compression", "engine", "collective", "handle",
+    "request", "conductor", "in_order", "mailbox", "mismatch", "negotiation", "coordinator", "negotiator", "connect",
+    "farewell", "world", "operations", "replicate", "sparse", "layout", "wire", "reducer", "arguments", "proxy",
+    "optimizer", "links", "__init__",
 ]  # fmt: skip
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]
 

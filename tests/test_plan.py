@@ -58,6 +58,11 @@ def test_only_a_lone_parameter_may_exceed_the_cap(specs, cap_bytes):
         assert len(plan.slices) == 1 or plan.grad_numel * plan.dtype.itemsize <= cap_bytes
 
 
+@given(spec_lists())
+def test_a_cap_of_0_is_a_bucket_for_each_parameter(specs):
+    assert all(len(plan.slices) == 1 for plan in plan_buckets(specs, cap_bytes=0))
+
+
 @given(spec_lists(), caps)
 def test_buckets_do_not_mix_dtypes_devices_or_frozen_with_trained(specs, cap_bytes):
     for plan in plan_buckets(specs, cap_bytes=cap_bytes):
