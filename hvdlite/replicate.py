@@ -94,7 +94,9 @@ def broadcast_object(
 def allgather_object(obj: object, name: str | None = None, *, process_set: Group | None = None) -> list[Any]:
     """Every rank's picklable object, as a list in rank order. ``name`` is what messages call it."""
     group = process_set or current_world().group
-    return group.all_gather_object(obj, "allgather_object" if name is None else f"allgather_object of {name!r}")
+    what = "allgather_object" if name is None else f"allgather_object of {name!r}"
+    group.agree(None, what)
+    return group.all_gather_object(obj, what)
 
 
 def broadcast_tensors(named: list[tuple[str, Tensor]], root_rank: int, group: Group, what: str) -> None:
