@@ -1,7 +1,7 @@
 """
 What carries a collective: a torch.distributed process group, or nobody where a rank is alone.
 
-    Channels (where engines come from) ── open ── Engine (three operations) ── EngineWork (under way)
+    Channels (where engines come from) ── open ── Engine (four operations) ── EngineWork (under way)
 
 What is sent through an engine, and which ranks take part, is in `collective`. A backend of hvdlite's own
 would be another `Engine`.
@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllToAllOptions
 
 
 class EngineWork(Protocol):
@@ -29,6 +30,9 @@ class Engine(Protocol):
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork: ...
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork: ...
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork: ...
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
+    ) -> EngineWork: ...
 
 
 class Channels(Protocol):
@@ -57,6 +61,12 @@ class AloneEngine:
             output[0].copy_(tensor)
         return _Done()
 
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
+    ) -> EngineWork:
+        output.copy_(input)
+        return _Done()
+
 
 class ClosedEngine:
     """The engine of a group that has been left."""
@@ -68,6 +78,11 @@ class ClosedEngine:
         raise self._error()
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
+        raise self._error()
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
+    ) -> EngineWork:
         raise self._error()
 
     def _error(self) -> RuntimeError:

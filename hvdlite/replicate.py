@@ -19,7 +19,6 @@ from torch import Tensor
 
 from .collective import Group, as_bytes, unpickle
 from .errors import MismatchError
-from .operations import check_root
 from .world import current_world
 
 # Large enough for a handful of broadcasts per model, small beside the model itself.
@@ -38,7 +37,7 @@ def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: Gro
     any order if they have names; where they differ, all ranks get a `MismatchError` that names the first.
     """
     group = process_set or current_world().group
-    check_root(root_rank, group)
+    group.place_of_root(root_rank)
     broadcast_tensors(_named_tensors(params), root_rank, group, "broadcast_parameters")
 
 
@@ -53,22 +52,22 @@ def broadcast_optimizer_state(
         # Horovod's words.
         raise ValueError("cannot broadcast torch.optim.LBFGS state: it is not averaged by hvdlite either")
     group = process_set or current_world().group
-    check_root(root_rank, group)
+    is_root = group.rank == group.place_of_root(root_rank)
     what = "broadcast_optimizer_state"
     shapes = [[tuple(param.shape) for param in entry["params"]] for entry in optimizer.param_groups]
     # Under the wrapper, whose class says nothing, the state's shape is that of the optimizer it wraps.
     kind = sorted(optimizer.defaults)
     group.require_agreement((kind, shapes), what, "(settings, parameter shapes by parameter group)")
-    own_state = optimizer.state_dict() if group.rank == root_rank else None
+    own_state = optimizer.state_dict() if is_root else None
     skeleton, tensors = _take_tensors_out(own_state)
     skeleton, metas = broadcast_object((skeleton, [_Meta.of(t) for t in tensors]), root_rank, process_set=group)
-    if group.rank != root_rank:
+    if not is_root:
         params = [param for entry in optimizer.param_groups for param in entry["params"]]
         device = params[0].device if params else torch.device("cpu")
         tensors = [meta.empty(device) for meta in metas]
     names = [f"state tensor {number}" for number in range(len(tensors))]
     broadcast_tensors(list(zip(names, tensors, strict=True)), root_rank, group, what)
-    if group.rank != root_rank:
+    if not is_root:
         optimizer.load_state_dict(_put_tensors_back(skeleton, tensors))
 
 
@@ -80,15 +79,15 @@ def broadcast_object(
     Other ranks may pass anything. ``name`` is what messages call it.
     """
     group = process_set or current_world().group
-    check_root(root_rank, group)
+    root = group.place_of_root(root_rank)
     what = "broadcast_object" if name is None else f"broadcast_object of {name!r}"
     group.require_agreement(root_rank, what, "root_rank")
-    data = bytearray(pickle.dumps(obj)) if group.rank == root_rank else bytearray()
+    data = bytearray(pickle.dumps(obj)) if group.rank == root else bytearray()
     size = torch.tensor([len(data)], dtype=torch.int64)
-    group.broadcast(size, root_rank, what).wait()
+    group.broadcast(size, root, what).wait()
     wire = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
-    group.broadcast(wire, root_rank, what).wait()
-    return obj if group.rank == root_rank else unpickle(wire)
+    group.broadcast(wire, root, what).wait()
+    return obj if group.rank == root else unpickle(wire)
 
 
 def allgather_object(obj: object, name: str | None = None, *, process_set: Group | None = None) -> list[Any]:
@@ -107,7 +106,7 @@ def broadcast_tensors(named: list[tuple[str, Tensor]], root_rank: int, group: Gr
         raise MismatchError(_first_difference(signatures, group, what))
     with torch.no_grad():
         for pack in _packs([tensor for _, tensor in named]):
-            _broadcast_pack(pack, root_rank, group, what)
+            _broadcast_pack(pack, group.place_of_root(root_rank), group, what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,17 +170,17 @@ def _packs(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
         yield pack
 
 
-def _broadcast_pack(pack: list[Tensor], root_rank: int, group: Group, what: str) -> None:
+def _broadcast_pack(pack: list[Tensor], root: int, group: Group, what: str) -> None:
     starts = [0]
     for tensor in pack:
         starts.append(starts[-1] + -(-tensor.nbytes // _PACK_ALIGNMENT_BYTES) * _PACK_ALIGNMENT_BYTES)
     flat = torch.empty(starts[-1], dtype=torch.uint8, device=pack[0].device)
     places = [flat[start : start + tensor.nbytes] for start, tensor in zip(starts, pack, strict=False)]
-    if group.rank == root_rank:
+    if group.rank == root:
         for place, tensor in zip(places, pack, strict=True):
             place.copy_(as_bytes(tensor.contiguous()))
-    group.broadcast(flat, root_rank, what).wait()
-    if group.rank != root_rank:
+    group.broadcast(flat, root, what).wait()
+    if group.rank != root:
         for place, tensor in zip(places, pack, strict=True):
             tensor.copy_(place.view(tensor.dtype).view(tensor.shape))
 

@@ -16,7 +16,8 @@ LIBRARY = [
     "errors", "environment", "log", "launch", "client", "call", "store", "topology", "address", "nodelist",
     "neighbours", "pmi", "pmix", "rendezvous", "plan", "bucket", "compression", "engine", "collective", "handle",
     "request", "conductor", "in_order", "mailbox", "mismatch", "negotiation", "coordinator", "negotiator", "connect",
-    "farewell", "world", "operations", "replicate", "sparse", "layout", "wire", "reducer", "arguments", "proxy",
+    "farewell", "world", "fusion", "adasum", "reduction", "submission", "combining", "moving", "asynchronous",
+    "gradients", "operations", "replicate", "sparse", "layout", "wire", "reducer", "arguments", "proxy",
     "optimizer", "links", "__init__",
 ]  # fmt: skip
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]
