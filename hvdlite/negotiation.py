@@ -95,6 +95,11 @@ class Negotiation:
         """Whether nothing can happen by the mere passing of time."""
         return not (self._pending or self._busy)
 
+    @property
+    def first_end(self) -> str:
+        """Which rank has ended first of those that have, and how."""
+        return next(iter(self._ended.values()))
+
     # -- what ranks say
 
     def ask(self, rank: int, ask: Ask, now_s: float) -> None:
