@@ -10,7 +10,7 @@ from typing import Any
 
 
 def check_comm(comm: Any, size: int) -> None:
-    """Raise a ValueError unless ``comm`` stands for all ``size`` ranks: None, [], all in a list, mpi4py's COMM_WORLD."""
+    """Raise a ValueError unless ``comm`` stands for all ``size`` ranks: None, [], a list of all, mpi4py's world."""
     if comm is None:
         return
     if hasattr(comm, "Get_size"):

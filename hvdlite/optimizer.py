@@ -177,10 +177,10 @@ class DistributedOptimizer(OptimizerProxy):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As PyTorch's. A GradientError where gradients are on their way, since they would be lost."""
-        # The first words are Horovod's, whose next are "prohibited as it can cause a race condition".
+        # The first two sentences are Horovod's.
         self._reducer.require_nothing_pending(
             "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-            "optimizer.synchronize(),",
+            "optimizer.synchronize(). This is prohibited as it can cause a race condition: it came",
             "call step() first, or, to drop them, synchronize(), on every rank. Gradients that are never wanted are "
             "best computed under `with optimizer.no_sync():`, or with the parameters frozen meanwhile",
         )

@@ -10,8 +10,9 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import zipfile
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
@@ -60,14 +61,14 @@ def _load(words: list[str], main: ModuleType) -> CodeType:
 
 def _load_script(words: list[str], main: ModuleType) -> CodeType:
     script = os.path.abspath(words[0])
-    if os.path.isdir(script):
-        main_program = os.path.join(script, "__main__.py")
-        if not os.path.exists(main_program):
+    if os.path.isdir(script) or zipfile.is_zipfile(script):
+        spec = PathFinder.find_spec("__main__", [script])
+        if spec is None:
             sys.exit(f"{sys.executable}: can't find '__main__' module in {script!r}")
-        _set_first_path(script)
-        script = main_program
-    else:
-        _set_first_path(os.path.dirname(os.path.realpath(script)))
+        sys.path[0] = script
+        sys.argv[:] = words
+        return _code_of(spec, main)
+    _set_first_path(os.path.dirname(os.path.realpath(script)))
     loader = SourceFileLoader("__main__", script)
     try:
         source = loader.get_data(script)
@@ -87,17 +88,29 @@ def _load_module(name: str, rest: list[str], main: ModuleType) -> CodeType:
         package, spec = spec, _spec_of(f"{name}.__main__")
         if spec is None:
             sys.exit(
-                f"{sys.executable}: No module named {package.name}.__main__; {package.name!r} is a package and cannot be "
-                "directly executed"
+                f"{sys.executable}: No module named {package.name}.__main__; {package.name!r} is a package and cannot "
+                "be directly executed"
             )
-    code = None if spec is None or spec.loader is None else getattr(spec.loader, "get_code", _no_code)(spec.name)
-    if spec is None or code is None:
+    if spec is None:
         sys.exit(f"{sys.executable}: No module named {name}")
+    code = _code_of(spec, main)
+    sys.argv[:] = [main.__dict__["__file__"], *rest]
+    return code
+
+
+def _code_of(spec: ModuleSpec, main: ModuleType) -> CodeType:
+    # What loads Python, from files or archives, has both methods; importlib's classes do not say so of all.
+    loader: Any = spec.loader
+    code: CodeType | None = loader.get_code(spec.name) if hasattr(loader, "get_code") else None
+    if code is None:
+        sys.exit(f"{sys.executable}: No code object available for {spec.name}")
     main.__dict__.update(
-        __file__=spec.origin, __cached__=spec.cached, __loader__=spec.loader, __package__=spec.parent, __spec__=spec
+        __file__=loader.get_filename(spec.name),
+        __cached__=spec.cached,
+        __loader__=loader,
+        __package__=spec.parent,
+        __spec__=spec,
     )
-    sys.argv[:] = [spec.origin or name, *rest]
-    assert isinstance(code, CodeType)
     return code
 
 
@@ -107,10 +120,6 @@ def _spec_of(name: str) -> ModuleSpec | None:
     except (ImportError, AttributeError, ValueError) as error:
         words = f"Error while finding module specification for {name!r} ({type(error).__name__}: {error})"
         sys.exit(f"{sys.executable}: {words}")
-
-
-def _no_code(_: str) -> None:
-    return None
 
 
 def _set_first_path(directory: str) -> None:
