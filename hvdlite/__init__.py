@@ -10,12 +10,14 @@ hvdlite: two lines around an optimizer, and its gradients are averaged over all 
 What is public is here, and made elsewhere; modules import only what stands before them:
 
     errors < environment < log < launch < client < call < store < topology < address < nodelist < neighbours < pmi
-           < pmix < rendezvous < plan < bucket < compression < engine < collective < handle < request < conductor
-           < in_order < mailbox < mismatch < negotiation < coordinator < negotiator < connect < farewell < world
-           < fusion < adasum < reduction < submission < combining < moving < asynchronous < gradients < operations
-           < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer < links
+           < pmix < rendezvous < plan < bucket < codec < compression < engine < collective < handle < request
+           < conductor < in_order < mailbox < mismatch < negotiation < coordinator < negotiator < connect < farewell
+           < world < fusion < adasum < reduction < submission < combining < moving < asynchronous < gradients
+           < operations < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer < links
+           < communicator
 
-None of them imports hvdlite_launcher, but for `launch`, when `run` is called.
+None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under
+Horovod's names, and `horovod`, which makes programs find it under these.
 """
 
 from .asynchronous import (
