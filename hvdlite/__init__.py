@@ -12,7 +12,7 @@ What is public is here, and made elsewhere; modules import only what stands befo
     errors < environment < log < launch < client < call < store < topology < address < nodelist < neighbours < pmi
            < pmix < rendezvous < plan < bucket < codec < compression < engine < collective < handle < request
            < conductor < in_order < mailbox < mismatch < negotiation < coordinator < negotiator < connect < farewell
-           < world < fusion < adasum < reduction < submission < combining < moving < asynchronous < gradients
+           < world < fusion < adasum < reduction < submission < combining < join < moving < asynchronous < gradients
            < operations < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer < links
            < communicator
 
@@ -46,6 +46,7 @@ from .errors import (
     PeerLostError,
 )
 from .handle import Handle
+from .join import join
 from .launch import run
 from .operations import (
     allgather,
@@ -130,6 +131,7 @@ __all__ = [
     "grouped_reducescatter_async",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "poll",

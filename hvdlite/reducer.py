@@ -167,6 +167,7 @@ class Reducer:
             self.stepped()
             return True
         self._begin_step()
+        self._drop_gradients()
         for bucket in self._layout.buckets:
             bucket.sit_out(average_of_active)
         try:
@@ -175,9 +176,12 @@ class Reducer:
             self._give_back()
         finally:
             self._end_step()
+        self._drop_gradients()
+        return bool(active > 0)
+
+    def _drop_gradients(self) -> None:
         for param in self._layout.slots:
             param.grad = None
-        return bool(active > 0)
 
     def stepped(self) -> None:
         """The optimizer has used the gradients."""

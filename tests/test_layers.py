@@ -16,7 +16,7 @@ LIBRARY = [
     "errors", "environment", "log", "launch", "client", "call", "store", "topology", "address", "nodelist",
     "neighbours", "pmi", "pmix", "rendezvous", "plan", "bucket", "codec", "compression", "engine", "collective",
     "handle", "request", "conductor", "in_order", "mailbox", "mismatch", "negotiation", "coordinator", "negotiator",
-    "connect", "farewell", "world", "fusion", "adasum", "reduction", "submission", "combining", "moving",
+    "connect", "farewell", "world", "fusion", "adasum", "reduction", "submission", "combining", "join", "moving",
     "asynchronous", "gradients", "operations", "replicate", "sparse", "layout", "wire", "reducer", "arguments",
     "proxy", "optimizer", "links", "communicator", "__init__", "torch",
 ]  # fmt: skip
