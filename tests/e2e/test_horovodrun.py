@@ -20,9 +20,8 @@ sys.stdout.write(f"{hvd.allgather_object(hvd.rank())} {sys.argv[1:]} {mine.HERE}
 
 
 def test_its_flags_tune_the_workers_or_say_why_not(launch):
-    program = (
-        "import os; print([os.environ.get(n) for n in ('HVDLITE_FUSION_THRESHOLD', 'HVDLITE_STALL_CHECK_DISABLE')])"
-    )
+    names = "HVDLITE_FUSION_THRESHOLD", "HVDLITE_STALL_CHECK_DISABLE"
+    program = f"import os; print(*(os.environ[name] for name in {names}))"
     flags = ("--gloo", "--fusion-threshold-mb", "1", "--no-stall-check", "--cycle-time-ms", "5", "--no-autotune")
     code, out, err = launch(*flags, "-np", "2", sys.executable, "-c", program).ended()
     assert code == 0
