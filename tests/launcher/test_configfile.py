@@ -159,6 +159,11 @@ def test_the_command_line_wins_wherever_it_names_the_file(config_file_first, wri
     assert "HVDLITE_SIZE=2\n" in capsys.readouterr().out
 
 
+def test_an_interface_on_the_command_line_takes_the_place_of_the_files(write):
+    options = cli.read_flags(["--network-interface", "b", "--config-file", write("network-interface: [a, c]")])
+    assert options.network_interface == {"": "b"}
+
+
 @pytest.mark.parametrize("flag", ["hosts", "hostfile"])
 def test_hosts_on_the_command_line_take_the_place_of_the_files_whichever_way_either_is_said(
     flag, tmp_path, write, capsys
