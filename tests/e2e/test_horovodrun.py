@@ -45,6 +45,14 @@ def test_a_program_for_horovod_runs_unchanged_whatever_starts_it(launch, tmp_pat
     job.assert_gone()
 
 
+def test_each_host_finds_its_own_hvdlite_where_a_program_imports_horovod(launch, make_lan):
+    lan = make_lan("a", "b")
+    program = "import os, horovod.torch as hvd; hvd.init(); print(hvd.rank(), hvd.local_rank(), os.uname().nodename)"
+    code, out, err = launch("-H", "a,b", "--horovod", sys.executable, "-c", program, on=lan.desk).ended(120)
+    assert (code, err) == (0, b"")
+    assert sorted(out.decode().splitlines()) == ["[0]<stdout>:0 0 a", "[1]<stdout>:1 0 b"]
+
+
 def test_a_function_may_be_one_for_horovod(launch, tmp_path):
     (tmp_path / "call.py").write_text(
         "import hvdlite_launcher\n"
