@@ -39,6 +39,7 @@ its last words are shown again, and its exit code is hvdlite-run's.
                         begin each line that is shown with the time
   -x NAME[=VALUE]       give workers this variable, with the value it has here or this one; may be repeated
   --no-env              give them no other but PATH, HOME, LD_LIBRARY_PATH and PYTHONHOME, not all that are set here
+  --horovod             let them, and what they start, find hvdlite where they import horovod
   -p, --ssh-port PORT   where sshd listens on the hosts, unless your ssh config says so
   -i, --ssh-identity-file FILE
                         the private key for them

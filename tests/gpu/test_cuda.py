@@ -9,6 +9,8 @@ import textwrap
 import pytest
 import torch
 
+import hvdlite as hvd
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
@@ -179,3 +181,8 @@ def test_collectives_on_cuda_tensors(tmp_path):
         assert hvd.broadcast(mine, 1).eq(1).all()
         """,
     )
+
+
+def test_the_build_questions_name_the_nccl_that_torch_has():
+    assert hvd.cuda_built() or hvd.rocm_built()
+    assert hvd.nccl_built() > 20000

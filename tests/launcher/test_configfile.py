@@ -27,6 +27,7 @@ no-env: off
 
 WORDS = st.sampled_from(
     [
+        *("controller", "params", "timeline", "stall_check", "enabled", "log_file"),
         *("num-proc", "hosts", "x", "verbose", "a", "1", ":", ": ", "- ", "[", "]", "{", "}", ",", "&a", "*a", "<<"),
         *(
             "!!int ",
