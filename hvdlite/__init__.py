@@ -12,8 +12,8 @@ What is public is here, and made elsewhere; modules import only what stands befo
     errors < environment < log < launch < client < call < store < topology < address < nodelist < neighbours < pmi
            < pmix < rendezvous < plan < bucket < codec < compression < engine < collective < handle < request
            < conductor < in_order < mailbox < mismatch < negotiation < coordinator < negotiator < connect < farewell
-           < world < fusion < adasum < reduction < submission < combining < join < moving < asynchronous < gradients
-           < operations < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer < links
+           < world < built < fusion < adasum < reduction < submission < combining < join < moving < asynchronous
+           < gradients < operations < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer < links
            < communicator
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under
@@ -33,6 +33,18 @@ from .asynchronous import (
     grouped_reducescatter_async,
     reducescatter_async,
     sparse_allreduce_async,
+)
+from .built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
 )
 from .collective import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from .compression import Compression, Compressor
@@ -75,6 +87,7 @@ from .world import (
     cross_rank,
     cross_size,
     init,
+    is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
@@ -119,8 +132,13 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -130,14 +148,20 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "rocm_built",
     "run",
     "shutdown",
     "size",

@@ -155,6 +155,11 @@ def cross_size() -> int:
     return current_world().topology.cross_size
 
 
+def is_homogeneous() -> bool:
+    """Whether every host runs as many of the processes."""
+    return current_world().topology.is_homogeneous
+
+
 def _is_child_of_multiprocessing() -> bool:
     # A spawned child imports the main program before it knows its parent; until then it is "inheriting".
     is_starting = getattr(multiprocessing.current_process(), "_inheriting", False)

@@ -9,6 +9,8 @@ import textwrap
 import pytest
 import torch
 
+import hvdlite as hvd
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
@@ -242,3 +244,6 @@ def test_every_collective_over_nccl(tmp_path):
 
 def test_every_collective_on_two_ranks_that_share_a_gpu(tmp_path):
     run(tmp_path, 2, "share_one_gpu_over_gloo()\nhvd.init()" + EVERY_COLLECTIVE)
+def test_the_build_questions_name_the_nccl_that_torch_has():
+    assert hvd.cuda_built() or hvd.rocm_built()
+    assert hvd.nccl_built() > 20000
