@@ -13,8 +13,8 @@ What is public is here, and made elsewhere; modules import only what stands befo
            < pmix < rendezvous < plan < bucket < codec < compression < engine < collective < handle < request
            < conductor < in_order < mailbox < mismatch < negotiation < coordinator < negotiator < connect < farewell
            < world < built < fusion < adasum < reduction < submission < combining < join < moving < asynchronous
-           < gradients < operations < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer < links
-           < communicator
+           < gradients < operations < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer
+           < links < communicator
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under
 Horovod's names, and `horovod`, which makes programs find it under these.

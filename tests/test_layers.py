@@ -17,8 +17,8 @@ LIBRARY = [
     "neighbours", "pmi", "pmix", "rendezvous", "plan", "bucket", "codec", "compression", "engine", "collective",
     "handle", "request", "conductor", "in_order", "mailbox", "mismatch", "negotiation", "coordinator", "negotiator",
     "connect", "farewell", "world", "built", "fusion", "adasum", "reduction", "submission", "combining", "join",
-    "moving", "asynchronous", "gradients", "operations", "replicate", "sparse", "layout", "wire", "reducer", "arguments",
-    "proxy", "optimizer", "links", "communicator", "__init__", "torch",
+    "moving", "asynchronous", "gradients", "operations", "replicate", "sparse", "layout", "wire", "reducer",
+    "arguments", "proxy", "optimizer", "links", "communicator", "__init__", "torch",
 ]  # fmt: skip
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]
 

@@ -244,6 +244,8 @@ def test_every_collective_over_nccl(tmp_path):
 
 def test_every_collective_on_two_ranks_that_share_a_gpu(tmp_path):
     run(tmp_path, 2, "share_one_gpu_over_gloo()\nhvd.init()" + EVERY_COLLECTIVE)
+
+
 def test_the_build_questions_name_the_nccl_that_torch_has():
     assert hvd.cuda_built() or hvd.rocm_built()
     assert hvd.nccl_built() > 20000
