@@ -27,6 +27,7 @@ from .collective import Average, Group
 from .errors import GradientError, MismatchError
 from .layout import Layout
 from .plan import Description, first_difference
+from .tracks import Tracks
 from .wire import InFlight, Settings, weight_of
 
 
@@ -46,6 +47,7 @@ class Reducer:
         self._group: Group | None = None
         self.backward_passes_per_step = backward_passes_per_step
         self._hooks: list[RemovableHandle] = []
+        self._tracks = Tracks(group.recorder)
         self._is_closed = False
         self._layout = Layout(
             cap_bytes=settings.cap_bytes, scale=settings.scales(group.size)[0], densify=settings.sparse_as_dense
@@ -125,8 +127,9 @@ class Reducer:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
+        track = self._tracks.of(len(self._launched), bucket)
         self._launched.append(bucket)
-        self._in_flight.append(InFlight(bucket, self.meet(), self.settings))
+        self._in_flight.append(InFlight(bucket, self.meet(), self.settings, track))
         # Those that are done give their wires back, so that memory holds few of them at a time.
         while self._in_flight[0].is_completed() and len(self._in_flight) > 1:
             self._in_flight.pop(0).finish()
@@ -151,8 +154,9 @@ class Reducer:
         # Not at the end of backward, which would be too early: ranks that did not use every parameter launch
         # the rest only here, and may wait for each other in other collectives before.
         try:
-            self._reduce_everything()
-            self._give_back()
+            with self._tracks.synchronizing():
+                self._reduce_everything()
+                self._give_back()
         finally:
             self._end_step()
         self._synchronized = True
@@ -188,6 +192,7 @@ class Reducer:
         self._ranks.stepped_backwards.extend(self._backwards)
         self._backwards.clear()
         self._synchronized = False
+        self._tracks.stepped()
 
     def require_nothing_pending(self, action: str, way_out: str) -> None:
         """Raise a GradientError if gradients that nobody has waited for would be lost by this action.
