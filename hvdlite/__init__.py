@@ -14,7 +14,8 @@ What is public is here, and made elsewhere; modules import only what stands befo
            < handle < request < conductor < in_order < mailbox < mismatch < negotiation < coordinator < negotiator
            < connect < clocks < parts < timeline < farewell < world < fusion < adasum < reduction < submission
            < combining < join < moving < asynchronous < gradients < tracing < operations < replicate < sparse
-           < layout < tracks < wire < reducer < arguments < proxy < optimizer < links < communicator
+           < layout < tracks < wire < params < reducer < deltas < arguments < proxy < optimizer < links
+           < communicator
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under
 Horovod's names, and `horovod`, which makes programs find it under these.

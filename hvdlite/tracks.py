@@ -63,8 +63,14 @@ class Tracks:
         """For the bucket that is launched as number ``place`` in this step."""
         if not self._recorder.is_on:
             return NO_TRACK
-        row = Row(self._steps.number + 1 + place, f"{self._steps.name}, bucket {place}")
-        return _RecordedTrack(self._recorder, self._steps, row, bucket)
+        return _RecordedTrack(self._recorder, self._steps, self._row(place), bucket)
+
+    def combining(self, place: int, what: str) -> AbstractContextManager[None]:
+        """While bucket ``place`` goes another way than that, all of which the program waits for."""
+        return self._recorder.span(self._row(place), what)
+
+    def _row(self, place: int) -> Row:
+        return Row(self._steps.number + 1 + place, f"{self._steps.name}, bucket {place}")
 
     def synchronizing(self) -> AbstractContextManager[None]:
         """While the program waits for all averages."""

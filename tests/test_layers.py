@@ -18,8 +18,8 @@ LIBRARY = [
     "recorder", "collective", "handle", "request", "conductor", "in_order", "mailbox", "mismatch", "negotiation",
     "coordinator", "negotiator", "connect", "clocks", "parts", "timeline", "farewell", "world", "fusion",
     "adasum", "reduction", "submission", "combining", "join", "moving", "asynchronous", "gradients", "tracing",
-    "operations", "replicate", "sparse", "layout", "tracks", "wire", "reducer", "arguments", "proxy", "optimizer",
-    "links", "communicator", "__init__", "torch",
+    "operations", "replicate", "sparse", "layout", "tracks", "wire", "params", "reducer", "deltas", "arguments",
+    "proxy", "optimizer", "links", "communicator", "__init__", "torch",
 ]  # fmt: skip
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]
 

@@ -105,6 +105,26 @@ def test_operations_are_there_by_name(tmp_path):
         assert begin["ts"] <= end["ts"] <= turn["ts"]
 
 
+def test_adasum_has_its_rows(tmp_path):
+    def record(rank: int) -> None:
+        model = nn.Linear(4, 2)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters()), model.named_parameters(), op=hvd.Adasum
+        )
+        hvd.start_timeline(tmp_path / "t.json")
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        hvd.stop_timeline()
+
+    run_worlds(2, record)
+    events = read_events(tmp_path / "t.json")
+    assert_rows_are_tidy(events)
+    for rank in range(2):
+        assert [span["name"] for span in spans(events, rank, "optimizer 1")] == ["step 1", "synchronize"]
+        (combining,) = spans(events, rank, "optimizer 1, bucket 0")
+        assert combining["name"] == "the Adasum of the deltas of bias, weight"
+
+
 def test_a_timeline_may_follow_another(tmp_path):
     def record(rank: int) -> None:
         for number in range(2):
