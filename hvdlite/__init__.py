@@ -10,11 +10,12 @@ hvdlite: two lines around an optimizer, and its gradients are averaged over all 
 What is public is here, and made elsewhere; modules import only what stands before them:
 
     errors < environment < log < launch < client < call < store < topology < address < nodelist < neighbours < pmi
-           < pmix < rendezvous < plan < bucket < codec < compression < engine < collective < handle < request
-           < conductor < in_order < mailbox < mismatch < negotiation < coordinator < negotiator < connect < farewell
-           < world < built < fusion < adasum < reduction < submission < combining < join < moving < asynchronous
-           < gradients < operations < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer
-           < links < communicator
+           < pmix < rendezvous < plan < bucket < codec < compression < engine < gpuwatch < recorder < collective
+           < handle < request < conductor < in_order < mailbox < mismatch < negotiation < coordinator < negotiator
+           < connect < clocks < parts < timeline < farewell < world < built < fusion < adasum < reduction
+           < submission < combining < join < moving < asynchronous < gradients < tracing < operations < replicate
+           < sparse < layout < tracks < wire < params < reducer < deltas < arguments < proxy < optimizer < links
+           < communicator
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under
 Horovod's names, and `horovod`, which makes programs find it under these.
@@ -83,6 +84,7 @@ from .replicate import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from .tracing import start_timeline, stop_timeline
 from .world import (
     cross_rank,
     cross_size,
@@ -166,5 +168,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

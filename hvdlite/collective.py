@@ -28,6 +28,7 @@ from torch._C._distributed_c10d import AllToAllOptions
 
 from .engine import Channels, ClosedEngine, Engine, EngineWork
 from .errors import CommunicationError, MismatchError, PeerLostError, says_peer_lost
+from .recorder import Recorder
 
 
 class ReduceOp(IntEnum):
@@ -95,6 +96,13 @@ class Work:
         """Whether `wait` would return at once."""
         return self._work.is_completed()
 
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Have it called, by a thread of the engine's, when it is done or has failed; at once where it is.
+
+        For NCCL at once in any case, with the current stream being one that waits for it.
+        """
+        self._work.get_future().add_done_callback(lambda _: callback())
+
 
 class Group:
     """Ranks that call the same collectives in the same order.
@@ -132,6 +140,8 @@ class Group:
         # two optimizers share a group: what one generator step leaves behind in the discriminator is
         # recognised by it. A few suffice: gradients do not stay pending for long.
         self.stepped_backwards: deque[int] = deque(maxlen=64)
+        # What happens when on this rank, for a timeline.
+        self.recorder = Recorder()
 
         # Who averages gradients among these ranks; `join` sits out steps for them.
         self.reducers: WeakSet[SitsOut] = WeakSet()
@@ -145,6 +155,7 @@ class Group:
         group = Group(self._channels, self.rank, self.size, self.hosts, set_id=self.set_id, ranks=self.ranks)
         group.stepped_backwards = self.stepped_backwards
         group.waits = self.waits
+        group.recorder = self.recorder
         self._duplicates.add(group)
         return group
 

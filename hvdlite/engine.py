@@ -10,8 +10,9 @@ would be another `Engine`.
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
@@ -22,6 +23,7 @@ class EngineWork(Protocol):
 
     def wait(self) -> object: ...
     def is_completed(self) -> bool: ...
+    def get_future(self) -> torch.futures.Future[Any]: ...
 
 
 class Engine(Protocol):
@@ -105,6 +107,11 @@ class _Done:
 
     def is_completed(self) -> bool:
         return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(None)
+        return future
 
 
 class TorchChannels:

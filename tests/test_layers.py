@@ -14,11 +14,12 @@ import hvdlite
 
 LIBRARY = [
     "errors", "environment", "log", "launch", "client", "call", "store", "topology", "address", "nodelist",
-    "neighbours", "pmi", "pmix", "rendezvous", "plan", "bucket", "codec", "compression", "engine", "collective",
-    "handle", "request", "conductor", "in_order", "mailbox", "mismatch", "negotiation", "coordinator", "negotiator",
-    "connect", "farewell", "world", "built", "fusion", "adasum", "reduction", "submission", "combining", "join",
-    "moving", "asynchronous", "gradients", "operations", "replicate", "sparse", "layout", "wire", "reducer",
-    "arguments", "proxy", "optimizer", "links", "communicator", "__init__", "torch",
+    "neighbours", "pmi", "pmix", "rendezvous", "plan", "bucket", "codec", "compression", "engine", "gpuwatch",
+    "recorder", "collective", "handle", "request", "conductor", "in_order", "mailbox", "mismatch", "negotiation",
+    "coordinator", "negotiator", "connect", "clocks", "parts", "timeline", "farewell", "world", "built", "fusion",
+    "adasum", "reduction", "submission", "combining", "join", "moving", "asynchronous", "gradients", "tracing",
+    "operations", "replicate", "sparse", "layout", "tracks", "wire", "params", "reducer", "deltas", "arguments",
+    "proxy", "optimizer", "links", "communicator", "__init__", "torch",
 ]  # fmt: skip
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]
 
