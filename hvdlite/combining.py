@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .collective import Average, Group, ReduceOp, Sum, pieces_of
 from .compression import Compression
-from .fusion import flat_of, fused, own_memory
+from .fusion import flat_of, fused, mark_written, own_memory
 from .handle import Handle
 from .reduction import COMPRESSIONS, Reduction
 from .request import Request, Turn
@@ -52,6 +52,8 @@ def start_allreduce(
                     outputs[number] = own_memory(piece, flat).view(sources[number].shape)
                 elif piece.data_ptr() != sources[number].data_ptr():
                     targets[number].copy_(piece.view(sources[number].shape))
+        if in_place:
+            mark_written(targets)
         return outputs if is_group else outputs[0]
 
     same = {**signature(tensors, is_group=is_group), **reduction.same()}

@@ -139,6 +139,20 @@ def test_averages_overflow_no_sooner_than_their_terms():
     assert run_worlds(4, lambda rank: hvd.allreduce(full).item()) == [60000.0] * 4
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_rank_has_the_same_bits_and_so_has_the_next_run(size):
+    def rank(number: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(number)
+        mine = [torch.randn(1001, generator=generator).to(dtype) for dtype in (torch.float16, torch.float32)]
+        mine[1][number] = float("nan")
+        results = hvd.grouped_allreduce(mine) + [hvd.allreduce(t, op=op) for t in mine for op in (*OPS, hvd.Adasum)]
+        return [result.view(torch.int16) for result in results]
+
+    first, second = run_worlds(size, rank), run_worlds(size, rank)
+    for results in [*first, *second]:
+        assert all(torch.equal(got, kept) for got, kept in zip(results, first[0], strict=True))
+
+
 def test_compression_is_what_travels_and_the_dtype_stays():
     def rank(number: int) -> tuple[torch.dtype, list[float]]:
         # Too fine for bfloat16; integers are left as they are.
