@@ -21,7 +21,7 @@ from .fusion import flat_of, fused, mark_written, own_memory
 from .handle import Handle
 from .reduction import COMPRESSIONS, Reduction
 from .request import Request, Turn
-from .submission import signature, submit, title
+from .submission import check_writable, signature, submit, title
 
 
 def start_allreduce(
@@ -37,6 +37,8 @@ def start_allreduce(
     is_group = kind == "grouped_allreduce"
     for tensor in tensors:
         reduction.check_dtype(tensor, title(kind, name))
+        if in_place:
+            check_writable(tensor, title(kind, name))
     targets = list(tensors)
     sources = [tensor.detach() for tensor in tensors]
 

@@ -21,7 +21,7 @@ from .fusion import is_plain, mark_written, plain
 from .handle import Handle
 from .reduction import Reduction
 from .request import Request, Turn
-from .submission import signature, submit, title
+from .submission import check_writable, signature, submit, title
 from .world import group_of
 
 
@@ -95,6 +95,8 @@ def start_broadcast(
 ) -> Handle:
     """Give the tensor of the root, a global rank, to all ranks."""
     root = group_of(process_set).place_of_root(root_rank)
+    if in_place:
+        check_writable(tensor, title("broadcast", name))
     source = tensor.detach()
 
     def body(turn: Turn) -> Tensor:
