@@ -264,6 +264,20 @@ def test_who_is_waited_for_in_vain_is_given_up(tmp_path, monkeypatch, caplog):
     assert read_events(tmp_path / "t.json")
 
 
+def test_a_part_whose_directory_is_on_no_disk_of_its_host_travels_too(tmp_path, monkeypatch):
+    part_path = parts.part_path
+    nowhere = tmp_path / "nowhere"
+    monkeypatch.setattr(parts, "part_path", lambda path, rank: part_path(nowhere / "t" if rank else path, rank))
+
+    def record(rank: int) -> None:
+        hvd.start_timeline(tmp_path / "t.json")
+        train()
+        hvd.stop_timeline()
+
+    run_worlds(2, record)
+    assert len(spans(read_events(tmp_path / "t.json"), 1, "optimizer 1", "synchronize")) == STEPS
+
+
 # -- clocks
 
 
