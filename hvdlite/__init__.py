@@ -11,8 +11,8 @@ What is public is here, and made elsewhere; modules import only what stands befo
 
     errors < launch < client < call < store < topology < address < nodelist < neighbours < pmi < pmix < rendezvous
            < plan < bucket < compression < engine < collective < handle < request < conductor < in_order < mailbox
-           < mismatch < negotiation < coordinator < negotiator < connect < farewell < world < operations < replicate
-           < sparse < layout < wire < reducer < arguments < proxy < optimizer < links
+           < mismatch < negotiation < coordinator < negotiator < connect < process_set < registry < farewell < world
+           < operations < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer < links
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called.
 """
@@ -31,6 +31,7 @@ from .errors import (
 from .launch import run
 from .operations import allgather, allreduce, barrier, broadcast
 from .optimizer import DistributedOptimizer
+from .process_set import ProcessSet
 from .replicate import (
     allgather_object,
     broadcast_object,
@@ -38,13 +39,16 @@ from .replicate import (
     broadcast_parameters,
 )
 from .world import (
+    add_process_set,
     cross_rank,
     cross_size,
+    global_process_set,
     init,
     is_initialized,
     local_rank,
     local_size,
     rank,
+    remove_process_set,
     shutdown,
     size,
 )
@@ -61,8 +65,10 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "ProcessSet",
     "ReduceOp",
     "Sum",
+    "add_process_set",
     "allgather",
     "allgather_object",
     "allreduce",
@@ -73,11 +79,13 @@ __all__ = [
     "broadcast_parameters",
     "cross_rank",
     "cross_size",
+    "global_process_set",
     "init",
     "is_initialized",
     "local_rank",
     "local_size",
     "rank",
+    "remove_process_set",
     "run",
     "shutdown",
     "size",

@@ -121,6 +121,16 @@ class Group:
         self._duplicates.add(group)
         return group
 
+    def among(self, ranks: Sequence[int], *, set_id: int, token: str) -> Group:
+        """Some of the ranks, this one among them, over engines of their own. Only these ranks must call it.
+
+        ``token`` names their meeting place: equal on these ranks, and never used before.
+        """
+        places = [self.ranks.index(rank) for rank in ranks]
+        channels = self._channels.among(places, places.index(self.rank), token)
+        hosts = [self.hosts[place] for place in places]
+        return Group(channels, places.index(self.rank), len(places), hosts, set_id=set_id, ranks=ranks)
+
     def close(self) -> None:
         """Give the engine back, and those of the duplicates. Waits for nobody.
 

@@ -14,7 +14,7 @@ import itertools
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +32,8 @@ from .errors import CommunicationError, LaunchEnvironmentError, MismatchError, N
 from .farewell import say_farewell
 from .in_order import InOrder
 from .negotiation import StallRules
+from .process_set import Membership, ProcessSet
+from .registry import Registry
 from .rendezvous import meet
 from .store import LauncherStore
 from .topology import Seat, Topology, read_seat, seats_to_topology
@@ -50,6 +52,7 @@ class World:
     topology: Topology
     group: Group
     conductor: Conductor
+    sets: Registry
     leave: Callable[[], None]
     pid: int
 
@@ -98,6 +101,7 @@ def shutdown() -> None:
     leaving, _world = _world, None
     if leaving is not None:
         leaving.conductor.close()
+        leaving.sets.close()
         leaving.group.close()
         leaving.leave()
 
@@ -118,9 +122,61 @@ def current_world() -> World:
     return _world
 
 
-def group_of(process_set: Group | None) -> Group:
-    """The ranks that an operation is among: all, unless a process set is given."""
-    return current_world().group if process_set is None else process_set
+class _AllRanks(ProcessSet):
+    """The set of all ranks of the world that there is at the time."""
+
+    def __init__(self) -> None:
+        super().__init__([0])
+
+    @property
+    def process_set_id(self) -> int:
+        return 0
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(current_world().group.ranks)
+
+    def membership(self) -> Membership:
+        group = current_world().group
+        return Membership(0, group.rank, group)
+
+    def __str__(self) -> str:
+        return "global_process_set" if _world is None else super().__str__()
+
+    def __reduce__(self) -> str:
+        return "global_process_set"
+
+
+global_process_set: ProcessSet = _AllRanks()
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Register a process set, or one of these ranks; the set, to be passed as ``process_set``.
+
+    Every rank of the job must call it, member or not, with equal ranks and in the same order as other sets; it
+    waits for all. A ValueError on every rank where there is such a set already. Sets may overlap.
+    """
+    chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    current_world().sets.add(chosen)
+    return chosen
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a process set, which must have nothing under way. Every rank of the job must call it; it waits for all.
+
+    False, without waiting, for `global_process_set` and for a set that is not registered.
+    """
+    return current_world().sets.remove(process_set)
+
+
+def group_of(process_set: ProcessSet, what: str = "process_set") -> Group:
+    """The ranks that an operation is among; a ValueError if this one is not. ``what`` is the operation's title."""
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            f"{what}: process_set={process_set!r} is not a hvd.ProcessSet: pass what hvd.add_process_set returns, or "
+            "leave it away for all ranks"
+        )
+    return process_set.require_group(what)
 
 
 def rank() -> int:
@@ -243,7 +299,8 @@ def _world_of(seat: Seat, channels: Channels, timeout: timedelta, leave: Callabl
                 f"hvdlite is version {introductions[0][1]} on {group.describe_rank(0)} and {other_version} on "
                 f"{group.describe_rank(other)}: install the same version everywhere"
             )
-    return World(topology, group, _conductor(group, seats, timeout), leave, os.getpid())
+    conductor = _conductor(group, seats, timeout)
+    return World(topology, group, conductor, Registry(group, conductor), leave, os.getpid())
 
 
 def _conductor(group: Group, seats: Sequence[Seat], timeout: timedelta) -> Conductor:

@@ -13,6 +13,7 @@ from hvdlite.collective import Group
 from hvdlite.connect import connect
 from hvdlite.in_order import InOrder
 from hvdlite.negotiation import StallRules
+from hvdlite.registry import Registry
 from hvdlite.topology import Topology
 
 NO_STALLS = StallRules(None, None)
@@ -46,11 +47,13 @@ def attempt_worlds(size: int, function: Callable[[int], Any], stall: StallRules 
 
     def run(group: Group) -> Any:
         conductor = InOrder(1) if group.size == 1 else connect(group, ["here"] * group.size, stall, timeout_s=10.0)
-        shared.enter(world.World(_topology(group), group, conductor, leave=lambda: None, pid=0))
+        sets = Registry(group, conductor)
+        shared.enter(world.World(_topology(group), group, conductor, sets, leave=lambda: None, pid=0))
         try:
             return function(group.rank)
         finally:
             conductor.close()
+            sets.close()
 
     world._world = shared  # type: ignore[assignment]  # it has all that a world has
     try:
