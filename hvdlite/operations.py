@@ -62,11 +62,11 @@ def broadcast(tensor: Tensor, root_rank: int, *, name: str | None = None) -> Ten
     group = current_world().group
     what = _title("broadcast", name)
     _check_tensor(tensor, what)
-    check_root(root_rank, group)
+    root = root_place(root_rank, group, what)
     signature = (name, tuple(tensor.shape), str(tensor.dtype), tensor.device.type, root_rank)
     group.require_agreement(signature, what, "(name, shape, dtype, device, root_rank)")
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    group.broadcast(result, root_rank, what).wait()
+    group.broadcast(result, root, what).wait()
     return result
 
 
@@ -92,10 +92,15 @@ def all_gather_rows(group: Group, tensor: Tensor, what: str) -> Tensor:
     )
 
 
-def check_root(root_rank: int, group: Group) -> None:
-    """Raise a ValueError unless the root is one of the group's ranks."""
-    if isinstance(root_rank, bool) or not isinstance(root_rank, int) or not 0 <= root_rank < group.size:
-        raise ValueError(f"root_rank={root_rank!r} is not one of the {group.size} ranks, 0 to {group.size - 1}")
+def root_place(root_rank: int, group: Group, what: str) -> int:
+    """The place in the group of the global rank ``root_rank``; a ValueError if it has none."""
+    if isinstance(root_rank, bool) or not isinstance(root_rank, int) or root_rank not in group.ranks:
+        if group.set_id == 0:
+            whose = f"the {group.size} ranks, 0 to {group.size - 1}"
+        else:
+            whose = f"the process set's ranks, which are the global ones {list(group.ranks)}"
+        raise ValueError(f"{what}: root_rank={root_rank!r} is not one of {whose}")
+    return group.ranks.index(root_rank)
 
 
 def _check_tensor(tensor: object, what: str) -> None:

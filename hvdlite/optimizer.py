@@ -29,11 +29,13 @@ from .arguments import (
 )
 from .collective import Average, Group, ReduceOp
 from .compression import Compression, Compressor, check_compression
+from .engine import AloneChannels
 from .errors import GradientError
+from .process_set import ProcessSet
 from .proxy import OptimizerProxy
 from .reducer import Reducer
 from .wire import Settings
-from .world import current_world
+from .world import current_world, global_process_set, group_of
 
 # Measured with two ranks over gloo, from 1 to 64 MiB, on a 25 M-parameter MLP and on a ResNet of many small
 # tensors: fastest, by a few per cent, on both.
@@ -68,7 +70,7 @@ class DistributedOptimizer(OptimizerProxy):
     ``sparse_as_dense``: average sparse gradients as dense ones instead of gathering their rows. They are
     sparse again when the optimizer sees them.
 
-    ``process_set``: the ranks that take part; None is all.
+    ``process_set``: the ranks that take part. Any other rank steps with its own gradients and waits for nobody.
 
     ``bucket_cap_mb``: gradients travel in buckets of at most so many MiB, each as soon as it is full.
 
@@ -88,7 +90,7 @@ class DistributedOptimizer(OptimizerProxy):
         gradient_predivide_factor: float = 1.0,
         groups: int | Sequence[Sequence[Tensor]] | None = None,
         sparse_as_dense: bool = False,
-        process_set: Group | None = None,
+        process_set: ProcessSet = global_process_set,
         *,
         bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
     ) -> None:
@@ -105,8 +107,11 @@ class DistributedOptimizer(OptimizerProxy):
         check_positive_int(backward_passes_per_step, "backward_passes_per_step")
         named = check_named_parameters(optimizer, named_parameters)
         named_groups = check_groups(groups, named)
-        group = process_set or current_world().group
-        self._uses_the_world = process_set is None
+        if isinstance(process_set, ProcessSet) and not process_set.included():
+            group, settings = _alone(process_set), settings.of_bystander()
+        else:
+            group = group_of(process_set, "hvd.DistributedOptimizer")
+        self._uses_the_world = process_set is global_process_set
         self._named = named
         self._skipping = False
         self._connect(Reducer(group, settings, backward_passes_per_step), named, named_groups)
@@ -270,3 +275,9 @@ class DistributedOptimizer(OptimizerProxy):
 
     def _params(self) -> list[Tensor]:
         return [param for entry in self._optimizer.param_groups for param in entry["params"]]
+
+
+def _alone(process_set: ProcessSet) -> Group:
+    """This rank by itself, which is no member of the set."""
+    own_rank = process_set.membership().own_rank
+    return Group(AloneChannels(), 0, 1, ["outside of the process set"], ranks=[own_rank])

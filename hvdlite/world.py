@@ -61,7 +61,12 @@ _world: World | None = None
 _generation = itertools.count()
 
 
-def init(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+def init(
+    comm: Iterable[int] | None = None,
+    process_sets: Iterable[ProcessSet] | str | None = None,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> None:
     """Find this process's place among the others and connect to them.
 
     Every rank must call it, and each waits for all. Does nothing where it has been called already; after
@@ -74,12 +79,18 @@ def init(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     A plain ``python train.py`` is one rank that needs no network. CUDA tensors travel over NCCL, CPU
     tensors over gloo.
 
+    ``comm``: None, or all ranks; Horovod's way to choose some of them is not served.
+
+    ``process_sets``: those to register at once, equal on all ranks; more can be added at any time, with or without
+    Horovod's word for that, ``"dynamic"``.
+
     ``timeout_s``: a collective that another rank does not join for this long raises
     `CommunicationError`.
     """
     global _world  # noqa: PLW0603 - the one module variable that rank(), size() and the rest read
     if _world is not None:
         return
+    first_sets = _check_first_sets(process_sets)
     if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
         raise ValueError(f"timeout_s={timeout_s!r} is not a positive number of seconds")
     if _is_child_of_multiprocessing():
@@ -93,6 +104,13 @@ def init(timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
     else:
         seat = read_seat(os.environ)
         _world = _alone() if seat is None else _connect(seat, timeout)
+    try:
+        _check_comm(comm, _world.topology.size)
+        for process_set in first_sets:
+            _world.sets.add(process_set)
+    except BaseException:
+        shutdown()
+        raise
 
 
 def shutdown() -> None:
@@ -207,6 +225,35 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """How many hosts have this local rank."""
     return current_world().topology.cross_size
+
+
+def _check_first_sets(process_sets: Iterable[ProcessSet] | str | None) -> list[ProcessSet]:
+    if process_sets is None or process_sets == "dynamic":
+        return []
+    if isinstance(process_sets, (str, ProcessSet)) or not isinstance(process_sets, Iterable):
+        raise ValueError(f'process_sets={process_sets!r} is neither a list of hvd.ProcessSet nor "dynamic"')
+    found: list[ProcessSet] = []
+    for number, process_set in enumerate(process_sets):
+        if not isinstance(process_set, ProcessSet):
+            raise ValueError(f"process_sets: entry number {number}, {process_set!r}, is not a hvd.ProcessSet")
+        if process_set is global_process_set:
+            continue
+        if any(process_set.ranks == earlier.ranks for earlier in found):
+            # Horovod's words.
+            raise ValueError(
+                f"Horovod could not be initialized because process_sets entry number {number} is a duplicate: "
+                f"{process_set}"
+            )
+        found.append(process_set)
+    return found
+
+
+def _check_comm(comm: Iterable[int] | None, size: int) -> None:
+    if comm is not None and (not isinstance(comm, Iterable) or sorted(comm) != list(range(size))):
+        raise ValueError(
+            f"hvd.init(comm={comm!r}): the job is all of the {size} ranks that were started, and communicators of "
+            "MPI's are not known here: start fewer, or let some train together as a hvd.ProcessSet"
+        )
 
 
 def _is_child_of_multiprocessing() -> bool:
