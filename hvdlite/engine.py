@@ -83,7 +83,10 @@ class ClosedEngine:
         raise self._error()
 
     def _error(self) -> RuntimeError:
-        return RuntimeError("hvd.shutdown() or close() was called before: make the optimizer anew after hvd.init()")
+        return RuntimeError(
+            "hvd.shutdown(), remove_process_set() or close() was called before: make the optimizer anew after "
+            "hvd.init() or add_process_set()"
+        )
 
 
 class AloneChannels:

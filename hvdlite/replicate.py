@@ -76,7 +76,7 @@ def broadcast_optimizer_state(
 
 
 def broadcast_object(
-    obj: object = None, root_rank: int = 0, name: str | None = None, *, process_set: ProcessSet = global_process_set
+    obj: object = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """The root's picklable object, on every rank; on the root the object itself.
 
