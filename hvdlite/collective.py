@@ -129,7 +129,9 @@ class Group:
         places = [self.ranks.index(rank) for rank in ranks]
         channels = self._channels.among(places, places.index(self.rank), token)
         hosts = [self.hosts[place] for place in places]
-        return Group(channels, places.index(self.rank), len(places), hosts, set_id=set_id, ranks=ranks)
+        group = Group(channels, places.index(self.rank), len(places), hosts, set_id=set_id, ranks=ranks)
+        group.waits = self.waits
+        return group
 
     def close(self) -> None:
         """Give the engine back, and those of the duplicates. Waits for nobody.

@@ -50,7 +50,7 @@ class Registry:
         if set_id is None or self._sets.get(set_id) is not process_set:
             return False
         request = Request("remove_process_set", same={"ranks": process_set.ranks, "process_set_id": set_id})
-        self._conductor.submit(self._all_ranks, request, lambda turn: self._forget(set_id)).wait()
+        self._conductor.submit(self._all_ranks, request, lambda turn: self._unregister(set_id)).wait()
         return True
 
     def close(self) -> None:
@@ -76,6 +76,8 @@ class Registry:
                     f"{turn.group.describe_rank(rank)}: {words}"
                 ) from failure
         self._sets[set_id] = process_set
+        if group is not None:
+            self._conductor.open_channel(group)
         process_set.register(Membership(set_id, self._all_ranks.rank, group))
 
     def _check(self, process_set: ProcessSet) -> None:
@@ -89,6 +91,12 @@ class Registry:
     def _open(self, process_set: ProcessSet, set_id: int, token: str) -> Group:
         ranks = process_set.ranks
         return self._all_ranks.among(ranks, set_id=set_id, token=token)
+
+    def _unregister(self, set_id: int) -> None:
+        group = self._sets[set_id].membership().group
+        if group is not None:
+            self._conductor.close_channel(group)
+        self._forget(set_id)
 
     def _forget(self, set_id: int) -> None:
         process_set = self._sets.pop(set_id)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from ranks import counting, run_ranks
 from torch import nn
-from worlds import attempt_worlds, run_worlds
+from worlds import run_worlds
 
 import hvdlite as hvd
 from hvdlite.collective import Group
-from hvdlite.conductor import InOrder
+from hvdlite.in_order import InOrder
 from hvdlite.registry import Registry
 
 SIZES = [1, 2, 3, 4]
@@ -128,14 +128,16 @@ def test_only_members_may_use_a_set_and_only_while_it_is_registered():
         assert (process_set.process_set_id, process_set.size()) == (None, 1)
         hvd.add_process_set(process_set)
         hvd.remove_process_set(hvd.add_process_set([0]))
-        return hvd.allgather_object("x", "state", process_set=process_set)
+        if own == 1:
+            return hvd.allgather_object("x", process_set=process_set)
+        words = (
+            r"^allgather_object of 'state': Rank 0 is not a member of the provided process set\. Its ranks"
+        )
+        with pytest.raises(ValueError, match=words):
+            hvd.allgather_object("x", "state", process_set=process_set)
+        return "refused"
 
-    outsider, member = attempt_worlds(2, rank)
-    assert member == ["x"]
-    assert isinstance(outsider, ValueError)
-    assert str(outsider).startswith(
-        "allgather_object of 'state': Rank 0 is not a member of the provided process set. Its ranks are [1]"
-    )
+    assert run_worlds(2, rank) == ["refused", ["x"]]
 
 
 @pytest.mark.parametrize("wrong", [None, [0], 0, "all"])
@@ -170,14 +172,25 @@ def test_messages_name_global_ranks_and_their_hosts():
     def rank(own: int) -> Any:
         process_set = hvd.add_process_set([1, 2])
         if process_set.included():
-            hvd.broadcast_parameters({"weight": torch.zeros(own)}, root_rank=1, process_set=process_set)
+            with pytest.raises(hvd.MismatchError, match=r"rank 1 \(node1\).*rank 2 \(node2\)"):
+                hvd.broadcast_parameters({"weight": torch.zeros(own)}, root_rank=1, process_set=process_set)
+        # Rank 0, through which ranks agree, is there until all are done.
+        return hvd.allgather_object(own)
 
-    nobody, *outcomes = attempt_worlds(3, rank)
-    assert nobody is None
-    for outcome in outcomes:
-        assert isinstance(outcome, hvd.MismatchError)
-        assert "rank 1 (node1)" in str(outcome)
-        assert "rank 2 (node2)" in str(outcome)
+    assert run_worlds(3, rank) == [[0, 1, 2]] * 3
+
+
+def test_ranks_that_add_or_remove_different_sets_are_told_and_may_go_on():
+    def rank(own: int) -> Any:
+        with pytest.raises(hvd.MismatchError, match=r"One rank had \[0, 1\], but another rank had \[1, 2\].*rank 2"):
+            hvd.add_process_set([1, 2] if own == 2 else [0, 1])
+        sets = [hvd.add_process_set([0]), hvd.add_process_set([1])]
+        with pytest.raises(hvd.MismatchError, match="remove_process_set"):
+            hvd.remove_process_set(sets[own == 1])
+        assert hvd.remove_process_set(sets[0])
+        return [each.process_set_id for each in (*sets, hvd.add_process_set([0, 1]))]
+
+    assert run_worlds(3, rank) == [[None, 2, 3]] * 3
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -256,7 +269,7 @@ def _add_and_remove() -> Any:
 
 def test_outsiders_open_no_channel_and_members_one_that_only_they_use():
     def rank(group: Group) -> int:
-        sets = Registry(group, InOrder())
+        sets = Registry(group, InOrder(group.size))
         process_set = hvd.ProcessSet([1, 2])
         sets.add(process_set)
         before = len(group.engine.calls)
