@@ -9,9 +9,10 @@ hvdlite: two lines around an optimizer, and its gradients are averaged over all 
 
 What is public is here, and made elsewhere; modules import only what stands before them:
 
-    errors < launch < client < call < store < topology < address < nodelist < neighbours < pmi < pmix < rendezvous
-           < plan < bucket < compression < engine < collective < handle < request < conductor < in_order < mailbox
-           < mismatch < negotiation < coordinator < negotiator < connect < process_set < registry < farewell < world
+    errors < environment < log < launch < client < call < store < topology < address < nodelist < neighbours < pmi
+           < pmix < rendezvous < plan < bucket < compression < engine < collective < handle < request < conductor
+           < in_order < mailbox < mismatch < negotiation < coordinator < negotiator < connect < process_set
+           < registry < farewell < world
            < operations < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer < links
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called.

@@ -50,8 +50,10 @@ def check_predivide(factor: float, op: ReduceOp) -> float:
     return float(factor)
 
 
-def check_cap(bucket_cap_mb: float) -> int:
+def check_cap(bucket_cap_mb: float | None, default_bytes: int) -> int:
     """The cap in bytes."""
+    if bucket_cap_mb is None:
+        return default_bytes
     if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
         raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not a positive number of MiB")
     return max(1, int(bucket_cap_mb * MEBIBYTE))

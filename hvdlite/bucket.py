@@ -18,6 +18,8 @@ from torch import Tensor
 from .errors import GradientError
 from .plan import BucketPlan, Slice
 
+_TAKES_PART = (1, 0)
+
 
 class Home(Protocol):
     """Where a gradient is kept between backward and step."""
@@ -70,6 +72,8 @@ class Bucket:
         # averages are there; None when a change is the user's good right.
         self._version: int | None = None
         self._is_wanted = True
+        # What this rank adds to the counts of those that take part, and of those that sit out and do not count.
+        self._presence = _TAKES_PART
         self._missing = len(self.slots)
 
     @property
@@ -92,6 +96,7 @@ class Bucket:
         """Begin a step: wait for the parameters that require a gradient now."""
         self._version = None
         self._is_wanted = True
+        self._presence = _TAKES_PART
         self._missing = sum(1 for slot in self.slots if slot.param.requires_grad)
 
     def arrive(self, slot: Slot) -> None:
@@ -136,6 +141,10 @@ class Bucket:
     def seal(self) -> Tensor:
         """The flat buffer, ready to travel: no stale values, and the flags of this rank set."""
         buffer = self.buffer
+        if self._presence != _TAKES_PART:
+            buffer.zero_()
+            buffer[self.plan.presence_start : self.plan.wake_start].copy_(torch.tensor(self._presence))
+            return buffer
         self._require_untouched()
         used = [self._fill(slot) for slot in self.slots]
         tail = buffer[self.plan.grad_numel :]
@@ -143,16 +152,24 @@ class Bucket:
             # Filled in place, without a copy from the host: the usual case stays asynchronous on a GPU.
             tail[: len(used)].fill_(1)
             tail[len(used) :].zero_()
+            tail[2 * len(used)].fill_(1)
         else:
             sparse = [slot.arrived and slot.sparse for slot in self.slots]
             wake = [sleeper.asleep and sleeper.needed for sleeper in self.sleepers]
-            tail.copy_(torch.tensor([*used, *sparse, *wake], dtype=buffer.dtype))
+            tail.copy_(torch.tensor([*used, *sparse, *_TAKES_PART, *wake], dtype=buffer.dtype))
         self._note_version(True)
         return buffer
 
     def give_up(self) -> None:
         """What this step brings is wanted by nobody: it may be changed, or cast away, at any time."""
         self._is_wanted = False
+
+    def sit_out(self, average_of_active: bool) -> None:
+        """Travel in this step with nothing to give; whether averages are to be over the other ranks alone."""
+        self.give_up()
+        self._presence = (0, int(average_of_active))
+        for slot in self.slots:
+            slot.param.grad = None
 
     def accept(self) -> None:
         """The averages are about to be written: from now on the gradients are the user's to change."""
@@ -210,8 +227,13 @@ class Bucket:
 
     def read_wake(self) -> list[bool]:
         """After the all-reduce: which of the `sleepers` some rank needs."""
-        start = self.plan.grad_numel + 2 * len(self.slots)
-        return [value > 0 for value in self.buffer[start:].abs().tolist()]
+        return [value > 0 for value in self.buffer[self.plan.wake_start :].abs().tolist()]
+
+    @property
+    def presence(self) -> Tensor:
+        """After the all-reduce: how many ranks took part, and how many sat out and do not count."""
+        counts = self.buffer[self.plan.presence_start : self.plan.wake_start]
+        return counts.real if counts.is_complex() else counts
 
 
 def _changed_too_early(what: str) -> GradientError:

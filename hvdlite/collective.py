@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -37,6 +37,12 @@ class ReduceOp(IntEnum):
 
 Average = ReduceOp.Average
 Sum = ReduceOp.Sum
+
+
+class SitsOut(Protocol):
+    """Takes part in the steps of other ranks with nothing to give."""
+
+    def sit_out(self, average_of_active: bool) -> bool: ...
 
 
 class Waits:
@@ -108,6 +114,9 @@ class Group:
         # two optimizers share a group: what one generator step leaves behind in the discriminator is
         # recognised by it. A few suffice: gradients do not stay pending for long.
         self.stepped_backwards: deque[int] = deque(maxlen=64)
+
+        # Who averages gradients among these ranks; `join` sits out steps for them.
+        self.reducers: WeakSet[SitsOut] = WeakSet()
 
     def duplicate(self) -> Group:
         """The same ranks over an engine of its own (as MPI's Comm_dup). Every rank must call it.

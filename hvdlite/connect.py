@@ -17,18 +17,28 @@ from typing import Any
 
 from .address import ELSEWHERE, LOOPBACK, address_of, own_address
 from .collective import Group
+from .conductor import Conductor
 from .coordinator import Coordinator
+from .environment import Environment
 from .errors import CommunicationError
+from .in_order import InOrder
 from .mailbox import Mailbox
 from .negotiation import Negotiation, StallRules
 from .negotiator import WATCH_S, Negotiator
 
 
-def connect(group: Group, nodes: Sequence[str], stall: StallRules, timeout_s: float) -> Negotiator:
-    """This rank's conductor. Every rank must call it, and rank 0 waits for nobody."""
-    if group.rank > 0:
-        (address, secret), *_ = group.all_gather_object(None, "hvd.init()")
-        return _start(Mailbox(_reach(address, secret, group, timeout_s)), group, None)
+def make_conductor(group: Group, nodes: Sequence[str], environment: Environment, timeout_s: float) -> Conductor:
+    """This rank's conductor; every rank must call it. ``nodes`` tells the ranks' hosts apart."""
+    if group.size == 1 or not environment.check:
+        return InOrder(group.size)
+    if group.rank == 0:
+        warn_after_s = environment.stall_warning_s if environment.stall_check else None
+        return _lead(group, nodes, StallRules(warn_after_s, environment.stall_shutdown_s))
+    (address, secret), *_ = group.all_gather_object(None, "hvd.init()")
+    return _start(Mailbox(_reach(address, secret, group, timeout_s)), group, None)
+
+
+def _lead(group: Group, nodes: Sequence[str], stall: StallRules) -> Negotiator:
     listener = _listen(group, nodes)
     secret = secrets.token_hex(16)
     group.all_gather_object((listener.getsockname()[:2], secret), "hvd.init()")

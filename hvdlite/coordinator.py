@@ -23,13 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import logging
 import selectors
 import socket
 import threading
 import time
 from typing import Any
 
+from .log import log
 from .mailbox import Mailbox
 from .negotiation import Ask, Negotiation
 
@@ -37,8 +37,6 @@ from .negotiation import Ask, Negotiation
 _TICK_S = 0.5
 _HANDSHAKE_S = 5.0
 _LINGER_S = 0.2
-
-_log = logging.getLogger("hvdlite")
 
 
 class Coordinator:
@@ -136,7 +134,7 @@ class Coordinator:
             connection.settimeout(None)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, EOFError, ValueError, TypeError) as error:
-            _log.warning("a connection to rank 0 was not one of this job's ranks: %s", error)
+            log.warning("a connection to rank 0 was not one of this job's ranks: %s", error)
             connection.close()
             return
         self.add(rank, mailbox)
@@ -176,7 +174,7 @@ class Coordinator:
     def _answer(self, now_s: float) -> None:
         negotiation = self._negotiation
         for words in negotiation.warnings:
-            _log.warning("%s", words)
+            log.warning("%s", words)
         negotiation.warnings.clear()
         while negotiation.outbox:
             rank, message = negotiation.outbox.pop(0)

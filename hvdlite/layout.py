@@ -51,7 +51,8 @@ class Layout:
         plan = bucket.plan.without({slot.name for slot in slots})
         smaller = self._make_bucket(plan, kept)
         smaller.sleepers = bucket.sleepers
-        self.buckets[index : index + 1] = [smaller] if plan.numel else []
+        # Even without a slice it stays, for what its tail tells.
+        self.buckets[index] = smaller
         for slot in slots:
             slot.home, slot.view = SparseHome(slot), None
             self.sparse.append(slot.home)

@@ -35,11 +35,11 @@ from .process_set import ProcessSet
 from .proxy import OptimizerProxy
 from .reducer import Reducer
 from .wire import Settings
-from .world import current_world, global_process_set, group_of
+from .world import current_world, global_process_set, group_of, is_initialized
 
 # Measured with two ranks over gloo, from 1 to 64 MiB, on a 25 M-parameter MLP and on a ResNet of many small
 # tensors: fastest, by a few per cent, on both.
-DEFAULT_BUCKET_CAP_MB = 16.0
+DEFAULT_BUCKET_CAP_BYTES = 16 * 2**20
 
 
 class DistributedOptimizer(OptimizerProxy):
@@ -72,7 +72,8 @@ class DistributedOptimizer(OptimizerProxy):
 
     ``process_set``: the ranks that take part. Any other rank steps with its own gradients and waits for nobody.
 
-    ``bucket_cap_mb``: gradients travel in buckets of at most so many MiB, each as soon as it is full.
+    ``bucket_cap_mb``: gradients travel in buckets of at most so many MiB, each as soon as it is full. Unless
+    given, it is 16, or what ``HVDLITE_FUSION_THRESHOLD`` says in bytes (0: a bucket for each parameter).
 
     An average is bit-identical on all ranks, and from run to run.
     """
@@ -92,7 +93,7 @@ class DistributedOptimizer(OptimizerProxy):
         sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set,
         *,
-        bucket_cap_mb: float = DEFAULT_BUCKET_CAP_MB,
+        bucket_cap_mb: float | None = None,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
@@ -101,7 +102,7 @@ class DistributedOptimizer(OptimizerProxy):
             check_compression(compression),
             check_op(op),
             check_predivide(gradient_predivide_factor, op),
-            check_cap(bucket_cap_mb),
+            check_cap(bucket_cap_mb, _default_cap_bytes()),
             bool(sparse_as_dense),
         )
         check_positive_int(backward_passes_per_step, "backward_passes_per_step")
@@ -281,3 +282,9 @@ def _alone(process_set: ProcessSet) -> Group:
     """This rank by itself, which is no member of the set."""
     own_rank = process_set.membership().own_rank
     return Group(AloneChannels(), 0, 1, ["outside of the process set"], ranks=[own_rank])
+
+
+def _default_cap_bytes() -> int:
+    # A process set may be used without a world.
+    given = current_world().environment.fusion_threshold_bytes if is_initialized() else None
+    return DEFAULT_BUCKET_CAP_BYTES if given is None else given

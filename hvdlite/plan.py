@@ -69,7 +69,8 @@ class BucketPlan:
     """One flat buffer: gradients first, then a tail of flags, all of one dtype on one device.
 
     The tail tells what all ranks must know together and would otherwise cost a collective of its own:
-    for every slice how many ranks used the parameter and how many have a sparse gradient for it, and
+    for every slice how many ranks used the parameter and how many have a sparse gradient for it; how many
+    ranks take part in this step and how many sit it out and do not count (see `join`); and
     (``wake_slots``, in the first bucket only) for every sleeping bucket how many ranks need it.
 
     A bucket of parameters that were frozen when it was planned sleeps: it takes no memory and does not
@@ -90,7 +91,17 @@ class BucketPlan:
     @property
     def numel(self) -> int:
         """Elements of the whole buffer."""
-        return self.grad_numel + 2 * len(self.slices) + self.wake_slots
+        return self.wake_start + self.wake_slots
+
+    @property
+    def presence_start(self) -> int:
+        """Where in the buffer the two counts of ranks are."""
+        return self.grad_numel + 2 * len(self.slices)
+
+    @property
+    def wake_start(self) -> int:
+        """Where in the buffer the calls to the sleeping buckets begin."""
+        return self.presence_start + 2
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +126,7 @@ def plan_buckets(
     cap_bytes: int,
     groups: Iterable[Iterable[str]] = (),
 ) -> tuple[BucketPlan, ...]:
-    """Pack parameters, last first, into buckets of at most ``cap_bytes`` of gradients.
+    """Pack parameters, last first, into buckets of at most ``cap_bytes`` of gradients; 0 is a bucket for each.
 
     Backward computes gradients roughly from the last parameter to the first, so the first bucket is
     full first and travels while the rest is still being computed (the order of PyTorch's DDP,
@@ -134,7 +145,7 @@ def plan_buckets(
         key = (spec.dtype, spec.device, spec.trainable, group)
         need = _align(spec.numel, spec.dtype) * spec.dtype.itemsize
         index = open_bucket.get(key)
-        if index is None or (group is None and filled[index] + need > cap_bytes):
+        if index is None or (group is None and (cap_bytes == 0 or filled[index] + need > cap_bytes)):
             index = open_bucket[key] = len(packed)
             packed.append(([], not spec.trainable))
             filled[index] = 0

@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from .bucket import Bucket, Slot
-from .collective import Group
+from .collective import Average, Group
 from .errors import GradientError, MismatchError
 from .layout import Layout
 from .plan import Description, first_difference
-from .wire import InFlight, Settings
+from .wire import InFlight, Settings, weight_of
 
 
 class Reducer:
@@ -81,11 +81,13 @@ class Reducer:
                 raise MismatchError(_words_of_difference(descriptions, self._ranks))
         if self._group is None:
             self._group = self._ranks.duplicate()
+            self._ranks.reducers.add(self)
         return self._group
 
     def close(self) -> None:
         """Remove every hook. Gradients stay where they are; what is under way is not waited for."""
         self._is_closed = True
+        self._ranks.reducers.discard(self)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -154,6 +156,28 @@ class Reducer:
         finally:
             self._end_step()
         self._synchronized = True
+
+    def sit_out(self, average_of_active: bool) -> bool:
+        """Take part in one step of the other ranks with nothing to give; False if they all sat out as well.
+
+        Gradients that are complete already go with that step. For `join`; afterwards no parameter has a gradient.
+        """
+        if self.has_arrivals:
+            self.synchronize()
+            self.stepped()
+            return True
+        self._begin_step()
+        for bucket in self._layout.buckets:
+            bucket.sit_out(average_of_active)
+        try:
+            self._reduce_everything()
+            active, _ = self._launched[0].presence.tolist()
+            self._give_back()
+        finally:
+            self._end_step()
+        for param in self._layout.slots:
+            param.grad = None
+        return bool(active > 0)
 
     def stepped(self) -> None:
         """The optimizer has used the gradients."""
@@ -237,6 +261,8 @@ class Reducer:
                 self._layout.move_out(bucket, newly_sparse)
         group = self.meet()
         before, after = self.settings.scales(group.size)
+        if self._layout.sparse and self.settings.op is Average:
+            after *= weight_of(self._launched[0].presence, group.size)
         for home in self._layout.sparse:
             home.reduce(group, before, after)
 

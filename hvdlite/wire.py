@@ -56,7 +56,9 @@ class InFlight:
 
     def __init__(self, bucket: Bucket, group: Group, settings: Settings) -> None:
         self._bucket = bucket
+        self._group = group
         self._compression = settings.compression
+        self._averages = settings.op is Average and group.size > 1
         _, self._scale_after = settings.scales(group.size)
         self._out = _as_real(bucket.seal())
         # Held until finish(): the engine reads and writes this memory meanwhile.
@@ -74,6 +76,26 @@ class InFlight:
         self._compression.decompress(self._wire, self._out)
         if self._scale_after != 1.0:
             self._out.mul_(self._scale_after)
+        if self._averages:
+            self._weigh()
+
+    def _weigh(self) -> None:
+        """Make it the average over those that count, where ranks sit out (`join` with average="active")."""
+        presence = self._bucket.presence
+        if presence.device.type == "cpu":
+            weight = weight_of(presence, self._group.size)
+            if weight != 1.0:
+                self._out.mul_(weight)
+        else:
+            # On the device, which is not waited for: multiplying by 1 costs less than to ask.
+            weights = self._group.size / presence[0].float().clamp(min=1.0)
+            self._out.mul_(torch.where(presence[1] > 0, weights, torch.ones_like(weights)).to(self._out.dtype))
+
+
+def weight_of(presence: Tensor, size: int) -> float:
+    """By what an average over ``size`` ranks is to be multiplied; waits for the device."""
+    active, left_out = presence.tolist()
+    return size / active if left_out > 0 and active > 0 else 1.0
 
 
 def _as_real(buffer: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ import itertools
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -26,12 +26,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from .client import Operation, StoreClient
 from .collective import Group
 from .conductor import Conductor
-from .connect import connect
+from .connect import make_conductor
 from .engine import AloneChannels, Channels, TorchChannels
+from .environment import Environment, read_environment
 from .errors import CommunicationError, LaunchEnvironmentError, MismatchError, NotInitializedError
 from .farewell import say_farewell
-from .in_order import InOrder
-from .negotiation import StallRules
+from .log import log, open_log
 from .process_set import Membership, ProcessSet
 from .registry import Registry
 from .rendezvous import meet
@@ -52,6 +52,7 @@ class World:
     topology: Topology
     group: Group
     conductor: Conductor
+    environment: Environment
     sets: Registry
     leave: Callable[[], None]
     pid: int
@@ -65,7 +66,7 @@ def init(
     comm: Iterable[int] | None = None,
     process_sets: Iterable[ProcessSet] | str | None = None,
     *,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float | None = None,
 ) -> None:
     """Find this process's place among the others and connect to them.
 
@@ -85,25 +86,26 @@ def init(
     Horovod's word for that, ``"dynamic"``.
 
     ``timeout_s``: a collective that another rank does not join for this long raises
-    `CommunicationError`.
+    `CommunicationError`. Unless given, it is ``HVDLITE_GLOO_TIMEOUT_SECONDS``, or 300.
     """
     global _world  # noqa: PLW0603 - the one module variable that rank(), size() and the rest read
     if _world is not None:
         return
     first_sets = _check_first_sets(process_sets)
-    if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+    if timeout_s is not None and (not isinstance(timeout_s, (int, float)) or not timeout_s > 0):
         raise ValueError(f"timeout_s={timeout_s!r} is not a positive number of seconds")
     if _is_child_of_multiprocessing():
         raise LaunchEnvironmentError(
             "hvd.init() was called in a child process that multiprocessing started, where it would take the place "
             'of its parent\'s rank: put what the main program does under `if __name__ == "__main__":`'
         )
-    timeout = timedelta(seconds=timeout_s)
+    environment = read_environment(os.environ)
+    timeout = timedelta(seconds=timeout_s or environment.timeout_s or DEFAULT_TIMEOUT_S)
     if dist.is_available() and dist.is_initialized():
-        _world = _adopt(timeout)
+        _world = _adopt(timeout, environment)
     else:
         seat = read_seat(os.environ)
-        _world = _alone() if seat is None else _connect(seat, timeout)
+        _world = _alone(environment) if seat is None else _connect(seat, timeout, environment)
     try:
         _check_comm(comm, _world.topology.size)
         for process_set in first_sets:
@@ -262,17 +264,17 @@ def _is_child_of_multiprocessing() -> bool:
     return is_starting or multiprocessing.parent_process() is not None
 
 
-def _alone() -> World:
+def _alone(environment: Environment) -> World:
     seat = Seat(rank=0, size=1, node="", host=socket.gethostname(), local_rank=0)
-    return _world_of(seat, AloneChannels(), timedelta(), leave=lambda: None)
+    return _world_of(seat, AloneChannels(), timedelta(), environment, leave=lambda: None)
 
 
-def _connect(seat: Seat, timeout: timedelta) -> World:
+def _connect(seat: Seat, timeout: timedelta, environment: Environment) -> World:
     backend = _GLOO_AND_NCCL if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     client = None if seat.store_url is None else StoreClient.from_url(seat.store_url)
     _tell_launcher(client, Operation.JOINING, seat, timeout)
     try:
-        world = _meet_all(seat, backend, client, timeout)
+        world = _meet_all(seat, backend, client, timeout, environment)
     except BaseException:
         with contextlib.suppress(CommunicationError):
             _tell_launcher(client, Operation.GAVE_UP, seat, _GIVING_UP)
@@ -281,7 +283,9 @@ def _connect(seat: Seat, timeout: timedelta) -> World:
     return world
 
 
-def _meet_all(seat: Seat, backend: str, client: StoreClient | None, timeout: timedelta) -> World:
+def _meet_all(
+    seat: Seat, backend: str, client: StoreClient | None, timeout: timedelta, environment: Environment
+) -> World:
     try:
         store = _meeting_place(seat, client, timeout)
         dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
@@ -292,7 +296,8 @@ def _meet_all(seat: Seat, backend: str, client: StoreClient | None, timeout: tim
             f"hvd.init() failed on rank {seat.rank} ({seat.host}): another rank did not call it within "
             f"{timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
         ) from error
-    return _world_of(seat, TorchChannels(backend, timeout, dist.group.WORLD), timeout, leave=_destroy_default_group)
+    channels = TorchChannels(backend, timeout, dist.group.WORLD)
+    return _world_of(seat, channels, timeout, environment, leave=_destroy_default_group)
 
 
 def _tell_launcher(client: StoreClient | None, what: Operation, seat: Seat, timeout: timedelta) -> None:
@@ -316,7 +321,7 @@ def _meeting_place(seat: Seat, client: StoreClient | None, timeout: timedelta) -
     return None if client is None else PrefixStore(generation, LauncherStore(client, timeout))
 
 
-def _adopt(timeout: timedelta) -> World:
+def _adopt(timeout: timedelta, environment: Environment) -> World:
     """Groups of our own beside the program's: its collectives cannot get between ours."""
     configured = str(dist.get_backend_config())
     # The program's choice for CUDA tensors stays (gloo lets two ranks share a GPU); CPU tensors need gloo.
@@ -331,10 +336,13 @@ def _adopt(timeout: timedelta) -> World:
         host=host if told is None else told.host,
         local_rank=None if told is None else told.local_rank,
     )
-    return _world_of(seat, TorchChannels(backend, timeout), timeout, leave=lambda: None)
+    return _world_of(seat, TorchChannels(backend, timeout), timeout, environment, leave=lambda: None)
 
 
-def _world_of(seat: Seat, channels: Channels, timeout: timedelta, leave: Callable[[], None]) -> World:
+def _world_of(
+    seat: Seat, channels: Channels, timeout: timedelta, environment: Environment, leave: Callable[[], None]
+) -> World:
+    open_log(environment, seat.rank)
     group = Group(channels, seat.rank, seat.size, [f"host of rank {rank}" for rank in range(seat.size)])
     introductions = group.all_gather_object((seat, _own_version()), "hvd.init()")
     seats = [introduced for introduced, _ in introductions]
@@ -346,14 +354,11 @@ def _world_of(seat: Seat, channels: Channels, timeout: timedelta, leave: Callabl
                 f"hvdlite is version {introductions[0][1]} on {group.describe_rank(0)} and {other_version} on "
                 f"{group.describe_rank(other)}: install the same version everywhere"
             )
-    conductor = _conductor(group, seats, timeout)
-    return World(topology, group, conductor, Registry(group, conductor), leave, os.getpid())
-
-
-def _conductor(group: Group, seats: Sequence[Seat], timeout: timedelta) -> Conductor:
-    if group.size == 1:
-        return InOrder(1)
-    return connect(group, [seat.node for seat in seats], StallRules(60.0, None), timeout.total_seconds())
+    for remark in environment.remarks if seat.rank == 0 else ():
+        log.warning(remark)
+    group.require_agreement(environment.check, "hvd.init()", "HVDLITE_CHECK (0 or 1)")
+    conductor = make_conductor(group, [seat.node for seat in seats], environment, timeout.total_seconds())
+    return World(topology, group, conductor, environment, Registry(group, conductor), leave, os.getpid())
 
 
 def _destroy_default_group() -> None:

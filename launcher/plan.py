@@ -15,6 +15,8 @@ before it does, and is then not taken for the cause.
 
 A program that knows torch.distributed alone finds what torchrun would tell it: RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, a port kept free on rank 0's host until rank 0 listens.
+One that was written for Horovod finds what horovodrun would tell it: HOROVOD_RANK, HOROVOD_SIZE, HOROVOD_LOCAL_RANK,
+HOROVOD_LOCAL_SIZE, HOROVOD_CROSS_RANK, HOROVOD_CROSS_SIZE and HOROVOD_HOSTNAME.
 
 Set too unless the user did: OMP_NUM_THREADS (the cores of the host shared out among its workers),
 PYTHONUNBUFFERED=1, GLOO_ENABLE_STORE_V2_API=1 (gloo asks the store less often), and GLOO_SOCKET_IFNAME: the
@@ -37,6 +39,8 @@ OWN_VARIABLES = frozenset(
     {
         *("HVDLITE_RANK", "HVDLITE_SIZE", "HVDLITE_LOCAL_RANK", "HVDLITE_LOCAL_SIZE", "HVDLITE_CROSS_RANK"),
         *("HVDLITE_CROSS_SIZE", "HVDLITE_HOST", "HVDLITE_STORE", "HVDLITE_JOB_DIR"),
+        *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK"),
+        *("HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME"),
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
     }
 )
@@ -92,14 +96,19 @@ def _fill(hosts: tuple[Host, ...], size: int) -> Iterator[int]:
 
 def slot_environment(slot: Slot, size: int, *, master_address: str, master_port: int) -> dict[str, str]:
     """The variables that say which of ``size`` workers this one is, and where rank 0 may listen."""
+    place = {
+        "RANK": str(slot.rank),
+        "SIZE": str(size),
+        "LOCAL_RANK": str(slot.local_rank),
+        "LOCAL_SIZE": str(slot.local_size),
+        "CROSS_RANK": str(slot.cross_rank),
+        "CROSS_SIZE": str(slot.cross_size),
+    }
     return {
-        "HVDLITE_RANK": str(slot.rank),
-        "HVDLITE_SIZE": str(size),
-        "HVDLITE_LOCAL_RANK": str(slot.local_rank),
-        "HVDLITE_LOCAL_SIZE": str(slot.local_size),
-        "HVDLITE_CROSS_RANK": str(slot.cross_rank),
-        "HVDLITE_CROSS_SIZE": str(slot.cross_size),
+        **{f"HVDLITE_{name}": value for name, value in place.items()},
         "HVDLITE_HOST": slot.host.label,
+        **{f"HOROVOD_{name}": value for name, value in place.items()},
+        "HOROVOD_HOSTNAME": slot.host.label,
         "RANK": str(slot.rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(slot.local_rank),

@@ -13,9 +13,10 @@ import pytest
 import hvdlite
 
 LIBRARY = [
-    "errors", "launch", "client", "call", "store", "topology", "address", "nodelist", "neighbours", "pmi", "pmix",
-    "rendezvous", "plan", "bucket", "compression", "engine", "collective", "handle", "request", "conductor",
-    "in_order", "mailbox", "mismatch", "negotiation", "coordinator", "negotiator", "connect", "process_set", "registry",
+    "errors", "environment", "log", "launch", "client", "call", "store", "topology", "address", "nodelist",
+    "neighbours", "pmi", "pmix", "rendezvous", "plan", "bucket", "compression", "engine", "collective", "handle",
+    "request", "conductor", "in_order", "mailbox", "mismatch", "negotiation", "coordinator", "negotiator", "connect",
+    "process_set", "registry",
     "farewell", "world", "operations", "replicate", "sparse", "layout", "wire", "reducer", "arguments", "proxy",
     "optimizer", "links", "__init__",
 ]  # fmt: skip

@@ -49,13 +49,18 @@ def test_slices_do_not_overlap_and_lie_before_the_flags(specs, cap_bytes):
             assert piece.start * plan.dtype.itemsize % 64 == 0
             end = piece.stop
         assert end <= plan.grad_numel
-        assert plan.numel == plan.grad_numel + 2 * len(plan.slices) + plan.wake_slots
+        assert plan.numel == plan.grad_numel + 2 * len(plan.slices) + 2 + plan.wake_slots
 
 
 @given(spec_lists(), caps)
 def test_only_a_lone_parameter_may_exceed_the_cap(specs, cap_bytes):
     for plan in plan_buckets(specs, cap_bytes=cap_bytes):
         assert len(plan.slices) == 1 or plan.grad_numel * plan.dtype.itemsize <= cap_bytes
+
+
+@given(spec_lists())
+def test_a_cap_of_0_is_a_bucket_for_each_parameter(specs):
+    assert all(len(plan.slices) == 1 for plan in plan_buckets(specs, cap_bytes=0))
 
 
 @given(spec_lists(), caps)

@@ -49,7 +49,7 @@ def test_a_plain_program_is_one_rank_and_everything_works():
     assert hvd.size() == 1
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, "5", None])
+@pytest.mark.parametrize("timeout_s", [0, -1, "5"])
 def test_a_timeout_that_is_no_positive_number_is_an_error(timeout_s):
     with pytest.raises(ValueError, match="timeout_s="):
         hvd.init(timeout_s=timeout_s)

@@ -10,13 +10,12 @@ from ranks import attempt_ranks
 
 from hvdlite import world
 from hvdlite.collective import Group
-from hvdlite.connect import connect
-from hvdlite.in_order import InOrder
-from hvdlite.negotiation import StallRules
+from hvdlite.connect import make_conductor
+from hvdlite.environment import Environment
 from hvdlite.registry import Registry
 from hvdlite.topology import Topology
 
-NO_STALLS = StallRules(None, None)
+PLAIN = Environment(stall_check=False)
 
 
 class WorldOfThread:
@@ -32,23 +31,24 @@ class WorldOfThread:
         return getattr(self._here.world, name)
 
 
-def run_worlds(size: int, function: Callable[[int], Any], stall: StallRules = NO_STALLS) -> list[Any]:
+def run_worlds(size: int, function: Callable[[int], Any], environment: Environment = PLAIN) -> list[Any]:
     """``function(rank)`` on every rank, after an `init`; results by rank. The first rank's exception is raised."""
-    outcomes = attempt_worlds(size, function, stall)
+    outcomes = attempt_worlds(size, function, environment)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if errors:
         raise errors[0]
     return outcomes
 
 
-def attempt_worlds(size: int, function: Callable[[int], Any], stall: StallRules = NO_STALLS) -> list[Any]:
+def attempt_worlds(size: int, function: Callable[[int], Any], environment: Environment = PLAIN) -> list[Any]:
     """Like `run_worlds`, but an exception is the rank's outcome."""
     earlier, shared = world._world, WorldOfThread()
 
     def run(group: Group) -> Any:
-        conductor = InOrder(1) if group.size == 1 else connect(group, ["here"] * group.size, stall, timeout_s=10.0)
+        conductor = make_conductor(group, ["here"] * group.size, environment, timeout_s=10.0)
         sets = Registry(group, conductor)
-        shared.enter(world.World(_topology(group), group, conductor, sets, leave=lambda: None, pid=0))
+        own = world.World(_topology(group), group, conductor, environment, sets, leave=lambda: None, pid=0)
+        shared.enter(own)
         try:
             return function(group.rank)
         finally:

@@ -1,0 +1,212 @@
+"""
+What the user's environment says, read once, in `hvd.init`, and kept by the world.
+
+Each variable is read under two names, HVDLITE_ and HOROVOD_ and what stands here. Where both are set HVDLITE_'s counts;
+one that is empty says nothing.
+
+    FUSION_THRESHOLD             bytes of gradients in a bucket, unless ``bucket_cap_mb`` is given; 0: one each
+    TIMELINE                     the file of the timeline, or DYNAMIC
+    STALL_CHECK_DISABLE          1: nobody looks for ranks that are waited for
+    STALL_CHECK_TIME_SECONDS     until a warning names them (60); HVDLITE_STALL_CHECK_TIME_S too
+    STALL_SHUTDOWN_TIME_SECONDS  until that is an error (0: never); HVDLITE_STALL_SHUTDOWN_S too
+    LOG_LEVEL                    trace, debug, info, warning, error or fatal
+    LOG_HIDE_TIME                1: lines of the log begin without the time
+    GLOO_TIMEOUT_SECONDS         ``timeout_s`` of `hvd.init`, unless that is given
+    CHECK                        0: ranks do not compare what they ask for; as HVDLITE_CHECK alone
+
+Those of Horovod's that mean nothing here are in `_WITHOUT_EFFECT`, with why. A launcher's own variables are read in
+`topology`. Pure: nothing here acts on a value.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+DYNAMIC = "DYNAMIC"
+"""As `Environment.timeline`: none now, but the program may start one."""
+
+DEFAULT_STALL_WARNING_S = 60.0
+
+TRACE = 5
+_LEVELS: Mapping[str, int] = MappingProxyType(
+    {
+        "trace": TRACE,
+        "debug": logging.DEBUG,
+        "info": logging.INFO,
+        "warning": logging.WARNING,
+        "error": logging.ERROR,
+        "fatal": logging.CRITICAL,
+    }
+)
+_SWITCH: Mapping[str, bool] = MappingProxyType(
+    {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
+)
+
+_NO_CYCLES = "there are no cycles: a collective starts when it is asked for"
+_NO_HIERARCHY = "how ranks of a host and between hosts divide the work is gloo's and NCCL's own to choose"
+_NO_AUTOTUNE = "nothing is tuned while it runs: hvd.DistributedOptimizer(bucket_cap_mb=...) is the one number to try"
+_NO_CHOICE = "CPU tensors travel over gloo and CUDA tensors over NCCL, as torch was built with them"
+_NO_BUFFER_COPIES = "gradients are computed in the buffer that travels"
+_WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
+    {
+        "HOROVOD_CYCLE_TIME": _NO_CYCLES,
+        "HOROVOD_TIMELINE_MARK_CYCLES": _NO_CYCLES,
+        "HOROVOD_CACHE_CAPACITY": "the plan of the buckets is agreed on once, and needs no cache of answers",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE": _NO_HIERARCHY,
+        "HOROVOD_HIERARCHICAL_ALLGATHER": _NO_HIERARCHY,
+        "HOROVOD_TORUS_ALLREDUCE": _NO_HIERARCHY,
+        "HOROVOD_AUTOTUNE": _NO_AUTOTUNE,
+        "HOROVOD_AUTOTUNE_LOG": _NO_AUTOTUNE,
+        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": _NO_AUTOTUNE,
+        "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": _NO_AUTOTUNE,
+        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": _NO_AUTOTUNE,
+        "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": _NO_AUTOTUNE,
+        "HOROVOD_CONTROLLER": _NO_CHOICE,
+        "HOROVOD_CPU_OPERATIONS": _NO_CHOICE,
+        "HOROVOD_GLOO_IFACE": "torch's gloo reads GLOO_SOCKET_IFNAME, and hvdlite-run has --network-interface",
+        "HOROVOD_NUM_NCCL_STREAMS": "torch gives NCCL a stream of its own",
+        "HOROVOD_THREAD_AFFINITY": "threads run where the system lets them: taskset or numactl say where that is",
+        "HOROVOD_MPI_THREADS_DISABLE": "no MPI is used",
+        "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "no MPI is used",
+        "HOROVOD_BATCH_D2D_MEMCOPIES": _NO_BUFFER_COPIES,
+        "HOROVOD_DISABLE_GROUP_FUSION": _NO_BUFFER_COPIES,
+        "HOROVOD_ENABLE_ASYNC_COMPLETION": "waiting for a CUDA tensor holds up its stream and not the program, always",
+        "HOROVOD_DISABLE_NVTX_RANGES": "no NVTX ranges are written",
+        "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets may be added and removed at any time",
+        "HOROVOD_ELASTIC": "there is no elastic training",
+    }
+)
+# These say what is so in any case.
+_AS_IT_IS = frozenset(
+    {
+        *(("HOROVOD_CONTROLLER", "gloo"), ("HOROVOD_CPU_OPERATIONS", "gloo"), ("HOROVOD_DYNAMIC_PROCESS_SETS", "1")),
+        *(("HOROVOD_AUTOTUNE", "0"), ("HOROVOD_ELASTIC", "0"), ("HOROVOD_TIMELINE_MARK_CYCLES", "0")),
+        *(("HOROVOD_HIERARCHICAL_ALLREDUCE", "0"), ("HOROVOD_HIERARCHICAL_ALLGATHER", "0")),
+        *(("HOROVOD_TORUS_ALLREDUCE", "0"),),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """What the user's variables say; None where they say nothing and the default is another's to know.
+
+    ``stall_shutdown_s`` is None for never. ``check`` is whether ranks compare what they ask for. ``remarks`` are what
+    the user is to be told once, of variables that were set to no effect.
+    """
+
+    fusion_threshold_bytes: int | None = None
+    timeline: str | None = None
+    stall_check: bool = True
+    stall_warning_s: float = DEFAULT_STALL_WARNING_S
+    stall_shutdown_s: float | None = None
+    log_level: int | None = None
+    log_hide_time: bool = False
+    timeout_s: float | None = None
+    check: bool = True
+    remarks: tuple[str, ...] = ()
+
+
+def read_environment(environ: Mapping[str, str]) -> Environment:
+    """The variables as values. A ValueError names the one that is wrong, and what would do."""
+    read = _Reader(environ)
+    stall_check = not read.switch("STALL_CHECK_DISABLE", default=False)
+    warning_s, shutdown_s, remark = _stall_times(read, stall_check=stall_check)
+    return Environment(
+        fusion_threshold_bytes=read.fusion_threshold_bytes(),
+        timeline=read.text("TIMELINE")[1] or None,
+        stall_check=stall_check,
+        stall_warning_s=warning_s,
+        stall_shutdown_s=shutdown_s,
+        log_level=read.log_level(),
+        log_hide_time=read.switch("LOG_HIDE_TIME", default=False),
+        timeout_s=read.seconds("GLOO_TIMEOUT_SECONDS"),
+        check=read.switch("CHECK", default=True, horovods=False),
+        remarks=(*remark, *_without_effect(environ)),
+    )
+
+
+def _stall_times(read: _Reader, *, stall_check: bool) -> tuple[float, float | None, tuple[str, ...]]:
+    """Seconds until the warning, seconds until the end or None, and what is to be said of them."""
+    warning_s = read.seconds("STALL_CHECK_TIME_SECONDS", also="STALL_CHECK_TIME_S")
+    name, text = read.text("STALL_SHUTDOWN_TIME_SECONDS", also="STALL_SHUTDOWN_S")
+    shutdown_s = read.seconds("STALL_SHUTDOWN_TIME_SECONDS", also="STALL_SHUTDOWN_S", or_zero=True) or None
+    if shutdown_s is not None and not stall_check:
+        return DEFAULT_STALL_WARNING_S, None, (f"{name}={text} has no effect, as the stall check is turned off",)
+    if warning_s is None:
+        warning_s = DEFAULT_STALL_WARNING_S
+        if shutdown_s is not None and shutdown_s <= warning_s:
+            # Who asks for an early end, and for nothing else, is not to be refused it for a default.
+            warning_s = shutdown_s / 2
+    if shutdown_s is not None and shutdown_s <= warning_s:
+        why = f"it must be more than the {warning_s:g} s of the warning"
+        return warning_s, None, (f"{name}={text} has no effect: {why}",)
+    return warning_s, shutdown_s, ()
+
+
+def _without_effect(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """One line for all that are set to no effect."""
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in _WITHOUT_EFFECT.items():
+        text = environ.get(name, "")
+        if text and (name, text.lower()) not in _AS_IT_IS:
+            names_by_reason.setdefault(reason, []).append(name)
+    if not names_by_reason:
+        return ()
+    said = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in names_by_reason.items())
+    return (f"set, but without effect in hvdlite: {said}",)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Reads variables by the part of their names that both prefixes share."""
+
+    environ: Mapping[str, str]
+
+    def text(self, name: str, *, also: str | None = None, horovods: bool = True) -> tuple[str, str]:
+        """The variable that counts, by its whole name, and its value; the value is empty where none is set."""
+        ours = [f"HVDLITE_{each}" for each in (also, name) if each is not None]
+        names = [*ours, f"HOROVOD_{name}"] if horovods else ours
+        found = next((each for each in names if each in self.environ), names[0])
+        return found, self.environ.get(found, "").strip()
+
+    def fusion_threshold_bytes(self) -> int | None:
+        name, text = self.text("FUSION_THRESHOLD")
+        if not text:
+            return None
+        if not (text.isascii() and text.isdigit() and len(text) <= 15):
+            raise ValueError(f"{name}={text!r} is not a number of bytes, such as 16777216, or 0 for no fusion")
+        return int(text)
+
+    def seconds(self, name: str, *, also: str | None = None, or_zero: bool = False) -> float | None:
+        name, text = self.text(name, also=also)
+        if not text:
+            return None
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = math.nan
+        if math.isfinite(seconds) and (seconds > 0 or (or_zero and seconds == 0)):
+            return seconds
+        never = ", or 0 for never" if or_zero else ""
+        raise ValueError(f"{name}={text!r} is not a positive number of seconds, such as 60{never}")
+
+    def switch(self, name: str, *, default: bool, horovods: bool = True) -> bool:
+        name, text = self.text(name, horovods=horovods)
+        if not text:
+            return default
+        if text.lower() not in _SWITCH:
+            raise ValueError(f"{name}={text!r} is neither 1 nor 0")
+        return _SWITCH[text.lower()]
+
+    def log_level(self) -> int | None:
+        name, text = self.text("LOG_LEVEL")
+        if not text:
+            return None
+        if text.lower() not in _LEVELS:
+            raise ValueError(f"{name}={text!r} is no level of the log: use one of {', '.join(_LEVELS)}")
+        return _LEVELS[text.lower()]

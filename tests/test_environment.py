@@ -1,0 +1,148 @@
+"""What the user's variables say, under hvdlite's name and Horovod's, and who heeds it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from worlds import run_worlds
+
+import hvdlite as hvd
+from hvdlite.environment import _WITHOUT_EFFECT, TRACE, Environment, read_environment
+from hvdlite.log import log, open_log
+from hvdlite.world import current_world
+
+MEANINGS = [
+    ("FUSION_THRESHOLD", "1048576", {"fusion_threshold_bytes": 1 << 20}),
+    ("FUSION_THRESHOLD", "0", {"fusion_threshold_bytes": 0}),
+    ("TIMELINE", "/tmp/t.json", {"timeline": "/tmp/t.json"}),
+    ("TIMELINE", "DYNAMIC", {"timeline": "DYNAMIC"}),
+    ("STALL_CHECK_DISABLE", "1", {"stall_check": False}),
+    ("STALL_CHECK_DISABLE", "0", {}),
+    ("STALL_CHECK_TIME_SECONDS", "5", {"stall_warning_s": 5.0}),
+    ("STALL_SHUTDOWN_TIME_SECONDS", "90", {"stall_shutdown_s": 90.0}),
+    ("STALL_SHUTDOWN_TIME_SECONDS", "0", {}),
+    ("STALL_SHUTDOWN_TIME_SECONDS", "4", {"stall_shutdown_s": 4.0, "stall_warning_s": 2.0}),
+    ("LOG_LEVEL", "trace", {"log_level": TRACE}),
+    ("LOG_LEVEL", "WARNING", {"log_level": logging.WARNING}),
+    ("LOG_LEVEL", "fatal", {"log_level": logging.CRITICAL}),
+    ("LOG_HIDE_TIME", "1", {"log_hide_time": True}),
+    ("GLOO_TIMEOUT_SECONDS", "30", {"timeout_s": 30.0}),
+]
+
+
+@pytest.mark.parametrize("prefix", ["HVDLITE", "HOROVOD"])
+@pytest.mark.parametrize(("name", "text", "said"), MEANINGS)
+def test_a_variable_means_the_same_under_both_names(prefix, name, text, said):
+    assert read_environment({f"{prefix}_{name}": text}) == replace(Environment(), **said)
+
+
+def test_hvdlites_name_wins_and_an_empty_one_says_nothing():
+    environ = {"HVDLITE_FUSION_THRESHOLD": "1", "HOROVOD_FUSION_THRESHOLD": "2"}
+    assert read_environment(environ).fusion_threshold_bytes == 1
+    assert read_environment(environ | {"HVDLITE_FUSION_THRESHOLD": ""}).fusion_threshold_bytes is None
+    assert read_environment({}) == Environment()
+
+
+def test_the_stall_check_has_short_names_too():
+    environ = {"HVDLITE_STALL_CHECK_TIME_S": "1.5", "HVDLITE_STALL_SHUTDOWN_S": "2.5"}
+    read = read_environment(environ)
+    assert (read.stall_warning_s, read.stall_shutdown_s, read.remarks) == (1.5, 2.5, ())
+
+
+def test_only_hvdlites_own_name_turns_the_check_off():
+    assert not read_environment({"HVDLITE_CHECK": "0"}).check
+    assert read_environment({"HOROVOD_CHECK": "0"}).check
+
+
+@pytest.mark.parametrize(
+    ("environ", "remark"),
+    [
+        (
+            {"HOROVOD_STALL_CHECK_TIME_SECONDS": "60", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30"},
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=30 has no effect: it must be more than the 60 s of the warning",
+        ),
+        (
+            {"HVDLITE_STALL_CHECK_DISABLE": "1", "HVDLITE_STALL_SHUTDOWN_S": "90"},
+            "HVDLITE_STALL_SHUTDOWN_S=90 has no effect, as the stall check is turned off",
+        ),
+    ],
+)
+def test_an_end_that_cannot_come_is_said_to_have_no_effect(environ, remark):
+    read = read_environment(environ)
+    assert read.stall_shutdown_s is None
+    assert read.remarks == (remark,)
+
+
+def test_all_that_mean_nothing_here_are_named_in_one_line_with_why():
+    (remark,) = read_environment(dict.fromkeys(_WITHOUT_EFFECT, "7")).remarks
+    assert "\n" not in remark
+    assert all(name in remark and reason in remark for name, reason in _WITHOUT_EFFECT.items())
+    assert read_environment({"HOROVOD_CONTROLLER": "gloo", "HOROVOD_AUTOTUNE": "0"}).remarks == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("HOROVOD_FUSION_THRESHOLD", "-1", "not a number of bytes, such as 16777216, or 0 for no fusion"),
+        ("HVDLITE_FUSION_THRESHOLD", "16MB", "not a number of bytes"),
+        ("HOROVOD_GLOO_TIMEOUT_SECONDS", "0", "not a positive number of seconds, such as 60$"),
+        ("HVDLITE_STALL_SHUTDOWN_S", "nan", "not a positive number of seconds, such as 60, or 0 for never"),
+        ("HVDLITE_STALL_CHECK_TIME_S", "soon", "not a positive number of seconds"),
+        ("HVDLITE_CHECK", "off?", "neither 1 nor 0"),
+        ("HOROVOD_LOG_LEVEL", "loud", "no level of the log: use one of trace, debug, info, warning, error, fatal"),
+    ],
+)
+def test_a_wrong_value_is_an_error_of_init_that_names_the_variable(monkeypatch, name, text, said):
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ValueError, match=f"^{name}='{text.replace('?', '.')}' is {said}"):
+        hvd.init()
+    assert not hvd.is_initialized()
+
+
+@pytest.fixture
+def _left_afterwards():
+    yield
+    hvd.shutdown()
+    open_log(Environment(), 0)
+
+
+@pytest.mark.usefixtures("_left_afterwards")
+def test_init_reads_the_variables_and_says_once_what_has_no_effect(monkeypatch, capsys):
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
+    monkeypatch.setenv("HVDLITE_LOG_LEVEL", "info")
+    monkeypatch.setenv("HVDLITE_LOG_HIDE_TIME", "1")
+    hvd.init()
+    hvd.init()
+    log.debug("not seen")
+    assert current_world().environment.log_level == logging.INFO
+    assert capsys.readouterr().err == (
+        "hvdlite[0] WARNING: set, but without effect in hvdlite: HOROVOD_CYCLE_TIME "
+        "(there are no cycles: a collective starts when it is asked for)\n"
+    )
+
+
+def test_the_log_has_one_handler_where_a_level_is_set_and_none_elsewhere(capsys):
+    before = list(log.handlers)
+    open_log(Environment(log_level=TRACE), 2)
+    open_log(Environment(log_level=TRACE), 3)
+    log.log(TRACE, "seen")
+    assert capsys.readouterr().err.endswith(" hvdlite[3] TRACE: seen\n")
+    open_log(Environment(), 0)
+    assert log.handlers == before
+    assert log.propagate
+
+
+def test_the_fusion_threshold_is_the_cap_of_buckets_unless_one_is_given():
+    def caps(rank: int) -> list[int]:
+        params = [nn.Parameter(torch.zeros(3))]
+        optimizers = [
+            hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), bucket_cap_mb=cap_mb) for cap_mb in (None, 1)
+        ]
+        return [optimizer._reducer.settings.cap_bytes for optimizer in optimizers]
+
+    for threshold, expected in ((0, 0), (4096, 4096), (None, 16 << 20)):
+        assert run_worlds(2, caps, Environment(fusion_threshold_bytes=threshold)) == [[expected, 1 << 20]] * 2
