@@ -11,14 +11,28 @@ What is public is here, and made elsewhere; modules import only what stands befo
 
     errors < environment < log < launch < client < call < store < topology < address < nodelist < neighbours < pmi
            < pmix < rendezvous < plan < bucket < compression < engine < collective < handle < request < conductor
-           < in_order < mailbox < mismatch < negotiation < coordinator < negotiator < connect < process_set
-           < registry < farewell < world
+           < in_order < mailbox < mismatch < negotiation < coordinator < negotiator < connect < process_set < registry
+           < farewell < world < fusion < adasum < reduction < submission < combining < moving < asynchronous < gradients
            < operations < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer < links
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called.
 """
 
-from .collective import Average, ReduceOp, Sum
+from .asynchronous import (
+    allgather_async,
+    allreduce_async,
+    allreduce_async_,
+    alltoall_async,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather_async,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter_async,
+    reducescatter_async,
+    sparse_allreduce_async,
+)
+from .collective import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from .compression import Compression, Compressor
 from .errors import (
     CommunicationError,
@@ -29,8 +43,24 @@ from .errors import (
     NotInitializedError,
     PeerLostError,
 )
+from .handle import Handle
 from .launch import run
-from .operations import allgather, allreduce, barrier, broadcast
+from .operations import (
+    allgather,
+    allreduce,
+    allreduce_,
+    alltoall,
+    barrier,
+    broadcast,
+    broadcast_,
+    grouped_allgather,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_reducescatter,
+    poll,
+    reducescatter,
+    synchronize,
+)
 from .optimizer import DistributedOptimizer
 from .process_set import ProcessSet
 from .replicate import (
@@ -55,39 +85,66 @@ from .world import (
 )
 
 __all__ = [
+    "Adasum",
     "Average",
     "CommunicationError",
     "Compression",
     "Compressor",
     "DistributedOptimizer",
     "GradientError",
+    "Handle",
     "HvdliteError",
     "LaunchEnvironmentError",
+    "Max",
+    "Min",
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
     "ProcessSet",
+    "Product",
     "ReduceOp",
     "Sum",
     "add_process_set",
     "allgather",
+    "allgather_async",
     "allgather_object",
     "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "cross_rank",
     "cross_size",
     "global_process_set",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_initialized",
     "local_rank",
     "local_size",
+    "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
     "remove_process_set",
     "run",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
+    "synchronize",
 ]

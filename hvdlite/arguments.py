@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .collective import Average, ReduceOp
+from .collective import Average, ReduceOp, Sum
 
 MEBIBYTE = 2**20
 
@@ -34,7 +34,7 @@ def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
 
 def check_op(op: object) -> ReduceOp:
     """The operation, if gradients can be combined by it."""
-    for known in ReduceOp:
+    for known in (Average, Sum):
         if op == known:
             return known
     raise ValueError(f"op={op!r} is not one that gradients can be combined by: use hvd.Average or hvd.Sum")

@@ -17,12 +17,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from enum import IntEnum
+from itertools import accumulate
 from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import AllToAllOptions
 
 from .engine import Channels, ClosedEngine, Engine, EngineWork
 from .errors import CommunicationError, MismatchError, PeerLostError, says_peer_lost
@@ -33,10 +35,26 @@ class ReduceOp(IntEnum):
 
     Average = 0
     Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
 
 
 Average = ReduceOp.Average
 Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
+Min = ReduceOp.Min
+Max = ReduceOp.Max
+Product = ReduceOp.Product
+
+# What engines can do by themselves; the rest is made of it.
+_OP_OF_ENGINE = {
+    Sum: dist.ReduceOp(dist.ReduceOp.SUM),
+    Min: dist.ReduceOp(dist.ReduceOp.MIN),
+    Max: dist.ReduceOp(dist.ReduceOp.MAX),
+    Product: dist.ReduceOp(dist.ReduceOp.PRODUCT),
+}
 
 
 class SitsOut(Protocol):
@@ -171,10 +189,23 @@ class Group:
             )
         return CommunicationError(f"{where}: {_first_line(error)}")
 
-    def all_reduce(self, tensor: Tensor, what: str) -> Work:
-        """Sum a contiguous tensor over all ranks, in place."""
-        # The sum is what fresh options ask for.
+    def place_of_root(self, root_rank: object) -> int:
+        """The place in this group of a root that a user named by its global rank; a ValueError if it has none."""
+        if isinstance(root_rank, bool) or not isinstance(root_rank, int) or root_rank not in self.ranks:
+            if self.set_id == 0:
+                members = f"the {self.size} ranks, 0 to {self.size - 1}"
+            else:
+                members = f"the ranks of the process set, {', '.join(map(str, self.ranks))}"
+            raise ValueError(f"root_rank={root_rank!r} is not one of {members}")
+        return self.ranks.index(root_rank)
+
+    def all_reduce(self, tensor: Tensor, what: str, op: ReduceOp = Sum) -> Work:
+        """Combine a contiguous tensor over all ranks, in place; of a dtype and an op that engines know.
+
+        These are Sum, Min, Max and Product, of integers (not int16) and floats; others are `reduction`'s.
+        """
         options = dist.AllreduceOptions()
+        options.reduceOp = _OP_OF_ENGINE[op]
         try:
             work = self.engine.allreduce([tensor], options)
         except RuntimeError as error:
@@ -192,11 +223,15 @@ class Group:
             raise self.error_of(what, error) from error
         return Work(self, work, what)
 
-    def all_gather(self, tensor: Tensor, what: str) -> list[Tensor]:
-        """The flat bytes of every rank's contiguous tensor, in rank order; sizes may differ."""
+    def all_gather(self, tensor: Tensor, what: str, counts: Sequence[int] | None = None) -> list[Tensor]:
+        """The flat bytes of every rank's contiguous tensor, in rank order; sizes may differ.
+
+        ``counts`` are their bytes, where all ranks know them already; else they are exchanged first.
+        """
         mine = as_bytes(tensor)
-        sizes = self._all_gather_even(torch.tensor([mine.numel()], dtype=torch.int64), what)
-        counts = [int(size.item()) for size in sizes]
+        if counts is None:
+            sizes = self._all_gather_even(torch.tensor([mine.numel()], dtype=torch.int64), what)
+            counts = [int(size.item()) for size in sizes]
         longest = max(counts)
         padded = mine
         if mine.numel() < longest:
@@ -206,6 +241,22 @@ class Group:
             return [mine.new_empty(0) for _ in counts]
         gathered = self._all_gather_even(padded, what)
         return [part[:count] for part, count in zip(gathered, counts, strict=True)]
+
+    def all_to_all(
+        self, tensor: Tensor, sent_bytes: Sequence[int], received_bytes: Sequence[int], what: str
+    ) -> list[Tensor]:
+        """Give each rank its part of a flat tensor of bytes; what each rank gave this one, in rank order.
+
+        ``sent_bytes`` are the parts' sizes by rank, and ``received_bytes`` those that the others send here.
+        """
+        output = tensor.new_empty(sum(received_bytes))
+        options = AllToAllOptions()
+        try:
+            work = self.engine.alltoall_base(output, tensor, list(received_bytes), list(sent_bytes), options)
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        Work(self, work, what).wait()
+        return pieces_of(output, received_bytes)
 
     def all_gather_object(self, value: object, what: str) -> list[Any]:
         """Every rank's picklable object, in rank order. Only ranks of the same job are ever unpickled."""
@@ -252,6 +303,12 @@ class Group:
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's memory as a flat tensor of bytes, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def pieces_of(flat: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Views of a tensor's elements (or rows), as many as each of the counts says, one after the other."""
+    stops = list(accumulate(counts))
+    return [flat[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
 
 
 def unpickle(data: Tensor) -> Any:

@@ -1,7 +1,7 @@
 """
 What carries a collective: a torch.distributed process group, or nobody where a rank is alone.
 
-    Channels (where engines come from) ── open ── Engine (three operations) ── EngineWork (under way)
+    Channels (where engines come from) ── open ── Engine (four operations) ── EngineWork (under way)
 
 What is sent through an engine, and which ranks take part, is in `collective`. A backend of hvdlite's own
 would be another `Engine`.
@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 
@@ -34,6 +34,9 @@ class Engine(Protocol):
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork: ...
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork: ...
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork: ...
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
+    ) -> EngineWork: ...
 
 
 class Channels(Protocol):
@@ -69,6 +72,12 @@ class AloneEngine:
             output[0].copy_(tensor)
         return _Done()
 
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
+    ) -> EngineWork:
+        output.copy_(input)
+        return _Done()
+
 
 class ClosedEngine:
     """The engine of a group that has been left."""
@@ -80,6 +89,11 @@ class ClosedEngine:
         raise self._error()
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
+        raise self._error()
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
+    ) -> EngineWork:
         raise self._error()
 
     def _error(self) -> RuntimeError:

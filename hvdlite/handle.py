@@ -32,6 +32,8 @@ class Handle(int):
         self._error: BaseException | None = None
         # Called when somebody has been blocked on it for a while: so the ranks can tell who waits for whom.
         self.while_waiting: Callable[[], None] | None = None
+        # What the thread that takes the result does first: its stream waits for the one that the result is made on.
+        self.before_taking: Callable[[], None] | None = None
 
     def succeed(self, result: Any) -> None:
         """The operation is done; whoever waits goes on."""
@@ -58,7 +60,13 @@ class Handle(int):
             self._ended.wait()
         if self._error is not None:
             raise self._error
+        if self.before_taking is not None:
+            self.before_taking()
         return self._result
+
+    def __call__(self) -> Any:
+        """The same as `wait`: Horovod's `sparse_allreduce_async` gives something to call."""
+        return self.wait()
 
     def __repr__(self) -> str:
         return f"<Handle {int(self)} of {self.what}>"

@@ -20,6 +20,9 @@ from .mismatch import first_difference, name_ranks, words_of_deadlock, words_of_
 # seem to wait for each other and the error, so that what is on its way arrives.
 SETTLING_S = 1.0
 
+# How many operations, or ranks, a message names.
+_SHOWN = 8
+
 # The operations that a rank which has called join() takes part in, with nothing to give.
 _WITH_JOIN = frozenset({"allreduce", "grouped_allreduce"})
 
@@ -288,7 +291,7 @@ class Negotiation:
         words = (
             f"stalled: {name_ranks(sorted(long), self._hosts)} have waited {waited_s:.0f} s in {what}, for ranks that "
             "have not come there. Elsewhere, or hanging: "
-            + "; ".join(f"{name_ranks([rank], self._hosts)}{self._whereabouts(rank)}" for rank in elsewhere[:8])
+            + "; ".join(f"{name_ranks([rank], self._hosts)}{self._whereabouts(rank)}" for rank in elsewhere[:_SHOWN])
         )
         if end_s is not None and waited_s >= end_s:
             self.outbox += [(rank, ["end", words]) for rank in long]
@@ -301,17 +304,19 @@ class Negotiation:
         return (
             f"stalled: {pending.first.what} in {pending.first.of_set} has been waiting {waited_s:.0f} s. "
             f"{name_ranks(sorted(pending.asks), self._hosts)} called it; missing: "
-            + "; ".join(f"{name_ranks([rank], self._hosts)}{self._whereabouts(rank)}" for rank in missing[:8])
-            + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+            + "; ".join(f"{name_ranks([rank], self._hosts)}{self._whereabouts(rank)}" for rank in missing[:_SHOWN])
+            + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
         )
 
     def _whereabouts(self, rank: int) -> str:
         if rank in self._busy:
             return f", which waits in {self._busy[rank][0]}"
         waits = [self._pending[wait].first.what for wait in sorted(self._waiting.get(rank, ()))]
+        if waits:
+            return f", which waits in {', '.join(waits[:_SHOWN])}"
         asked = [pending.first.what for pending in self._pending.values() if rank in pending.asks]
-        if waits or asked:
-            return f", which waits in {', '.join((waits or asked)[:6])}"
+        if asked:
+            return f", which has called {', '.join(asked[:_SHOWN])}"
         return ", which computes or hangs"
 
     # -- bookkeeping

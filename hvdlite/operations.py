@@ -1,123 +1,231 @@
 """
-Collectives on single tensors, as users call them: `allreduce`, `allgather`, `broadcast`, `barrier`.
+Collectives on tensors, as users call them: these wait for their result, and gradients flow through them.
 
-For values of the user's own, such as a loss to print; gradients take the way of `reducer`. Each function
-must be called by all ranks in the same order, waits for all of them, leaves its argument alone and
-returns a new tensor on the same device. Any layout and any number of dimensions will do. Gradients do
-not flow through them.
+    operation(tensor) ── the same on every rank of the process set ── result, on the tensor's device
+
+For values of the user's own; gradients of a `DistributedOptimizer` take the way of `reducer`. What holds for all:
+
+- Every rank of ``process_set``, which may be all, must call the function; those that have called the
+  same, with the same ``name``, pair up. ``name`` is what messages call it; without one, they pair up in the order of
+  their calls.
+- Tensors may have any number of dimensions, also none and of no length, any layout in memory, and dtypes from uint8,
+  int8 to int64, bool, float16, bfloat16, float32, float64 to complex64 and complex128. Arguments are left alone but by
+  the functions whose names end in ``_``, which overwrite them.
+- Results are contiguous, and the same bits on every rank that gets the same.
+- The gradient of each is that of the sum of all ranks' losses (see `gradients`); it does not flow through those that
+  end in ``_``, nor through the asynchronous ones.
 """
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import Any
+
 from torch import Tensor
 
-from .collective import Average, Group, ReduceOp
-from .world import current_world
+from . import gradients
+from .collective import Average, ReduceOp
+from .combining import start_allreduce
+from .compression import Compression, Compressor
+from .handle import Handle
+from .moving import check_splits, start_barrier, start_broadcast
+from .process_set import ProcessSet
+from .reduction import make_reduction
+from .submission import check_tensor, check_tensors, title
+from .world import global_process_set, group_of
 
 
-def allreduce(tensor: Tensor, *, name: str | None = None, op: ReduceOp = Average) -> Tensor:
-    """The average (or sum) of a tensor over all ranks, in its own dtype.
+def allreduce(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """One tensor of all ranks', of the same shape and dtype: their average unless ``op`` says otherwise.
 
-    Every rank passes the same shape and dtype. Floating-point averages are scaled before they are summed,
-    so that they overflow no sooner than the values themselves; integer ones are rounded towards zero.
-    ``name`` is what messages call it.
+    ``op``: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum` (see `adasum`). ``average=`` is how older programs
+    say Average or Sum. ``prescale_factor`` multiplies what goes in, ``postscale_factor`` what comes out. Averages of
+    floats are scaled before they are summed, so that they overflow no sooner than the values; those of integers are
+    truncated towards zero. ``compression`` is how floats travel.
+
+    The gradient of a minimum or maximum goes to the ranks that had it, in equal parts; `Adasum` has none.
     """
-    group = current_world().group
-    what = _title("allreduce", name)
-    _check_tensor(tensor, what)
-    try:
-        op = ReduceOp(op)
-    except ValueError:
-        raise ValueError(f"{what}: op={op!r} is not hvd.Average or hvd.Sum") from None
-    signature = (name, tuple(tensor.shape), str(tensor.dtype), tensor.device.type, op.name)
-    group.require_agreement(signature, what, "(name, shape, dtype, device, op)")
-    result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    divides_exactly = not (tensor.is_floating_point() or tensor.is_complex())
-    if op is Average and not divides_exactly:
-        result.mul_(1.0 / group.size)
-    wire = _as_summable(result)
-    group.all_reduce(wire, what).wait()
-    if wire.data_ptr() != result.data_ptr():
-        result.copy_(wire)
-    if op is Average and divides_exactly:
-        result = wire.div(group.size, rounding_mode="trunc").to(tensor.dtype)
-    return result
+    what = title("allreduce", name)
+    check_tensor(tensor, what)
+    reduction = make_reduction(what, average, op, prescale_factor, postscale_factor, compression)
+    return gradients.allreduce("allreduce", [tensor], reduction, name, process_set)[0]
 
 
-def allgather(tensor: Tensor, *, name: str | None = None) -> Tensor:
-    """The tensors of all ranks, joined along the first dimension in rank order.
-
-    The first dimension may differ between ranks, the others and the dtype may not. A scalar counts as a
-    tensor of one element.
-    """
-    group = current_world().group
-    what = _title("allgather", name)
-    _check_tensor(tensor, what)
-    return all_gather_rows(group, tensor, what)
-
-
-def broadcast(tensor: Tensor, root_rank: int, *, name: str | None = None) -> Tensor:
-    """The root's tensor, on every rank. Every rank passes one of the same shape and dtype."""
-    group = current_world().group
-    what = _title("broadcast", name)
-    _check_tensor(tensor, what)
-    root = root_place(root_rank, group, what)
-    signature = (name, tuple(tensor.shape), str(tensor.dtype), tensor.device.type, root_rank)
-    group.require_agreement(signature, what, "(name, shape, dtype, device, root_rank)")
-    result = tensor.detach().clone(memory_format=torch.contiguous_format)
-    group.broadcast(result, root, what).wait()
-    return result
-
-
-def barrier() -> None:
-    """Return when every rank has called it."""
-    current_world().group.agree(None, "barrier")
-
-
-def all_gather_rows(group: Group, tensor: Tensor, what: str) -> Tensor:
-    """`allgather` among the ranks of a group."""
-    rows = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach().contiguous()
-    row_shape = tuple(rows.shape[1:])
-    group.require_agreement(
-        (row_shape, str(rows.dtype), rows.device.type), what, "(shape after the first dimension, dtype, device)"
-    )
-    row_counts = group.all_gather_object(len(rows), what)
-    parts = group.all_gather(rows, what)
-    return torch.cat(
-        [
-            part.clone().view(rows.dtype).reshape(count, *row_shape)
-            for part, count in zip(parts, row_counts, strict=True)
-        ]
-    )
-
-
-def root_place(root_rank: int, group: Group, what: str) -> int:
-    """The place in the group of the global rank ``root_rank``; a ValueError if it has none."""
-    if isinstance(root_rank, bool) or not isinstance(root_rank, int) or root_rank not in group.ranks:
-        if group.set_id == 0:
-            whose = f"the {group.size} ranks, 0 to {group.size - 1}"
-        else:
-            whose = f"the process set's ranks, which are the global ones {list(group.ranks)}"
-        raise ValueError(f"{what}: root_rank={root_rank!r} is not one of {whose}")
-    return group.ranks.index(root_rank)
-
-
-def _check_tensor(tensor: object, what: str) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{what}: {type(tensor).__name__} is not a tensor: wrap it, as torch.tensor(value)")
-    if tensor.layout != torch.strided:
-        raise TypeError(f"{what}: the tensor is {tensor.layout}: pass a dense one, as tensor.to_dense()")
-
-
-def _as_summable(tensor: Tensor) -> Tensor:
-    """The tensor in a dtype that every engine adds; the same memory where it has one already."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    if tensor.dtype in (torch.int16, torch.bool):
-        return tensor.to(torch.int32)
+def allreduce_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor:
+    """`allreduce`, into the tensor itself."""
+    what = title("allreduce", name)
+    check_tensor(tensor, what)
+    reduction = make_reduction(what, average, op, prescale_factor, postscale_factor)
+    start_allreduce("allreduce", [tensor], reduction, name, process_set, in_place=True).wait()
     return tensor
 
 
-def _title(operation: str, name: str | None) -> str:
-    return operation if name is None else f"{operation} of {name!r}"
+def grouped_allreduce(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """`allreduce` of several tensors as one operation; a list of results. Dtypes and devices may be mixed."""
+    what = title("grouped_allreduce", name)
+    members = check_tensors(tensors, what)
+    reduction = make_reduction(what, average, op, prescale_factor, postscale_factor, compression)
+    return list(gradients.allreduce("grouped_allreduce", members, reduction, name, process_set))
+
+
+def grouped_allreduce_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Tensor]:
+    """`grouped_allreduce`, into the tensors themselves."""
+    what = title("grouped_allreduce", name)
+    members = check_tensors(tensors, what)
+    reduction = make_reduction(what, average, op, prescale_factor, postscale_factor)
+    start_allreduce("grouped_allreduce", members, reduction, name, process_set, in_place=True).wait()
+    return members
+
+
+def reducescatter(
+    tensor: Tensor,
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Tensor:
+    """This rank's rows of the average (or sum) of all ranks' tensors, of the same shape and dtype.
+
+    Rows are spread evenly over the ranks, in their order; where that does not come out, the first ones get one more.
+    Other arguments are as for `allreduce`.
+    """
+    what = title("reducescatter", name)
+    check_tensor(tensor, what)
+    reduction = make_reduction(what, None, op, prescale_factor, postscale_factor, compression)
+    return gradients.reducescatter("reducescatter", [tensor], reduction, name, process_set)[0]
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    compression: Compressor = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Tensor]:
+    """`reducescatter` of several tensors as one operation; a list of results."""
+    what = title("grouped_reducescatter", name)
+    members = check_tensors(tensors, what)
+    reduction = make_reduction(what, None, op, prescale_factor, postscale_factor, compression)
+    return list(gradients.reducescatter("grouped_reducescatter", members, reduction, name, process_set))
+
+
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
+    """The tensors of all ranks, joined along the first dimension in rank order.
+
+    The first dimension may differ between ranks, the others and the dtype may not. A scalar counts as a
+    tensor of one element. The gradient of a rank's rows is the sum of what all ranks have for them, where Horovod
+    divides it by their number.
+    """
+    check_tensor(tensor, title("allgather", name))
+    return gradients.allgather("allgather", [tensor], name, process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Tensor]:
+    """`allgather` of several tensors as one operation; a list of results."""
+    members = check_tensors(tensors, title("grouped_allgather", name))
+    return list(gradients.allgather("grouped_allgather", members, name, process_set))
+
+
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """The root's tensor, on every rank. Every rank passes one of the same shape and dtype.
+
+    ``root_rank`` is the root's rank among all, in a process set too. The gradient is the root's, and is the sum of
+    all ranks', where Horovod divides it by their number.
+    """
+    check_tensor(tensor, title("broadcast", name))
+    return gradients.broadcast(tensor, root_rank, name, process_set)
+
+
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
+    """`broadcast`, into the tensor itself."""
+    check_tensor(tensor, title("broadcast", name))
+    start_broadcast(tensor, root_rank, name, process_set, in_place=True).wait()
+    return tensor
+
+
+def alltoall(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Rows of this rank's tensor to every rank, in rank order; what it gets in turn, joined in rank order.
+
+    ``splits`` are how many rows go to each rank, as a list or a one-dimensional int32 tensor; rows that are left over
+    go nowhere. With splits the result is a pair: the tensor, and how many rows came from each rank, as an int32 tensor.
+    Without them all ranks get as many.
+    """
+    check_tensor(tensor, title("alltoall", name))
+    counts = check_splits(tensor, splits, group_of(process_set, title("alltoall", name)).size, name)
+    return gradients.alltoall(tensor, counts, splits, name, process_set)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank has called it."""
+    start_barrier(process_set).wait()
+
+
+def poll(handle: Handle) -> bool:
+    """Whether `synchronize` would return, or raise, at once."""
+    return _known(handle, "poll").is_ended()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait, without burning a core, for what an asynchronous function has begun; its result, as often as one asks.
+
+    Raises what went wrong with it.
+    """
+    return _known(handle, "synchronize").wait()
+
+
+def _known(handle: object, asker: str) -> Handle:
+    if not isinstance(handle, Handle):
+        raise ValueError(
+            f"{asker}({handle!r}): this is not a handle: pass what hvd.allreduce_async, or another function whose "
+            "name has _async in it, has returned"
+        )
+    return handle

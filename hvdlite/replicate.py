@@ -20,7 +20,6 @@ from torch import Tensor
 
 from .collective import Group, as_bytes, unpickle
 from .errors import MismatchError
-from .operations import root_place
 from .process_set import ProcessSet
 from .world import global_process_set, group_of
 
@@ -41,7 +40,7 @@ def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: Pro
     """
     what = "broadcast_parameters"
     group = group_of(process_set, what)
-    root = root_place(root_rank, group, what)
+    root = group.place_of_root(root_rank)
     broadcast_tensors(_named_tensors(params), root, group, what)
 
 
@@ -57,7 +56,7 @@ def broadcast_optimizer_state(
         raise ValueError("cannot broadcast torch.optim.LBFGS state: it is not averaged by hvdlite either")
     what = "broadcast_optimizer_state"
     group = group_of(process_set, what)
-    root = root_place(root_rank, group, what)
+    root = group.place_of_root(root_rank)
     shapes = [[tuple(param.shape) for param in entry["params"]] for entry in optimizer.param_groups]
     # Under the wrapper, whose class says nothing, the state's shape is that of the optimizer it wraps.
     kind = sorted(optimizer.defaults)
@@ -84,7 +83,7 @@ def broadcast_object(
     """
     what = "broadcast_object" if name is None else f"broadcast_object of {name!r}"
     group = group_of(process_set, what)
-    root = root_place(root_rank, group, what)
+    root = group.place_of_root(root_rank)
     group.require_agreement(root_rank, what, "root_rank")
     return _broadcast_object(obj, root, group, what)
 

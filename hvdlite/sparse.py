@@ -15,7 +15,7 @@ from torch import Tensor
 from .bucket import Slot
 from .collective import Group
 from .errors import GradientError, MismatchError
-from .operations import all_gather_rows
+from .moving import all_gather_rows
 
 
 class SparseHome:

@@ -101,6 +101,10 @@ class CountingEngine:
         self.calls.append(("allgather", inputs[0].numel()))
         return self._engine.allgather(outputs, inputs)
 
+    def alltoall_base(self, output: torch.Tensor, tensor: torch.Tensor, *counts_and_options: Any) -> Any:
+        self.calls.append(("alltoall", tensor.numel()))
+        return self._engine.alltoall_base(output, tensor, *counts_and_options)
+
 
 def counting() -> Callable[[Any], Any]:
     """For `run_ranks`: every engine of a rank counts into ``group.engine.calls``."""

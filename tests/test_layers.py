@@ -17,7 +17,8 @@ LIBRARY = [
     "neighbours", "pmi", "pmix", "rendezvous", "plan", "bucket", "compression", "engine", "collective", "handle",
     "request", "conductor", "in_order", "mailbox", "mismatch", "negotiation", "coordinator", "negotiator", "connect",
     "process_set", "registry",
-    "farewell", "world", "operations", "replicate", "sparse", "layout", "wire", "reducer", "arguments", "proxy",
+    "farewell", "world", "fusion", "adasum", "reduction", "submission", "combining", "moving", "asynchronous",
+    "gradients", "operations", "replicate", "sparse", "layout", "wire", "reducer", "arguments", "proxy",
     "optimizer", "links", "__init__",
 ]  # fmt: skip
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]

@@ -159,7 +159,7 @@ def test_a_root_is_a_global_rank_and_must_be_a_member():
         optimizer = torch.optim.SGD([nn.Parameter(weight.clone())], lr=float(own + 1))
         hvd.broadcast_parameters({"weight": weight}, root_rank=2, process_set=process_set)
         hvd.broadcast_optimizer_state(optimizer, root_rank=2, process_set=process_set)
-        with pytest.raises(ValueError, match=r"root_rank=1 is not one of the process set's ranks.*\[0, 2\]"):
+        with pytest.raises(ValueError, match=r"root_rank=1 is not one of the ranks of the process set, 0, 2"):
             hvd.broadcast_parameters({"weight": weight}, root_rank=1, process_set=process_set)
         return weight.tolist(), optimizer.param_groups[0]["lr"], hvd.broadcast_object(own, 2, process_set=process_set)
 

@@ -1,0 +1,42 @@
+"""
+Several tensors in one buffer, so that they travel as one.
+
+    tensors ── fused (by dtype and device) ── flat_of ── one flat tensor ── own_memory ── each one's piece again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor in contiguous memory that may be read as bytes; its own memory where that is so already."""
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its memory may be written as bytes."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def fused(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """The numbers of the tensors that travel as one: those of a dtype and a device."""
+    fused: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        fused.setdefault((tensor.dtype, tensor.device), []).append(number)
+    yield from fused.values()
+
+
+def flat_of(tensors: Sequence[Tensor], *, may_share: bool = False) -> Tensor:
+    """Tensors one after the other in memory of their own; a lone contiguous one's own memory, if that may be."""
+    if may_share and len(tensors) == 1 and is_plain(tensors[0]):
+        return tensors[0].view(-1)
+    return torch.cat([plain(tensor).view(-1) for tensor in tensors])
+
+
+def own_memory(piece: Tensor, flat: Tensor) -> Tensor:
+    """The piece, which does not keep the memory of its neighbours."""
+    return piece if piece.numel() == flat.numel() else piece.clone()

@@ -1,0 +1,227 @@
+"""Operations of several ranks over real connections: pairing by name, one order, errors on every rank, and the end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+from functools import partial
+
+import pytest
+import torch
+from worlds import attempt_worlds, run_worlds
+
+import hvdlite as hvd
+from hvdlite.environment import Environment
+from hvdlite.handle import Handle
+from hvdlite.request import Request, Turn
+from hvdlite.world import current_world
+
+
+def total(value: int, turn: Turn) -> int:
+    """A body that adds up the values of all ranks; which operation they belong to can be told from the sum."""
+    tensor = torch.tensor([value])
+    turn.group.all_reduce(tensor, turn.what).wait()
+    return int(tensor)
+
+
+def add_up(name: str | None, value: int, **same) -> Handle:
+    world = current_world()
+    return world.conductor.submit(world.group, Request("add_up", name, same, own=value), partial(total, value))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_operations_that_ranks_call_in_different_orders_pair_up_by_their_names(size):
+    numbers = range(40)
+
+    def rank(own: int) -> list[int]:
+        order = list(numbers)
+        random.Random(own).shuffle(order)
+        handles = {number: add_up(str(number), 10**number % 997 + own) for number in order}
+        return [handles[number].wait() for number in numbers]
+
+    expected = [size * (10**number % 997) + sum(range(size)) for number in numbers]
+    assert run_worlds(size, rank) == [expected] * size
+
+
+def test_operations_without_a_name_pair_up_by_their_order():
+    def rank(own: int) -> list[int]:
+        handles = [add_up(None, number) for number in range(10)]
+        return [handle.wait() for handle in handles]
+
+    assert run_worlds(3, rank) == [[3 * number for number in range(10)]] * 3
+
+
+def test_every_rank_learns_what_the_others_brought():
+    def rank(own: int) -> list[int]:
+        world = current_world()
+        request = Request("look", own=own * own)
+        return world.conductor.submit(world.group, request, lambda turn: turn.owns).wait()
+
+    assert run_worlds(3, rank) == [[0, 1, 4]] * 3
+
+
+def test_an_error_of_a_body_is_raised_where_its_handle_is_waited_for_and_the_next_operation_goes_on():
+    def broken(turn: Turn) -> None:
+        raise KeyError("nothing here")
+
+    def rank(own: int) -> int:
+        world = current_world()
+        handle = world.conductor.submit(world.group, Request("broken"), broken)
+        with pytest.raises(KeyError, match="nothing here"):
+            handle.wait()
+        return add_up("a", 1).wait()
+
+    assert run_worlds(2, rank) == [2, 2]
+
+
+def test_a_name_that_is_under_way_already_is_refused_in_horovods_words():
+    def rank(own: int) -> int:
+        first = add_up("a", 1)
+        if own == 0:
+            with pytest.raises(ValueError, match="same name as another tensor that is currently being processed"):
+                add_up("a", 1)
+        hvd.barrier()
+        return first.wait()
+
+    def alone(own: int) -> int:
+        # Rank 1 has not called it yet: rank 0's is under way for sure.
+        return rank(own) if own == 0 else (hvd.barrier(), add_up("a", 1).wait())[1]
+
+    # The barrier of rank 0 comes after its first call, which rank 1 answers after the barrier.
+    assert run_worlds(2, alone) == [2, 2]
+
+
+def test_ranks_that_differ_get_one_error_and_can_go_on():
+    def rank(own: int) -> int:
+        with pytest.raises(hvd.MismatchError, match=r"Mismatched data types: One rank had type x, but another .* y"):
+            add_up("a", 1, dtype="xy"[own]).wait()
+        return add_up("a", 1, dtype="x").wait()
+
+    assert run_worlds(2, rank) == [2, 2]
+
+
+def calls() -> dict[str, object]:
+    """Ways to do something together that do not fit together."""
+    return {
+        "barrier": hvd.barrier,
+        "broadcast_object": lambda: hvd.broadcast_object(1),
+        "allgather_object": lambda: hvd.allgather_object(1),
+        "broadcast_parameters": lambda: hvd.broadcast_parameters([torch.zeros(1)]),
+        "DistributedOptimizer": lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1)),
+        "add_up": lambda: add_up("a", 1).wait(),
+        "another": lambda: add_up("b", 1).wait(),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", list(calls())[1:])
+def test_ranks_that_call_different_functions_all_get_an_error_that_names_both(other):
+    outcomes = attempt_worlds(3, lambda rank: calls()[other]() if rank == 1 else hvd.barrier())
+    assert all(isinstance(outcome, hvd.MismatchError) for outcome in outcomes), outcomes
+    assert len({str(outcome) for outcome in outcomes}) == 1
+    assert "ranks 0 (node0), 2 (node2): barrier" in str(outcomes[0])
+    assert "rank 1 (node1)" in str(outcomes[0])
+
+
+def test_a_rank_that_waits_for_one_that_has_ended_is_told_so():
+    first, second, third = attempt_worlds(3, lambda rank: None if rank == 1 else hvd.barrier())
+    assert second is None
+    for outcome in (first, third):
+        with pytest.raises(hvd.CommunicationError, match=r"Horovod has been shut down\..* rank 1 \(node1\) has ended"):
+            raise outcome
+
+
+def test_the_others_are_told_when_rank_0_has_ended():
+    _, second = attempt_worlds(2, lambda rank: None if rank == 0 else hvd.barrier())
+    with pytest.raises(hvd.CommunicationError, match=r"rank 0 \(node0\) has ended"):
+        raise second
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_rank_whose_connection_breaks_is_lost_to_the_others(lost):
+    def rank(own: int) -> None:
+        hvd.barrier()
+        if own == lost:
+            # As when its process is killed: the connection closes without a word.
+            current_world().conductor._mailbox.hang_up()
+            return
+        with pytest.raises(hvd.PeerLostError, match=rf"rank {lost} \(node{lost}\) has gone"):
+            hvd.barrier()
+
+    run_worlds(3, rank)
+
+
+def test_nothing_can_be_asked_for_after_the_end():
+    def rank(own: int) -> None:
+        world = current_world()
+        hvd.barrier()
+        world.conductor.close()
+        with pytest.raises(hvd.CommunicationError, match=r"hvd.shutdown\(\) was called"):
+            add_up("a", 1).wait()
+
+    run_worlds(2, rank)
+
+
+def test_who_waits_for_an_operation_when_shutdown_is_called_is_let_go():
+    def rank(own: int) -> None:
+        if own == 0:
+            handle = add_up("a", 1)
+            closing = threading.Thread(target=current_world().conductor.close)
+            closing.start()
+            with pytest.raises(hvd.CommunicationError, match="Horovod has been shut down"):
+                handle.wait()
+            closing.join()
+
+    run_worlds(2, rank)
+
+
+def test_a_handle_is_a_number_unlike_any_other_and_gives_its_result_as_often_as_one_asks():
+    def rank(own: int) -> tuple[int, int]:
+        first, second = add_up("a", 1), add_up("b", 2)
+        assert isinstance(first, int)
+        assert {first: "x", second: "y"}[int(first)] == "x"
+        return first.wait() + first.wait(), second.wait()
+
+    assert run_worlds(2, rank) == [(4, 4)] * 2
+
+
+def test_a_stalled_operation_is_told_of_and_ended_where_that_is_asked_for(caplog):
+    environment = Environment(stall_warning_s=0.1, stall_shutdown_s=0.3)
+    come = threading.Event()
+
+    def rank(own: int) -> None:
+        if own == 1:
+            come.wait()
+            return
+        try:
+            with pytest.raises(hvd.CommunicationError, match=r"stalled: add_up of 'a'.* missing: rank 1 \(node1\)"):
+                add_up("a", 1).wait()
+        finally:
+            come.set()
+
+    with caplog.at_level(logging.WARNING, "hvdlite"):
+        run_worlds(2, rank, environment)
+
+
+def test_without_the_check_operations_are_carried_out_at_once():
+    def rank(own: int) -> list[object]:
+        assert add_up("a", own).is_ended()
+        with pytest.raises(RuntimeError, match="HVDLITE_CHECK"):
+            current_world().conductor.join(average_of_active=False, stand_in=lambda kind, same: lambda turn: None)
+        return [add_up("a", own).wait(), hvd.barrier()]
+
+    assert run_worlds(3, rank, Environment(check=False)) == [[3, None]] * 3
+
+
+def test_a_forked_child_does_not_hold_the_connections():
+    def rank(own: int) -> None:
+        hvd.barrier()
+        mailbox = current_world().conductor._mailbox
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if mailbox.fileno() == -1 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    run_worlds(2, rank)

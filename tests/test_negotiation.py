@@ -1,0 +1,364 @@
+"""The rules by which operations begin or are refused, played without connections and without time passing."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvdlite.negotiation import SETTLING_S, Ask, Negotiation, StallRules
+
+HOSTS = ("node1", "node1", "node2", "node2")
+
+
+class Play:
+    """Ranks that say things to a negotiation, at times that the test chooses."""
+
+    def __init__(self, size: int = 3, warn_after_s: float | None = None, end_after_s: float | None = None) -> None:
+        self.size = size
+        self.now_s = 0.0
+        self.negotiation = Negotiation(HOSTS[:size], StallRules(warn_after_s, end_after_s))
+
+    def ask(self, rank: int, name: str, kind: str = "allreduce", *, members=None, own=None, set_id=0, **same) -> None:
+        ranks = tuple(range(self.size)) if members is None else members
+        ask = Ask(set_id, f"{kind}.{name}", kind, f"{kind} of {name!r}", ranks, same, own)
+        self.negotiation.ask(rank, ask, self.now_s)
+
+    def wait(self, rank: int, name: str, kind: str = "allreduce", set_id: int = 0) -> None:
+        self.negotiation.wait(rank, set_id, f"{kind}.{name}")
+
+    def call(self, rank: int, name: str, kind: str = "allreduce", **more) -> None:
+        """Ask and wait."""
+        self.ask(rank, name, kind, **more)
+        self.wait(rank, name, kind, more.get("set_id", 0))
+
+    def after(self, seconds: float) -> list[tuple[int, list]]:
+        self.now_s += seconds
+        self.negotiation.tick(self.now_s)
+        return self.said()
+
+    def said(self) -> list[tuple[int, list]]:
+        """What has been answered since the last time that one asked."""
+        said = list(self.negotiation.outbox)
+        self.negotiation.outbox.clear()
+        return said
+
+
+def kinds(said) -> list[tuple[int, str]]:
+    return [(rank, message[0]) for rank, message in said]
+
+
+def refusals(said) -> dict[int, tuple[str, str]]:
+    """By rank the error's class and words."""
+    assert all(message[0] == "no" for _, message in said), said
+    return {rank: (message[3], message[4]) for rank, message in said}
+
+
+def one_error(said, ranks) -> tuple[str, str]:
+    """The error that exactly these ranks were told, all in the same words."""
+    told = refusals(said)
+    assert sorted(told) == sorted(ranks)
+    assert len(set(told.values())) == 1
+    return next(iter(told.values()))
+
+
+def test_an_operation_begins_when_the_last_rank_has_asked_for_it_and_everybody_learns_everybodys_own():
+    play = Play()
+    for rank in (2, 0):
+        play.ask(rank, "a", own=rank * 10)
+    assert play.said() == []
+    play.ask(1, "a", own=10)
+    assert play.said() == [(rank, ["go", 0, "allreduce.a", [0, 10, 20], 3]) for rank in range(3)]
+    assert play.negotiation.is_idle
+
+
+def test_operations_begin_in_one_order_on_all_ranks_whatever_the_order_of_their_asking():
+    play = Play(2)
+    for name in "abc":
+        play.ask(0, name)
+    for name in "cab":
+        play.ask(1, name)
+    orders = {rank: [message[2] for to, message in play.negotiation.outbox if to == rank] for rank in range(2)}
+    assert orders[0] == orders[1] == ["allreduce.c", "allreduce.a", "allreduce.b"]
+
+
+@pytest.mark.parametrize(
+    ("key", "one", "another", "words"),
+    [
+        ("dtype", "float32", "float64", "Mismatched data types: One rank had type float32, but another rank had type "),
+        (
+            "shape",
+            [2],
+            [3],
+            "Mismatched ALLREDUCE tensor shapes: One rank sent a tensor of shape [2], but another rank ",
+        ),
+        ("device", "cpu", "cuda", "Mismatched ALLREDUCE CPU/GPU device selection"),
+        ("op", "Sum", "Min", "Mismatched reduction operation"),
+        ("root_rank", 0, 1, "Mismatched ALLREDUCE root ranks"),
+        ("prescale_factor", 1.0, 2.0, "Mismatched prescale and/or postscale factors"),
+        ("postscale_factor", 1.0, 2.0, "Mismatched prescale and/or postscale factors"),
+        ("ranks", [0], [1], "Mismatched ranks"),
+    ],
+)
+def test_ranks_that_ask_for_different_things_under_one_name_all_get_one_error_that_says_who_did_what(
+    key, one, another, words
+):
+    play = Play()
+    play.ask(0, "a", **{key: one})
+    play.ask(1, "a", **{key: another})
+    assert play.said() == []
+    play.ask(2, "a", **{key: one})
+    error, text = one_error(play.said(), [0, 1, 2])
+    assert error == "MismatchError"
+    assert text.startswith(words)
+    assert f"(allreduce of 'a': ranks 0 (node1), 2 (node2): {one}; rank 1 (node1): {another})" in text
+    assert play.negotiation.is_idle
+
+
+def test_a_difference_is_told_without_waiting_for_ranks_that_do_not_come_and_again_to_those_that_do():
+    play = Play()
+    play.ask(0, "a", shape=[1])
+    play.ask(1, "a", shape=[2])
+    assert play.after(SETTLING_S / 2) == []
+    _, text = one_error(play.after(SETTLING_S), [0, 1])
+    play.ask(2, "a", shape=[1])
+    assert one_error(play.said(), [2])[1] == text
+    assert play.negotiation.is_idle
+
+
+DIFFERENT_CALLS = {
+    "operation": {"kind": "allgather", "name": "a"},
+    "name": {"name": "b"},
+    "process set": {"name": "a", "set_id": 1, "members": (0, 1)},
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT_CALLS)
+def test_ranks_that_wait_for_each_other_get_one_error(what):
+    play = Play(2)
+    play.call(0, "a")
+    play.call(1, **DIFFERENT_CALLS[what])
+    assert play.after(0.0) == []
+    error, text = one_error(play.after(SETTLING_S), [0, 1])
+    assert error == "MismatchError"
+    assert text.startswith(f"Mismatched {what}")
+    assert "rank 0 (node1)" in text
+    assert "rank 1 (node1)" in text
+
+
+def test_a_rank_that_comes_later_to_what_others_were_refused_gets_their_error():
+    play = Play(3)
+    play.call(0, "a")
+    play.call(1, "b")
+    play.after(0.0)
+    one_error(play.after(SETTLING_S), [0, 1])
+    play.call(2, "a")
+    one_error(play.said(), [2])
+    assert play.negotiation.is_idle
+
+
+def test_a_rank_that_is_not_blocked_may_still_come_and_nobody_is_refused():
+    play = Play(2)
+    play.call(0, "a")
+    play.ask(1, "b")
+    for _ in range(20):
+        assert play.after(1.0) == []
+    play.call(1, "a")
+    assert kinds(play.said()) == [(0, "go"), (1, "go")]
+
+
+def test_waiting_in_a_chain_is_no_circle():
+    # 0 waits for 1, 1 for 2; 2 computes.
+    play = Play(3)
+    play.call(0, "a", members=(0, 1), set_id=1)
+    play.call(1, "b", members=(1, 2), set_id=2)
+    for _ in range(5):
+        assert play.after(1.0) == []
+    play.call(2, "b", members=(1, 2), set_id=2)
+    assert kinds(play.said()) == [(1, "go"), (2, "go")]
+
+
+def test_a_circle_over_three_process_sets_is_one_error_for_all_three_ranks():
+    play = Play(3)
+    for rank in range(3):
+        play.call(rank, f"between {rank} and {(rank + 1) % 3}", members=(rank, (rank + 1) % 3), set_id=rank + 1)
+    play.after(0.0)
+    one_error(play.after(SETTLING_S), [0, 1, 2])
+
+
+@pytest.mark.parametrize(("by_itself", "error"), [(True, "CommunicationError"), (False, "PeerLostError")])
+def test_a_rank_that_ends_is_named_to_those_that_wait_for_it_and_to_those_that_come_later(by_itself, error):
+    play = Play(3)
+    play.call(0, "a")
+    play.negotiation.end(2, by_itself, 0.0)
+    told, text = one_error(play.said(), [0])
+    assert told == error
+    assert text.startswith("Horovod has been shut down.")
+    assert "rank 2 (node2)" in text
+    play.call(1, "a")
+    play.call(0, "b")
+    assert sorted(refusals(play.said())) == [0, 1]
+
+
+def test_the_end_of_rank_0_is_told_too():
+    play = Play(2)
+    play.call(1, "a")
+    play.negotiation.end(0, True, 0.0)
+    assert "rank 0 (node1) has ended" in one_error(play.said(), [1])[1]
+
+
+def test_a_rank_that_ends_holds_up_no_process_set_that_it_is_not_in():
+    play = Play(3)
+    play.negotiation.end(2, True, 0.0)
+    for rank in (0, 1):
+        play.call(rank, "a", members=(0, 1), set_id=1)
+    assert kinds(play.said()) == [(0, "go"), (1, "go")]
+
+
+# -- join
+
+
+def test_who_has_joined_takes_part_in_all_reduces_and_is_told_what_they_are():
+    play = Play(3)
+    play.negotiation.join(2, False, 0.0)
+    for rank in (0, 1):
+        play.ask(rank, "a", dtype="float32", own=None)
+    go = ["go", 0, "allreduce.a", [None] * 3, 3]
+    whole = [*go, "allreduce", "allreduce of 'a'", {"dtype": "float32"}]
+    assert play.said() == [(0, go), (1, go), (2, whole)]
+
+
+def test_averages_may_be_over_those_that_have_not_joined():
+    play = Play(3)
+    play.ask(0, "a")
+    play.negotiation.join(1, True, 0.0)
+    play.negotiation.join(2, True, 0.0)
+    assert [message[4] for _, message in play.said()] == [1, 1, 1]
+
+
+def test_the_last_to_join_is_told_to_all_and_they_may_join_again():
+    play = Play(3)
+    for _ in range(2):
+        for rank in (2, 0, 1):
+            play.negotiation.join(rank, False, 0.0)
+        assert sorted(play.said()) == [(rank, ["joined", 1]) for rank in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("allgather", "Allgather is not supported with Join at this time. Specify sparse_to_dense=True if using "),
+        ("broadcast", "Broadcast is not supported with Join at this time."),
+        ("alltoall", "Alltoall is not supported with Join at this time."),
+        ("reducescatter", "Reducescatter is not supported with Join at this time."),
+        ("grouped_allgather", "Allgather is not supported with Join at this time."),
+    ],
+)
+def test_other_operations_than_all_reduces_are_refused_while_somebody_has_joined(kind, words):
+    play = Play(3)
+    play.ask(0, "a", kind)
+    play.negotiation.join(2, False, 0.0)
+    play.ask(1, "a", kind)
+    _, text = one_error(play.said(), [0, 1])
+    assert text.startswith(words)
+    assert play.negotiation.is_idle
+
+
+def test_ranks_that_join_to_different_averages_get_one_error():
+    play = Play(2)
+    play.negotiation.join(0, False, 0.0)
+    play.negotiation.join(1, True, 0.0)
+    assert one_error(play.said(), [0, 1])[1].startswith("Mismatched join")
+
+
+def test_who_has_joined_learns_that_a_rank_it_waits_for_has_ended():
+    play = Play(2)
+    play.negotiation.join(0, False, 0.0)
+    play.negotiation.end(1, False, 0.0)
+    assert one_error(play.said(), [0])[0] == "PeerLostError"
+
+
+# -- stalls
+
+
+def test_a_stall_is_told_once_per_period_with_who_is_missing_and_where_they_are():
+    play = Play(4, warn_after_s=60.0)
+    play.call(0, "a")
+    play.ask(1, "b")
+    play.negotiation.busy(2, "the all-reduce of the gradients of fc.weight", 0.0)
+    play.after(59.0)
+    assert play.negotiation.warnings == []
+    play.after(2.0)
+    told = [words for words in play.negotiation.warnings if words.startswith("stalled: allreduce of 'a' in the global")]
+    assert len(told) == 1
+    for part in (
+        "rank 0 (node1) called it",
+        "rank 1 (node1), which has called allreduce of 'b'",
+        "rank 2 (node2), which waits in the all-reduce of the gradients of fc.weight",
+        "rank 3 (node2), which computes or hangs",
+    ):
+        assert part in told[0]
+    play.negotiation.warnings.clear()
+    play.after(30.0)
+    assert play.negotiation.warnings == []
+    play.after(31.0)
+    assert any("allreduce of 'a'" in words for words in play.negotiation.warnings)
+
+
+def test_a_stall_ends_as_an_error_if_that_is_asked_for():
+    play = Play(2, warn_after_s=5.0, end_after_s=10.0)
+    play.call(0, "a")
+    assert play.after(9.0) == []
+    error, text = one_error(play.after(1.0), [0])
+    assert error == "CommunicationError"
+    assert "allreduce of 'a'" in text
+    assert "missing: rank 1 (node1)" in text
+
+
+def test_a_wait_for_gradients_is_told_too_and_ended_with_the_process():
+    play = Play(3, warn_after_s=5.0, end_after_s=10.0)
+    for rank in (0, 2):
+        play.negotiation.busy(rank, "the all-reduce of the gradients of fc.weight", 0.0)
+    assert play.after(6.0) == []
+    (words,) = play.negotiation.warnings
+    assert "ranks 0 (node1), 2 (node2) have waited 6 s in the all-reduce of the gradients of fc.weight" in words
+    assert "rank 1 (node1), which computes or hangs" in words
+    said = play.after(4.0)
+    assert kinds(said) == [(0, "end"), (2, "end")]
+
+
+def test_a_wait_for_gradients_that_is_over_is_not_told():
+    play = Play(2, warn_after_s=5.0)
+    play.negotiation.busy(0, "a bucket", 0.0)
+    play.negotiation.busy(0, None, 0.0)
+    play.after(100.0)
+    assert play.negotiation.warnings == []
+    assert play.negotiation.is_idle
+
+
+@given(st.data(), st.integers(2, 4))
+def test_whatever_the_order_of_asking_everything_begins_once_on_every_rank_and_in_one_order(data, size):
+    names = [str(number) for number in range(data.draw(st.integers(1, 8)))]
+    orders = [data.draw(st.permutations(names)) for _ in range(size)]
+    turns = data.draw(st.permutations([rank for rank in range(size) for _ in names]))
+    play = Play(size)
+    asked = [iter(order) for order in orders]
+    for rank in turns:
+        play.ask(rank, next(asked[rank]))
+    said = play.said()
+    by_rank = [[message[2] for to, message in said if to == rank] for rank in range(size)]
+    assert all(order == by_rank[0] for order in by_rank)
+    assert sorted(by_rank[0]) == sorted(f"allreduce.{name}" for name in names)
+    assert play.negotiation.is_idle
+
+
+def test_every_pair_of_different_calls_ends_in_an_error_on_both_ranks():
+    calls = [{"name": "a"}, *DIFFERENT_CALLS.values(), {"name": "a", "dtype": "x"}, {"name": "a", "shape": [1]}]
+    for one, another in itertools.combinations(calls, 2):
+        play = Play(2)
+        play.call(0, **one)
+        play.call(1, **another)
+        told = play.said() + play.after(0.0) + play.after(SETTLING_S) + play.after(SETTLING_S)
+        one_error(told, [0, 1])
