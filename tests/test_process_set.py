@@ -325,3 +325,62 @@ def test_an_init_that_fails_leaves_nothing_initialized(arguments, words):
     with pytest.raises(ValueError, match=words):
         hvd.init(**arguments)
     assert not hvd.is_initialized()
+
+
+COLLECTIVES = {
+    "allreduce": lambda x, s: hvd.allreduce(x, op=hvd.Sum, process_set=s),
+    "allgather": lambda x, s: hvd.allgather(x, process_set=s),
+    "broadcast": lambda x, s: hvd.broadcast(x, 3, process_set=s),
+    "alltoall": lambda x, s: hvd.alltoall(x, process_set=s),
+    "reducescatter": lambda x, s: hvd.reducescatter(x, op=hvd.Sum, process_set=s),
+    "barrier": lambda x, s: hvd.barrier(process_set=s),
+}
+
+
+def test_collectives_in_overlapping_sets_are_among_their_members_alone():
+    def rank(own: int) -> Any:
+        first, second = hvd.add_process_set([1, 3]), hvd.add_process_set([0, 2, 3])
+        x = torch.arange(6.0) + 10 * own
+        seen = {}
+        for name, call in COLLECTIVES.items():
+            for each in (first, second):
+                if each.included():
+                    result = call(x, each)
+                    seen[name, each.process_set_id] = None if result is None else result.tolist()
+                else:
+                    with pytest.raises(ValueError, match=rf"^{name}: Rank {own} is not a member of the provided"):
+                        call(x, each)
+        return seen
+
+    def model(own: int) -> Any:
+        seen = {}
+        for set_id, ranks in ((1, [1, 3]), (2, [0, 2, 3])):
+            if own in ranks:
+                xs, place = torch.stack([torch.arange(6.0) + 10 * rank for rank in ranks]), ranks.index(own)
+                parts = xs.chunk(len(ranks), 1)
+                seen |= {
+                    ("allreduce", set_id): xs.sum(0).tolist(),
+                    ("allgather", set_id): xs.flatten().tolist(),
+                    ("broadcast", set_id): xs[-1].tolist(),
+                    ("alltoall", set_id): parts[place].flatten().tolist(),
+                    ("reducescatter", set_id): parts[place].sum(0).tolist(),
+                    ("barrier", set_id): None,
+                }
+        return seen
+
+    assert run_worlds(4, rank) == [model(own) for own in range(4)]
+
+
+def test_gradients_of_collectives_stay_in_their_set_and_asynchronous_ones_of_two_sets_do_not_mix():
+    def rank(own: int) -> Any:
+        pair, all_three = hvd.add_process_set([0, 2]), hvd.global_process_set
+        x = torch.full((2,), float(own), requires_grad=True)
+        if not pair.included():
+            return hvd.allreduce(x.detach(), name="x", process_set=all_three).tolist()
+        # The same name in two sets is two operations.
+        handles = [hvd.allreduce_async(x.detach(), name="x", process_set=each) for each in (pair, all_three)]
+        hvd.allreduce(x, op=hvd.Sum, process_set=pair).sum().backward()
+        return [hvd.synchronize(handle).tolist() for handle in reversed(handles)], x.grad.tolist()
+
+    outer = ([[1.0, 1.0], [1.0, 1.0]], [2.0, 2.0])
+    assert run_worlds(3, rank) == [outer, [1.0, 1.0], outer]
