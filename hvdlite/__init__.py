@@ -13,7 +13,8 @@ What is public is here, and made elsewhere; modules import only what stands befo
            < pmix < rendezvous < plan < bucket < compression < engine < collective < handle < request < conductor
            < in_order < mailbox < mismatch < negotiation < coordinator < negotiator < connect < process_set < registry
            < farewell < world < fusion < adasum < reduction < submission < combining < moving < asynchronous < gradients
-           < operations < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer < links
+           < operations < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer < moments
+           < batch_norm < links
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called.
 """
@@ -32,6 +33,7 @@ from .asynchronous import (
     reducescatter_async,
     sparse_allreduce_async,
 )
+from .batch_norm import SyncBatchNorm
 from .collective import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from .compression import Compression, Compressor
 from .errors import (
@@ -104,6 +106,7 @@ __all__ = [
     "Product",
     "ReduceOp",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",

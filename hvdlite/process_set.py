@@ -98,6 +98,16 @@ class ProcessSet:
         return type(self), (self.ranks,)
 
 
+def check_process_set(process_set: object, what: str) -> ProcessSet:
+    """Raise a TypeError unless it is a process set; ``what`` is whose argument it is."""
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            f"{what}: process_set={process_set!r} is not a hvd.ProcessSet: pass what hvd.add_process_set returns, or "
+            "leave it away for all ranks"
+        )
+    return process_set
+
+
 def _check_ranks(ranks: Any) -> tuple[int, ...]:
     try:
         items = list(ranks)

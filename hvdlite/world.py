@@ -32,7 +32,7 @@ from .environment import Environment, read_environment
 from .errors import CommunicationError, LaunchEnvironmentError, MismatchError, NotInitializedError
 from .farewell import say_farewell
 from .log import log, open_log
-from .process_set import Membership, ProcessSet
+from .process_set import Membership, ProcessSet, check_process_set
 from .registry import Registry
 from .rendezvous import meet
 from .store import LauncherStore
@@ -191,12 +191,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 def group_of(process_set: ProcessSet, what: str = "process_set") -> Group:
     """The ranks that an operation is among; a ValueError if this one is not. ``what`` is the operation's title."""
-    if not isinstance(process_set, ProcessSet):
-        raise TypeError(
-            f"{what}: process_set={process_set!r} is not a hvd.ProcessSet: pass what hvd.add_process_set returns, or "
-            "leave it away for all ranks"
-        )
-    return process_set.require_group(what)
+    return check_process_set(process_set, what).require_group(what)
 
 
 def rank() -> int:

@@ -19,7 +19,7 @@ LIBRARY = [
     "process_set", "registry",
     "farewell", "world", "fusion", "adasum", "reduction", "submission", "combining", "moving", "asynchronous",
     "gradients", "operations", "replicate", "sparse", "layout", "wire", "reducer", "arguments", "proxy",
-    "optimizer", "links", "__init__",
+    "optimizer", "moments", "batch_norm", "links", "__init__",
 ]  # fmt: skip
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]
 
