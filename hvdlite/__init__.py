@@ -10,13 +10,14 @@ hvdlite: two lines around an optimizer, and its gradients are averaged over all 
 What is public is here, and made elsewhere; modules import only what stands before them:
 
     errors < environment < log < launch < client < call < store < topology < address < nodelist < neighbours < pmi
-           < pmix < rendezvous < plan < bucket < compression < engine < collective < handle < request < conductor
-           < in_order < mailbox < mismatch < negotiation < coordinator < negotiator < connect < process_set < registry
-           < farewell < world < fusion < adasum < reduction < submission < combining < moving < asynchronous < gradients
-           < operations < replicate < sparse < layout < wire < reducer < arguments < proxy < optimizer < moments
-           < batch_norm < links
+           < pmix < rendezvous < plan < bucket < codec < compression < engine < collective < handle < request
+           < conductor < in_order < mailbox < mismatch < negotiation < coordinator < negotiator < connect < process_set
+           < registry < farewell < world < fusion < adasum < reduction < submission < combining < join < moving
+           < asynchronous < gradients < operations < replicate < sparse < layout < wire < reducer < arguments < proxy
+           < optimizer < moments < batch_norm < links < communicator
 
-None of them imports hvdlite_launcher, but for `launch`, when `run` is called.
+None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under
+Horovod's names, and `horovod`, which makes programs find it under these.
 """
 
 from .asynchronous import (
@@ -46,6 +47,7 @@ from .errors import (
     PeerLostError,
 )
 from .handle import Handle
+from .join import join
 from .launch import run
 from .operations import (
     allgather,
@@ -138,6 +140,7 @@ __all__ = [
     "grouped_reducescatter_async",
     "init",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
     "poll",

@@ -6,6 +6,7 @@ Pure functions of their arguments; errors are ValueErrors, in Horovod's words wh
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -90,6 +91,18 @@ def names_of_added_group(optimizer: torch.optim.Optimizer, taken: Sequence[str])
     return _names_of_group(optimizer, number, set(taken))
 
 
+def groups_of(
+    num_groups: int, groups: int | Sequence[Sequence[Tensor]] | None
+) -> int | Sequence[Sequence[Tensor]] | None:
+    """The groups, where they may also be said in Horovod's older way: a number of them, or 0."""
+    if num_groups == 0:
+        return groups
+    if groups is not None:
+        raise ValueError(f"num_groups={num_groups!r} and groups={groups!r} say the same: give groups alone")
+    warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=3)
+    return num_groups
+
+
 def check_groups(groups: int | Sequence[Sequence[Tensor]] | None, named: Named) -> list[list[str]]:
     """The names of each group's parameters; as many even chunks of neighbours where a number is given."""
     if groups is None:
@@ -100,7 +113,11 @@ def check_groups(groups: int | Sequence[Sequence[Tensor]] | None, named: Named) 
         bounds = [len(names) * number // count for number in range(count + 1)]
         return [names[start:stop] for start, stop in pairwise(bounds)]
     if isinstance(groups, (str, int)) or not isinstance(groups, Sequence):
-        raise ValueError(f"groups should be a positive integer or a list of list of torch.Tensor, not {groups!r}")
+        # Horovod's words, for 0 too.
+        raise ValueError(
+            f"groups should be a non-negative integer or a list of list of torch.Tensor. Not {groups!r}; leave it "
+            "out to have gradients grouped by size"
+        )
     return _names_of_groups(groups, {param: name for name, param in named})
 
 
@@ -110,7 +127,7 @@ def _names_of_groups(groups: Sequence[Sequence[Tensor]], name_of: dict[Tensor, s
     for number, members in enumerate(groups):
         if not isinstance(members, (list, tuple)):
             raise ValueError(
-                "groups should be a positive integer or a list of list of torch.Tensor: entry "
+                "groups should be a non-negative integer or a list of list of torch.Tensor. Entry "
                 f"{number} is {type(members).__name__}"
             )
         names = []

@@ -168,8 +168,6 @@ class Bucket:
         """Travel in this step with nothing to give; whether averages are to be over the other ranks alone."""
         self.give_up()
         self._presence = (0, int(average_of_active))
-        for slot in self.slots:
-            slot.param.grad = None
 
     def accept(self) -> None:
         """The averages are about to be written: from now on the gradients are the user's to change."""

@@ -302,7 +302,8 @@ class Group:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor's memory as a flat tensor of bytes, without a copy."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    # Not reshape(-1), which keeps the stride of a tensor of one element, whatever that is.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def pieces_of(flat: Tensor, counts: Sequence[int]) -> list[Tensor]:

@@ -15,6 +15,9 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from .codec import BF16Compressor, FP16Compressor, NoneCompressor, PerTensor
+from .codec import Compressor as HorovodCompressor
+
 
 @runtime_checkable
 class Compressor(Protocol):
@@ -69,10 +72,21 @@ class Compression:
 
 
 def check_compression(compression: object) -> Compressor:
-    """The compressor, or a TypeError that lists the ones there are."""
-    if isinstance(compression, Compressor) and not isinstance(compression, type):
-        return compression
+    """The compressor, or a TypeError that lists the ones there are.
+
+    One of Horovod's manner (see `codec`) is brought into this one: a class, or an object of such a class.
+    """
+    if compression is NoneCompressor:
+        return Compression.none
+    if compression is FP16Compressor:
+        return Compression.fp16
+    if compression is BF16Compressor:
+        return Compression.bf16
+    if isinstance(compression, Compressor):
+        in_horovods_manner = isinstance(compression, (type, HorovodCompressor))
+        return PerTensor(compression) if in_horovods_manner else compression
     raise TypeError(
         f"compression={compression!r} is not a compression: use hvd.Compression.none, hvd.Compression.fp16 "
-        "or hvd.Compression.bf16, or an object with compress(buffer) and decompress(wire, out)"
+        "or hvd.Compression.bf16, an object with compress(buffer) and decompress(wire, out), or a class in Horovod's "
+        "manner, with static methods compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx)"
     )

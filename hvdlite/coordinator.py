@@ -14,7 +14,7 @@ Rank 0's end of the connections to all ranks: what they ask goes into the negoti
     ["no", set_id, key, error, words]                        it will not be; ``error`` names a class of `errors`
     ["joined", last_rank]                                    all ranks have called join
     ["end", words]                                           end this process: it waits for what will not come
-    ["over"]                                                 rank 0 has ended by itself
+    ["over", words]                                          rank 0 has ended; the words name who did so first
 
 A connection that closes without a bye is a rank that has gone. The rules are in `negotiation`.
 """
@@ -97,7 +97,7 @@ class Coordinator:
             self._selector.unregister(self._listener)
         for mailbox in self._rank_of:
             with contextlib.suppress(OSError):
-                mailbox.send(["over"])
+                mailbox.send(["over", self._negotiation.first_end])
                 mailbox.end_sending()
         # A socket that is closed with words unread takes back those that the other end has not read yet.
         while self._rank_of and (ready := self._selector.select(_LINGER_S)):

@@ -35,8 +35,11 @@ class MismatchError(HvdliteError):
     """The ranks do not agree on what they are about to do together."""
 
 
-class GradientError(HvdliteError):
-    """Gradients were computed, zeroed or stepped in an order that would lose some of them."""
+class GradientError(HvdliteError, AssertionError):
+    """Gradients were computed, zeroed or stepped in an order that would lose some of them.
+
+    It is an `AssertionError` too, since that is what programs written for Horovod expect here.
+    """
 
 
 class CommunicationError(HvdliteError):

@@ -95,6 +95,11 @@ class Negotiation:
         """Whether nothing can happen by the mere passing of time."""
         return not (self._pending or self._busy)
 
+    @property
+    def first_end(self) -> str:
+        """Which rank has ended first of those that have, and how."""
+        return next(iter(self._ended.values()))
+
     # -- what ranks say
 
     def ask(self, rank: int, ask: Ask, now_s: float) -> None:
@@ -119,6 +124,8 @@ class Negotiation:
             self._end_join(["no", 0, "join", "MismatchError", words])
         elif len(self._joined) == len(self._hosts):
             self._end_join(["joined", rank])
+        elif gone := [rank for rank in self._ended if rank not in self._joined]:
+            self._end_join(["no", 0, "join", *self._words_of_end(gone[0], "join", "join")])
         for pending in list(self._pending.values()):
             self._consider(pending, now_s)
 

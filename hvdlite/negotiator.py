@@ -149,8 +149,8 @@ class Negotiator:
             while True:
                 with contextlib.suppress(TimeoutError):
                     for message in self._mailbox.receive():
-                        if message == ["over"]:
-                            why = f"{self._group.describe_rank(0)} has ended"
+                        if message[0] == "over":
+                            why = message[1]
                         else:
                             self._take(message)
                 now_s = time.monotonic()

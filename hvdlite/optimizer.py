@@ -25,6 +25,7 @@ from .arguments import (
     check_optimizer,
     check_positive_int,
     check_predivide,
+    groups_of,
     names_of_added_group,
 )
 from .collective import Average, Group, ReduceOp
@@ -64,6 +65,8 @@ class DistributedOptimizer(OptimizerProxy):
     ``gradient_predivide_factor``: f scales by 1/f before the sum and by f/size after it; only for
     ``Average``. 1.0 scales by 1/size before the sum.
 
+    ``num_groups``: Horovod's older name for a number of ``groups``.
+
     ``groups``: gradients that travel together: a number of groups of neighbouring parameters, or lists of
     parameters. Others are grouped by size.
 
@@ -89,6 +92,7 @@ class DistributedOptimizer(OptimizerProxy):
         backward_passes_per_step: int = 1,
         op: ReduceOp = Average,
         gradient_predivide_factor: float = 1.0,
+        num_groups: int = 0,
         groups: int | Sequence[Sequence[Tensor]] | None = None,
         sparse_as_dense: bool = False,
         process_set: ProcessSet = global_process_set,
@@ -107,7 +111,7 @@ class DistributedOptimizer(OptimizerProxy):
         )
         check_positive_int(backward_passes_per_step, "backward_passes_per_step")
         named = check_named_parameters(optimizer, named_parameters)
-        named_groups = check_groups(groups, named)
+        named_groups = check_groups(groups_of(num_groups, groups), named)
         if isinstance(process_set, ProcessSet) and not process_set.included():
             group, settings = _alone(process_set), settings.of_bystander()
         else:
@@ -178,8 +182,10 @@ class DistributedOptimizer(OptimizerProxy):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As PyTorch's. A GradientError where gradients are on their way, since they would be lost."""
+        # The first two sentences are Horovod's.
         self._reducer.require_nothing_pending(
-            "zero_grad() was called after backward() and before step() or synchronize(),",
+            "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+            "optimizer.synchronize(). This is prohibited as it can cause a race condition: it came",
             "call step() first, or, to drop them, synchronize(), on every rank. Gradients that are never wanted are "
             "best computed under `with optimizer.no_sync():`, or with the parameters frozen meanwhile",
         )

@@ -167,6 +167,7 @@ class Reducer:
             self.stepped()
             return True
         self._begin_step()
+        self._drop_gradients()
         for bucket in self._layout.buckets:
             bucket.sit_out(average_of_active)
         try:
@@ -175,9 +176,12 @@ class Reducer:
             self._give_back()
         finally:
             self._end_step()
+        self._drop_gradients()
+        return bool(active > 0)
+
+    def _drop_gradients(self) -> None:
         for param in self._layout.slots:
             param.grad = None
-        return bool(active > 0)
 
     def stepped(self) -> None:
         """The optimizer has used the gradients."""
@@ -293,10 +297,12 @@ class Reducer:
 
     def _require_surplus(self, slot: Slot) -> None:
         if not self._is_surplus():
+            # The first two sentences are Horovod's.
             raise GradientError(
-                f"gradients of {slot.name!r} were computed more than backward_passes_per_step="
-                f"{self.backward_passes_per_step} times before step(): to accumulate over several backward "
-                "passes, raise backward_passes_per_step or wrap all but the last in `with optimizer.no_sync():`"
+                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+                "backward_passes_per_step to accumulate gradients locally. (The first: those of "
+                f"{slot.name!r}, with backward_passes_per_step={self.backward_passes_per_step}. Or wrap all backward "
+                "passes but the last in `with optimizer.no_sync():`)"
             )
 
     def _discard(self) -> None:

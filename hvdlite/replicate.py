@@ -45,11 +45,16 @@ def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: Pro
 
 
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int = 0, *, process_set: ProcessSet = global_process_set
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    model: torch.nn.Module | None = None,  # Horovod's, for the step that it takes here
+    *,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Give every rank the root's optimizer state: learning rates, momenta, step counters.
 
-    Takes no step and changes no parameter; an optimizer that has no state yet stays without.
+    Takes no step and changes no parameter; an optimizer that has no state yet stays without. ``model`` is needed for
+    nothing, and may be given as to Horovod.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         # Horovod's words.

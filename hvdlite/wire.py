@@ -82,14 +82,16 @@ class InFlight:
     def _weigh(self) -> None:
         """Make it the average over those that count, where ranks sit out (`join` with average="active")."""
         presence = self._bucket.presence
+        # Without the tail, which is still to be read.
+        gradients = _as_real(self._bucket.buffer[: self._bucket.plan.grad_numel])
         if presence.device.type == "cpu":
             weight = weight_of(presence, self._group.size)
             if weight != 1.0:
-                self._out.mul_(weight)
+                gradients.mul_(weight)
         else:
             # On the device, which is not waited for: multiplying by 1 costs less than to ask.
             weights = self._group.size / presence[0].float().clamp(min=1.0)
-            self._out.mul_(torch.where(presence[1] > 0, weights, torch.ones_like(weights)).to(self._out.dtype))
+            gradients.mul_(torch.where(presence[1] > 0, weights, torch.ones_like(weights)).to(gradients.dtype))
 
 
 def weight_of(presence: Tensor, size: int) -> float:

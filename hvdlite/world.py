@@ -62,12 +62,7 @@ _world: World | None = None
 _generation = itertools.count()
 
 
-def init(
-    comm: Iterable[int] | None = None,
-    process_sets: Iterable[ProcessSet] | str | None = None,
-    *,
-    timeout_s: float | None = None,
-) -> None:
+def init(timeout_s: float | None = None, *, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
     """Find this process's place among the others and connect to them.
 
     Every rank must call it, and each waits for all. Does nothing where it has been called already; after
@@ -80,13 +75,11 @@ def init(
     A plain ``python train.py`` is one rank that needs no network. CUDA tensors travel over NCCL, CPU
     tensors over gloo.
 
-    ``comm``: None, or all ranks; Horovod's way to choose some of them is not served.
+    ``timeout_s``: a collective that another rank does not join for this long raises
+    `CommunicationError`. Unless given, it is ``HVDLITE_GLOO_TIMEOUT_SECONDS``, or 300.
 
     ``process_sets``: those to register at once, equal on all ranks; more can be added at any time, with or without
     Horovod's word for that, ``"dynamic"``.
-
-    ``timeout_s``: a collective that another rank does not join for this long raises
-    `CommunicationError`. Unless given, it is ``HVDLITE_GLOO_TIMEOUT_SECONDS``, or 300.
     """
     global _world  # noqa: PLW0603 - the one module variable that rank(), size() and the rest read
     if _world is not None:
@@ -107,7 +100,6 @@ def init(
         seat = read_seat(os.environ)
         _world = _alone(environment) if seat is None else _connect(seat, timeout, environment)
     try:
-        _check_comm(comm, _world.topology.size)
         for process_set in first_sets:
             _world.sets.add(process_set)
     except BaseException:
@@ -243,14 +235,6 @@ def _check_first_sets(process_sets: Iterable[ProcessSet] | str | None) -> list[P
             )
         found.append(process_set)
     return found
-
-
-def _check_comm(comm: Iterable[int] | None, size: int) -> None:
-    if comm is not None and (not isinstance(comm, Iterable) or sorted(comm) != list(range(size))):
-        raise ValueError(
-            f"hvd.init(comm={comm!r}): the job is all of the {size} ranks that were started, and communicators of "
-            "MPI's are not known here: start fewer, or let some train together as a hvd.ProcessSet"
-        )
 
 
 def _is_child_of_multiprocessing() -> bool:

@@ -107,6 +107,7 @@ class Agents:
                     token=self._token_of(number),  # two of the hosts may share their temporary directory
                     command=self._job.command,
                     in_python=self._job.in_python,
+                    as_horovod=self._job.as_horovod,
                     cwd=self._job.cwd,
                     environment=self._job.environment.here if here else self._job.environment.elsewhere,
                     inherits=not here,

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from . import horovodrun
 from .environment import chosen_environment
 from .errors import LauncherError, UsageError
 from .flags import EXAMPLE, HELP, Parser
@@ -26,7 +27,7 @@ from .ssh import Ssh
 from .version import VERSION
 
 # What is said of the workers of a job, and not of its hosts.
-_OF_WORKERS = ("num_proc", "dry_run", "output_filename", "prefix_output_with_timestamp", "grace")
+_OF_WORKERS = ("num_proc", "dry_run", "output_filename", "prefix_output_with_timestamp", "grace", "horovod")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,8 +61,9 @@ def _run(argv: Sequence[str]) -> int:
 
         return check(job_of(options, command))
     job = job_of(options, command)
+    say_what_has_no_effect(options)
     if options.dry_run:
-        print(_preview(job), end="", flush=True)
+        print(_preview(job, options), end="", flush=True)
         return 0
     if not command:
         raise UsageError(f"no command to run; it follows the flags, such as: {EXAMPLE}")
@@ -86,10 +88,21 @@ def read_flags(flags: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args([*_words_of_config_file(options, parser), *flags])
 
 
+def say_what_has_no_effect(options: argparse.Namespace) -> None:
+    """A line on stderr for each flag of horovodrun's that has nothing to tune here."""
+    for remark in horovodrun.remarks(options):
+        print(f"hvdlite-run: {remark}", file=sys.stderr)
+
+
 def _refuse_beside_check(options: argparse.Namespace) -> None:
+    of_workers = _flags_of_workers()
     for flag in Parser().flags:
-        if flag.dest in _OF_WORKERS and getattr(options, flag.dest) != flag.default:
+        if flag.dest in of_workers and getattr(options, flag.dest) != flag.default:
             raise UsageError(f"--check looks at hosts and starts no workers: leave out {'/'.join(flag.option_strings)}")
+
+
+def _flags_of_workers() -> frozenset[str]:
+    return frozenset(_OF_WORKERS).union(horovodrun.DESTS)
 
 
 def job_of(options: argparse.Namespace, command: Sequence[str]) -> Job:
@@ -101,6 +114,7 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> Job:
         *(host.name for host in hosts),
     }:
         raise UsageError(f"--network-interface: {min(strangers)!r} is none of the hosts")
+    exports = [*(f"{name}={value}" for name, value in horovodrun.variables(options).items()), *options.exports]
     identity_file = options.ssh_identity_file
     if identity_file is not None and not os.path.isfile(identity_file):
         raise UsageError(f"-i: there is no file {identity_file!r}")
@@ -109,7 +123,7 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> Job:
         size=options.num_proc,
         command=tuple(command),
         cwd=_working_directory(),
-        environment=chosen_environment(os.environ, options.exports, inherit=not options.no_env),
+        environment=chosen_environment(os.environ, exports, inherit=not options.no_env),
         grace_s=options.grace,
         start_timeout_s=options.start_timeout,
         ssh=Ssh(
@@ -123,6 +137,7 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> Job:
         verbose=options.verbose,
         timestamps=options.prefix_output_with_timestamp,
         record_dir=options.output_filename,
+        as_horovod=options.horovod,
     )
 
 
@@ -132,7 +147,7 @@ def _words_of_config_file(options: argparse.Namespace, parser: Parser) -> list[s
     # Where workers run is one thing to say, in two ways: either takes the place of the file's.
     where = ("hosts", "hostfile")
     said = any(getattr(options, dest) is not None for dest in where)
-    without = (*(where if said else ()), *(_OF_WORKERS if options.check else ()))
+    without = (*(where if said else ()), *(_flags_of_workers() if options.check else ()))
     return config_words(options.config_file, parser, without=without)
 
 
@@ -148,7 +163,7 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
     raise UsageError(f"how many workers? Say -np N, such as: {EXAMPLE}")
 
 
-def _preview(job: Job) -> str:
+def _preview(job: Job, options: argparse.Namespace) -> str:
     import tempfile  # noqa: PLC0415  # costs 10 ms, needless for a job
 
     here = HostFacts(job_dir("<job>", tempfile.gettempdir()), usable_cores(), loopback_interface())
@@ -163,7 +178,10 @@ def _preview(job: Job) -> str:
             return None
         return replace(here, interface=job.interface_of(host) or here.interface)
 
-    return preview(slots, job.environment, facts_of, job.interface_of)
+    by_flags = {name: job.environment.here[name] for name in horovodrun.variables(options)}
+    if job.as_horovod:
+        by_flags["PYTHONPATH"] = "<where that host has hvdlite's horovod>, and what is in it else"
+    return preview(slots, job.environment, facts_of, job.interface_of, by_flags)
 
 
 def _working_directory() -> str:

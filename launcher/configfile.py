@@ -4,9 +4,11 @@
     hosts: [node1:4, node2:4]      --hosts=node1:4,node2:4
     verbose: true                  --verbose
     environment: {LR: 0.1}         -x=LR=0.1
+    timeline: {filename: t.json}   --timeline-filename=t.json
 
-Every flag of `flags.Parser` is a key, and its value is read as on the command line: a scalar is the text that
-stands in the file, so that no rule of YAML's makes something else of the version 1.10 or the value ``no``.
+Every flag of `flags.Parser` is a key, on its own or in the section that horovodrun has for it. Its value is read as
+on the command line: a scalar is the text that stands in the file, so that no rule of YAML's makes something else of
+the version 1.10 or the value ``no``.
 Whatever is wrong is a `UsageError` that names the file, and the line where there is one. PyYAML takes 20 ms
 to import, so that this module is imported only where a file is named.
 """
@@ -24,9 +26,17 @@ from .userfile import name_file, read_user_file
 
 _MAX_BYTES = 1 << 18
 # One names the file, the others answer a question.
-_NO_KEYS = frozenset({"config-file", "help", "version", "check", "check-build"})
-# Of the file that horovodrun has; they tune what hvdlite does not have.
-_HOROVODS_SECTIONS = ("controller", "params", "autotune", "timeline", "stall_check", "library_options", "logging")
+_NO_KEYS = frozenset({"config-file", "help", "version", "cb", "check", "check-build"})
+# What the names of flags begin with that are keys of a section; in one, `enabled` is the switch of its own name.
+_SECTIONS = {
+    "params": "",
+    "autotune": "autotune-",
+    "timeline": "timeline-",
+    "stall-check": "stall-check-",
+    "library-options": "",
+    "logging": "log-",
+}
+_TRUE = yaml.ScalarNode("tag:yaml.org,2002:str", "true")
 _IMPLICIT_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"}
 
 
@@ -42,25 +52,47 @@ def config_words(path: str, parser: Parser, *, without: Collection[str] = ()) ->
 
 def _words(entries: list[tuple[yaml.Node, yaml.Node]], parser: Parser, without: Collection[str]) -> Iterator[str]:
     flags = {key: flag for key, flag in parser.flags_by_key().items() if key not in _NO_KEYS}
-    sections = [key.value for key, _ in entries if key.value in _HOROVODS_SECTIONS and key.value not in flags]
-    if sections:
-        raise UsageError(f": {', '.join(sections)}: horovodrun's, to tune what hvdlite does not have; take it out")
     lines: dict[str, int] = {}
-    for key, node in entries:
-        line = key.start_mark.line + 1
-        name = key.value.replace("_", "-") if isinstance(key, yaml.ScalarNode) else ""
+    for line, key, name, node in _flat(entries):
         flag = flags.get(name)
         if flag is None:
-            raise UsageError(f", line {line}: unknown key {key.value if name else name!r}; {closest(name, flags)}")
+            raise UsageError(f", line {line}: unknown key {key!r}; {closest(name, flags)}")
         if flag.dest in lines:
-            raise UsageError(f", line {line}: {key.value} is in line {lines[flag.dest]} too; give it once")
+            raise UsageError(f", line {line}: {key} is in line {lines[flag.dest]} too; give it once")
         lines[flag.dest] = line
         try:
             words = parser.words_for(flag, _value(node))
         except UsageError as error:
-            raise UsageError(f", line {line}: {key.value}: {error}") from None
+            raise UsageError(f", line {line}: {key}: {error}") from None
         if flag.dest not in without:
             yield from words
+
+
+def _flat(entries: list[tuple[yaml.Node, yaml.Node]]) -> Iterator[tuple[int, str, str, yaml.Node]]:
+    """Line, key as it stands there, flag's name and value of each; those in horovodrun's sections one by one."""
+    for key, node in entries:
+        line, shown = key.start_mark.line + 1, _shown(key)
+        name = shown.replace("_", "-")
+        if name == "controller":
+            yield line, shown, _controller(node, line), _TRUE
+        elif name not in _SECTIONS or not (isinstance(node, yaml.MappingNode) or _is_nothing(node)):
+            yield line, shown, name, node
+        else:
+            prefix = _SECTIONS[name]
+            for inner_key, inner in node.value or ():
+                inner_name = _shown(inner_key).replace("_", "-").removeprefix(prefix)
+                flag = name if inner_name == "enabled" else prefix + inner_name
+                yield inner_key.start_mark.line + 1, f"{shown}: {_shown(inner_key)}", flag, inner
+
+
+def _controller(node: yaml.Node, line: int) -> str:
+    if isinstance(node, yaml.ScalarNode) and node.value.lower() in ("gloo", "mpi", "jsrun"):
+        return str(node.value.lower())
+    raise UsageError(f", line {line}: controller: it is gloo, mpi or jsrun")
+
+
+def _shown(key: yaml.Node) -> str:
+    return str(key.value) if isinstance(key, yaml.ScalarNode) else ""
 
 
 def _entries(data: bytes) -> list[tuple[yaml.Node, yaml.Node]]:
@@ -76,7 +108,7 @@ def _entries(data: bytes) -> list[tuple[yaml.Node, yaml.Node]]:
         raise UsageError(f": not YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
         raise UsageError(": nested too deep for a file of flags") from None
-    if root is None or (isinstance(root, yaml.ScalarNode) and _is_nothing(root)):
+    if root is None or _is_nothing(root):
         return []
     if not isinstance(root, yaml.MappingNode):
         raise UsageError(": it must be lines of flags and values, such as num-proc: 4")
@@ -106,8 +138,8 @@ def _text(node: yaml.Node) -> str | None:
     return None if _is_nothing(node) else str(node.value)
 
 
-def _is_nothing(node: yaml.ScalarNode) -> bool:
-    return node.style is None and node.value.lower() in ("", "~", "null")
+def _is_nothing(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.style is None and node.value.lower() in ("", "~", "null")
 
 
 def _fits_on_a_command_line(text: str) -> bool:

@@ -16,7 +16,7 @@ import threading
 from dataclasses import replace
 from typing import BinaryIO
 
-from .cli import job_of, read_flags
+from .cli import job_of, read_flags, say_what_has_no_effect
 from .errand import WORKER, Delivery, Order, put_call, take_returns
 from .errors import LauncherError, UsageError
 from .launch import launch
@@ -57,7 +57,9 @@ def _deliver(order: Order) -> Delivery:
         options = read_flags(order.flags)
         if options.dry_run:  # in a config file, it is
             raise UsageError("dry-run starts nothing that could return")
-        outcome = launch(replace(job_of(options, WORKER), in_python=True), store)
+        job = job_of(options, WORKER)
+        say_what_has_no_effect(options)
+        outcome = launch(replace(job, in_python=True), store)
     except (LauncherError, OSError) as error:
         return Delivery(getattr(error, "exit_code", 1), str(error))
     return Delivery(outcome.exit_code, outcome.report, outcome.rank, take_returns(store))

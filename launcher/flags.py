@@ -1,6 +1,7 @@
 """The flags of hvdlite-run: their names, how the value of each is read, and the help.
 
-Whatever is wrong with them is a `UsageError`. What they make happen is in `cli` and what that calls.
+Those that only tune what runs are in `horovodrun`. Whatever is wrong with one is a `UsageError`. What they make
+happen is in `cli` and what that calls.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
+from . import horovodrun
 from .errors import UsageError
 
 # Written by hand: argparse words it differently from one Python to the next.
-HELP = """\
+HELP = f"""\
 usage: hvdlite-run [-np N] [-H HOSTS | --hostfile FILE] [FLAG ...] [--] COMMAND [ARGUMENT ...]
        hvdlite-run --check [-H HOSTS | --hostfile FILE] [FLAG ...]
 
@@ -28,7 +30,7 @@ its last words are shown again, and its exit code is hvdlite-run's.
   -hostfile, --hostfile FILE
                         the same from a file, a line for each host: node1 slots=4
   --dry-run             print which rank would run where, with the variables set for it, and start nothing
-  --check, --check-build
+  -cb, --check, --check-build
                         run nothing; print a table of Python, torch, CUDA, NCCL, GPUs and hvdlite on each host, of how
                         long a round trip takes between each two, and what to do where something is amiss
   --output-filename DIR
@@ -51,9 +53,10 @@ its last words are shown again, and its exit code is hvdlite-run's.
   --grace SECONDS       how long workers may take to end after SIGTERM or Ctrl-C before they are killed (3)
   --config-file FILE    flags from a YAML file, a line for each: num-proc: 4. Those given here win
   --verbose             say what is done: which rank runs where, its pid, signals sent
-  --version             print the version
+  -v, --version         print the version
   -h, --help            print this
 
+{horovodrun.HELP}
 Standard input reaches rank 0. Flags after COMMAND are its own. For example:
 
   hvdlite-run -np 4 python train.py --epochs 10
@@ -72,7 +75,7 @@ Value = str | list[str | None] | Mapping[str, str | None] | None
 
 
 class Parser(argparse.ArgumentParser):
-    """Every flag; a new one is added here and in `HELP`, and nowhere else."""
+    """Every flag; a new one is added here and in `HELP`, or in `horovodrun`, and nowhere else."""
 
     def __init__(self) -> None:
         super().__init__(prog="hvdlite-run", add_help=False, allow_abbrev=False)
@@ -80,7 +83,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-H", "--hosts")
         self.add_argument("-hostfile", "--hostfile")
         self.add_argument("--dry-run", action="store_true")
-        self.add_argument("--check", "--check-build", action="store_true")
+        self.add_argument("-cb", "--check", "--check-build", action="store_true")
         self.add_argument("--output-filename")
         self.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true")
         self.add_argument("-x", action="append", default=[], dest="exports")
@@ -95,8 +98,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--grace", type=_seconds, default=_GRACE_S)
         self.add_argument("--config-file")
         self.add_argument("--verbose", action="store_true")
-        self.add_argument("--version", action="store_true")
+        self.add_argument("-v", "--version", action="store_true")
         self.add_argument("-h", "--help", action="store_true")
+        self.add_argument("--horovod", action="store_true")
+        horovodrun.add_flags(self)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message.removeprefix("argument "))
@@ -107,10 +112,10 @@ class Parser(argparse.ArgumentParser):
 
     def split_command(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
         """The launcher's own flags, and the command: from the first word that is no flag, or after ``--``."""
-        with_value = {name for flag in self.flags if flag.nargs != 0 for name in flag.option_strings}
+        values = {name: _count_values(flag) for flag in self.flags for name in flag.option_strings}
         i = 0
         while i < len(argv) and argv[i].startswith("-") and argv[i] != "--":
-            i += 2 if argv[i] in with_value else 1
+            i += 1 + values.get(argv[i], 0)
         flags, command = list(argv[:i]), list(argv[i:])
         return flags, command[1:] if command[:1] == ["--"] else command
 
@@ -124,12 +129,17 @@ class Parser(argparse.ArgumentParser):
 
     def words_for(self, flag: argparse.Action, value: Value) -> list[str]:
         """The words of a command line that say ``value`` of ``flag``; a `UsageError` does not name the flag."""
-        words = _words_that_say(flag, value)
+        words = _words_that_say(flag, value, self._opposite(flag))
         try:
             self.parse_args(words)
         except UsageError as error:
             raise UsageError(str(error).removeprefix("/".join(flag.option_strings) + ": ")) from None
         return words
+
+    def _opposite(self, switch: argparse.Action) -> argparse.Action | None:
+        """The switch that says the contrary; where there is none, not to give it does."""
+        same = (flag for flag in self.flags if flag.nargs == 0 and flag.dest == switch.dest)
+        return next((flag for flag in same if flag.const != switch.const), None)
 
     def unknown_flag(self, flag: str) -> UsageError:
         name = flag.partition("=")[0]
@@ -137,7 +147,11 @@ class Parser(argparse.ArgumentParser):
         return UsageError(f"unknown flag {name}; {closest(name, known)}")
 
 
-def _words_that_say(flag: argparse.Action, value: Value) -> list[str]:
+def _count_values(flag: argparse.Action) -> int:
+    return flag.nargs if isinstance(flag.nargs, int) else 1
+
+
+def _words_that_say(flag: argparse.Action, value: Value, opposite: argparse.Action | None) -> list[str]:
     option = flag.option_strings[-1]
     repeated = isinstance(flag, argparse._AppendAction)
     if isinstance(value, Mapping) and repeated:
@@ -145,13 +159,16 @@ def _words_that_say(flag: argparse.Action, value: Value) -> list[str]:
             raise UsageError("a name has no = in it")
         return [f"{option}={name}" if text is None else f"{option}={name}={text}" for name, text in value.items()]
     values: Sequence[Value] = [value]
-    if isinstance(value, list) and (repeated or flag.dest in _COMMA_SEPARATED):
+    if isinstance(value, list) and (repeated or flag.dest in _COMMA_SEPARATED or _count_values(flag) > 1):
         values = value
     texts = [_single(each) for each in values]
     if flag.nargs == 0:
         if texts[0].lower() not in _SWITCH:
             raise UsageError(f"{texts[0]!r} is neither true nor false")
-        return [option] if _SWITCH[texts[0].lower()] else []
+        contrary = [] if opposite is None else [opposite.option_strings[-1]]
+        return [option] if _SWITCH[texts[0].lower()] else contrary
+    if _count_values(flag) > 1:
+        return [option, *texts]
     return [f"{option}={text}" for text in (texts if repeated else [",".join(texts)])]
 
 

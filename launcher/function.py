@@ -20,7 +20,7 @@ from .flags import Parser, Value, closest
 from .report import signal_name
 
 # They start nothing that could return.
-_NO_ARGUMENTS = frozenset({"dry-run", "check", "check-build", "help", "version"})
+_NO_ARGUMENTS = frozenset({"dry-run", "cb", "check", "check-build", "help", "version"})
 
 Returned = TypeVar("Returned")
 

@@ -16,7 +16,7 @@ class Job:
 
     ``in_python``: the command is words for the Python of each host's agent. ``interfaces`` are by the hosts' labels;
     that of "" is for all others. ``timestamps`` begin each line on the screen; ``record_dir`` is where each worker's
-    output goes too.
+    output goes too. ``as_horovod``: workers find hvdlite where they import horovod.
     """
 
     hosts: tuple[Host, ...]
@@ -32,6 +32,7 @@ class Job:
     timestamps: bool = False
     record_dir: str | None = None
     in_python: bool = False
+    as_horovod: bool = False
 
     def interface_of(self, host: Host) -> str | None:
         """The network interface that the user wants there; None leaves it to the host's routes."""

@@ -189,7 +189,8 @@ class Greet:
 class StartJob:
     """Start this host's workers: one command, in one environment but for each rank's own variables.
 
-    ``in_python``: the command is words for the Python that the agent runs in.
+    ``in_python``: the command is words for the Python that the agent runs in. ``as_horovod``: Pythons find hvdlite
+    where they import horovod.
     ``inherits``: variables of the agent's own that are not in ``environment`` are theirs too. ``peers`` are
     addresses of the job's other hosts.
     """
@@ -201,6 +202,7 @@ class StartJob:
     inherits: bool
     peers: tuple[str, ...]
     in_python: bool
+    as_horovod: bool
     workers: Mapping[int, Mapping[str, str]]
 
 

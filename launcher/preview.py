@@ -5,7 +5,7 @@ Of a worker's environment it shows what hvdlite-run itself sets; what the user h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .environment import Environment
 from .hosts import Host
@@ -17,10 +17,11 @@ def preview(
     environment: Environment,
     facts_of: Callable[[Host], HostFacts | None],
     interface_of: Callable[[Host], str | None] = lambda _: None,
+    by_flags: Mapping[str, str] | None = None,
 ) -> str:
     """A paragraph for each rank. ``facts_of`` a host are None where only the host itself knows them.
 
-    ``interface_of`` a host is what the user wants there.
+    ``interface_of`` a host is what the user wants there; ``by_flags`` are variables that flags set for all.
     """
     hosts = {slot.host for slot in slots}
     first = slots[0].host
@@ -32,7 +33,7 @@ def preview(
         given = environment.here if slot.host.is_here else environment.elsewhere
         facts = facts_of(slot.host)
         interface = interface_of(slot.host) or "<towards the others>"
-        variables = variables_set(given, own, facts or HostFacts("<its own>", 1, interface))
+        variables = variables_set(given, own, facts or HostFacts("<its own>", 1, interface)) | dict(by_flags or {})
         if facts is None and "OMP_NUM_THREADS" not in given:
             variables["OMP_NUM_THREADS"] = f"<its cores / {slot.local_size}>"
         place = (

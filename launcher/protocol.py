@@ -129,6 +129,7 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
             "inherits": _bool,
             "peers": _strs,
             "in_python": _bool,
+            "as_horovod": _bool,
             "workers": _environments,
         },
     ),

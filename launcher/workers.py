@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -44,6 +45,9 @@ def start_workers(job: StartJob, job_dir: str, interface: str | None) -> Iterato
     given = {**os.environ, **job.environment} if job.inherits else job.environment
     host = HostFacts(job_dir=job_dir, cores=usable_cores(), interface=interface)
     command = (sys.executable, *job.command) if job.in_python else job.command
+    if job.as_horovod:
+        path = filter(None, [_directory_of_horovod(), given.get("PYTHONPATH")])
+        given = {**given, "PYTHONPATH": os.pathsep.join(path)}
     set_up = tree.dying_with_parent()
     for rank, own in job.workers.items():
         environment = {**given, **variables_set(given, own, host)}
@@ -64,6 +68,22 @@ def start_workers(job: StartJob, job_dir: str, interface: str | None) -> Iterato
         assert process.stdout is not None
         assert process.stderr is not None
         yield Worker(rank, process, {"stdout": process.stdout, "stderr": process.stderr})
+
+
+def _directory_of_horovod() -> str:
+    """Where any Python finds a `horovod` that makes way for `hvdlite.horovod`.
+
+    By an environment variable and not by the command, so that a shell script, or a program that starts others, will do.
+    """
+    # It is only looked for: importing it would import torch.
+    spec = importlib.util.find_spec("hvdlite")
+    for directory in (spec and spec.submodule_search_locations) or ():
+        path = os.path.join(directory, "horovod", "path")
+        if os.path.isdir(path):
+            return path
+    raise CannotStartError(
+        Refused(f"--horovod: {sys.executable} has no hvdlite that has one; install the same hvdlite there", 1)
+    )
 
 
 def capacity_bytes(pipe: IO[bytes]) -> int:

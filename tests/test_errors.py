@@ -52,9 +52,9 @@ CONSTRUCTION_ERRORS = [
     ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "not supported with op != Average"),
     ({"gradient_predivide_factor": 0.0}, "not a positive number"),
     ({"op": 7}, "op=7"),
-    ({"groups": 0}, "groups should be a positive integer"),
-    ({"groups": "all"}, "groups should be a positive integer"),
-    ({"groups": [weight()]}, "entry 0 is Parameter"),
+    ({"groups": 0}, "groups should be a non-negative integer or a list of list of torch.Tensor."),
+    ({"groups": "all"}, "groups should be a non-negative integer or a list of list of torch.Tensor."),
+    ({"groups": [weight()]}, "Entry 0 is Parameter"),
     ({"groups": [["w"]]}, "groups must consist of torch.Tensor"),
     ({"groups": [[weight(3)]]}, "not a parameter of the optimizer"),
     ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
@@ -199,7 +199,10 @@ def test_zero_grad_while_gradients_are_in_flight_is_an_error_and_the_step_still_
         param = weight()
         optimizer = wrap(group, [param])
         (param.sum() * (1 + group.rank)).backward()
-        with pytest.raises(hvd.GradientError, match=r"zero_grad.*before step.*param_groups"):
+        with pytest.raises(
+            hvd.GradientError,
+            match=r"optimizer.zero_grad\(\) was called after loss.backward\(\) but before.*param_groups",
+        ):
             optimizer.zero_grad()
         optimizer.step()
         optimizer.zero_grad()

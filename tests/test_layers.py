@@ -14,12 +14,12 @@ import hvdlite
 
 LIBRARY = [
     "errors", "environment", "log", "launch", "client", "call", "store", "topology", "address", "nodelist",
-    "neighbours", "pmi", "pmix", "rendezvous", "plan", "bucket", "compression", "engine", "collective", "handle",
-    "request", "conductor", "in_order", "mailbox", "mismatch", "negotiation", "coordinator", "negotiator", "connect",
-    "process_set", "registry",
-    "farewell", "world", "fusion", "adasum", "reduction", "submission", "combining", "moving", "asynchronous",
-    "gradients", "operations", "replicate", "sparse", "layout", "wire", "reducer", "arguments", "proxy",
-    "optimizer", "moments", "batch_norm", "links", "__init__",
+    "neighbours", "pmi", "pmix", "rendezvous", "plan", "bucket", "codec", "compression", "engine", "collective",
+    "handle", "request", "conductor", "in_order", "mailbox", "mismatch", "negotiation", "coordinator", "negotiator",
+    "connect", "process_set", "registry", "farewell", "world", "fusion", "adasum", "reduction", "submission",
+    "combining", "join", "moving",
+    "asynchronous", "gradients", "operations", "replicate", "sparse", "layout", "wire", "reducer", "arguments",
+    "proxy", "optimizer", "moments", "batch_norm", "links", "communicator", "__init__", "torch",
 ]  # fmt: skip
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]
 
@@ -59,7 +59,13 @@ def test_a_module_of_the_library_imports_only_what_stands_before_it(module):
 
 def test_the_order_that_the_library_states_is_the_tested_one():
     stated = hvdlite.__doc__.split("stand before them:" if "stand before them:" in hvdlite.__doc__ else "before them:")
-    assert stated[1].partition("\n\nNone")[0].replace("<", " ").split() == LIBRARY[:-1]
+    assert stated[1].partition("\n\nNone")[0].replace("<", " ").split() == LIBRARY[: LIBRARY.index("__init__")]
+
+
+def test_the_shim_imports_what_hvdlite_has_and_torch():
+    for path in Path(hvdlite.__file__).with_name("horovod").rglob("*.py"):
+        foreign = foreign_imports(ast.parse(path.read_text()))
+        assert foreign <= {"torch", "hvdlite"} | sys.stdlib_module_names, path
 
 
 def test_the_library_imports_torch_and_the_standard_library_alone():

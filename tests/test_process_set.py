@@ -318,7 +318,6 @@ def test_init_registers_sets_and_shutdown_forgets_them():
         ({"process_sets": [[0]]}, "entry number 0"),
         ({"process_sets": "static"}, "neither a list"),
         ({"process_sets": hvd.ProcessSet([0])}, "neither a list"),
-        ({"comm": [0, 1]}, "the job is all of the 1 ranks"),
     ],
 )
 def test_an_init_that_fails_leaves_nothing_initialized(arguments, words):

@@ -21,9 +21,9 @@ def test_every_public_function_and_class_has_a_docstring_of_its_own():
 
 def test_the_optimizers_arguments_are_horovods_in_horovods_order():
     names = list(inspect.signature(hvd.DistributedOptimizer).parameters)
-    assert names[:9] == [
+    assert names[:10] == [
         "optimizer", "named_parameters", "compression", "backward_passes_per_step", "op",
-        "gradient_predivide_factor", "groups", "sparse_as_dense", "process_set",
+        "gradient_predivide_factor", "num_groups", "groups", "sparse_as_dense", "process_set",
     ]  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 import argparse
 
 import pytest
-from hvdlite_launcher import cli
+from hvdlite_launcher import cli, horovodrun
 from hvdlite_launcher.configfile import config_words
 from hvdlite_launcher.errors import UsageError
 from hvdlite_launcher.flags import Parser
@@ -77,8 +77,11 @@ def test_a_file_says_the_same_as_the_flags(write):
 @pytest.mark.parametrize("flag", Parser().flags, ids=lambda flag: flag.option_strings[-1])
 def test_every_flag_is_a_key_but_those_that_answer_a_question(flag, write):
     key = flag.option_strings[-1].lstrip("-")
-    value = "true" if flag.nargs == 0 else "7"
-    if key in ("help", "version", "config-file", "check-build"):
+    value = "true" if flag.nargs == 0 else {"log-level": "INFO", "autotune-gaussian-process-noise": "1"}.get(key, "7")
+    if any(isinstance(row, horovodrun.Refused) and f"--{key}" in row.names for row in horovodrun.ROWS):
+        with pytest.raises(UsageError, match=f"line 1: {key}: elastic training is not there"):
+            config_words(write(f"{key}: {[value] * flag.nargs if flag.nargs else value}"), Parser())
+    elif key in ("help", "version", "config-file", "check-build"):
         with pytest.raises(UsageError, match=f"unknown key '{key}'"):
             config_words(write(f"{key}: {value}"), Parser())
     else:
@@ -110,6 +113,43 @@ def test_every_flag_is_a_key_but_those_that_answer_a_question(flag, write):
 def test_values_are_the_text_that_stands_there(content, words, write):
     assert config_words(write(content), Parser()) == words
     parsed(*words)
+
+
+HOROVODS = """\
+controller: mpi
+params:
+  fusion_threshold_mb: 32
+  cycle_time_ms: 10
+  hierarchical_allreduce: false
+autotune:
+  enabled: true
+  log_file: log.txt
+  gaussian_process_noise: 0.9
+timeline: {filename: /tmp/t.json, mark_cycles: true}
+stall_check:
+  enabled: false
+  warning_time_seconds: 120
+  shutdown_time_seconds: 240
+library_options: {mpi_threads_disable: true, num_nccl_streams: 2}
+logging:
+  level: INFO
+  hide_timestamp: true
+"""
+
+
+def test_a_file_of_horovodruns_says_in_its_sections_what_the_flags_say(write):
+    assert parsed(*config_words(write(HOROVODS), Parser())) == parsed(
+        *("--mpi", "--fusion-threshold-mb", "32", "--cycle-time-ms", "10", "--autotune"),
+        *("--autotune-log-file", "log.txt", "--autotune-gaussian-process-noise", "0.9"),
+        *("--timeline-filename", "/tmp/t.json", "--timeline-mark-cycles", "--no-stall-check"),
+        *("--stall-check-warning-time-seconds", "120", "--stall-check-shutdown-time-seconds", "240"),
+        *("--mpi-threads-disable", "--num-nccl-streams", "2", "--log-level", "INFO", "--log-hide-timestamp"),
+    )
+
+
+def test_a_switch_that_is_false_is_the_contrary_switch_where_there_is_one(write):
+    content = "no-stall-check: false\nlogging: {hide_timestamp: false}\nparams:\nautotune: false\n"
+    assert config_words(write(content), Parser()) == ["--stall-check", "--no-log-hide-timestamp"]
 
 
 @pytest.mark.parametrize("config_file_first", [True, False])
@@ -166,10 +206,14 @@ def test_hosts_on_the_command_line_take_the_place_of_the_files_whichever_way_eit
         ("- num-proc", ": it must be lines of flags and values, such as num-proc: 4"),
         ("num-proc=4", ": it must be lines of flags and values"),
         ("#" * (1 << 19), ": too long for a file of flags"),
-        (
-            "controller: {}\nnum-proc: 2\nparams: {a: {b: 1}}\nlogging: 1",
-            ": controller, params, logging: horovodrun's, to tune what hvdlite does not have; take it out",
-        ),
+        ("controller: {}", ", line 1: controller: it is gloo, mpi or jsrun"),
+        ("logging: 1", ", line 1: unknown key 'logging'; "),
+        ("params: [1]", ", line 1: unknown key 'params'; "),
+        ("params:\n  cycle_time_ms: -1", ", line 2: params: cycle_time_ms: cycle_time_ms=-1 must be >= 0"),
+        ("timeline:\n  file: x", ", line 2: unknown key 'timeline: file'; "),
+        ("timeline: {[a]: x}", ", line 1: unknown key 'timeline: '; "),
+        ("stall_check: {enabled: maybe}", ", line 1: stall_check: enabled: 'maybe' is neither true nor false"),
+        ("log_level: INFO\nlogging: {level: INFO}", ", line 2: logging: level is in line 1 too; give it once"),
     ],
 )
 def test_what_is_wrong_is_one_line_that_names_the_file_and_the_place(content, said, write, capsys):

@@ -60,6 +60,7 @@ MESSAGES = st.one_of(
         st.booleans(),
         st.lists(WORDS).map(tuple),
         st.booleans(),
+        st.booleans(),
         st.dictionaries(RANKS, ENVIRONMENTS, max_size=3),
     ),
 )

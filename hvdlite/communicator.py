@@ -1,0 +1,30 @@
+"""
+What Horovod's `init` takes as its first argument: the ranks that train together, as MPI programs name them.
+
+hvdlite finds the ranks by itself (see `world`). Here is only said whether a program means the same ones.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def check_comm(comm: Any, size: int) -> None:
+    """Raise a ValueError unless ``comm`` stands for all ``size`` ranks: None, [], a list of all, mpi4py's world."""
+    if comm is None:
+        return
+    if hasattr(comm, "Get_size"):
+        if comm.Get_size() != size:
+            raise ValueError(
+                f"hvd.init(comm={comm!r}): that communicator has {comm.Get_size()} ranks and the job has {size}. "
+                "Start the program with mpirun or srun if MPI is to place its ranks; hvd.init() alone takes all of them"
+            )
+        return
+    if not (isinstance(comm, (list, tuple)) and all(isinstance(rank, int) for rank in comm)):
+        raise ValueError(f"hvd.init(comm={comm!r}): not a list of ranks, nor a communicator of mpi4py's")
+    if comm and list(comm) != list(range(size)):
+        raise ValueError(
+            f"hvd.init(comm={list(comm)}): the job has the ranks 0 to {size - 1}, and all of them are initialised, in "
+            "this order. For some of them call hvd.init(process_sets=[hvd.ProcessSet([...])]) on every rank, and give "
+            "that set to the optimizer and to the collectives as process_set"
+        )

@@ -1,0 +1,5 @@
+"""`horovod.torch.optimizer`."""
+
+from hvdlite.torch import DistributedOptimizer
+
+__all__ = ["DistributedOptimizer"]

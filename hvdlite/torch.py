@@ -1,0 +1,117 @@
+"""
+hvdlite under the names of `horovod.torch`: change the import, and nothing else.
+
+    import hvdlite.torch as hvd
+
+What is here comes from `hvdlite`, but for what Horovod has otherwise: `init` takes ``comm``, and the compressions are
+classes whose methods take one tensor. Inside this package ``import torch`` is PyTorch, as anywhere else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from . import (
+    Average,
+    DistributedOptimizer,
+    ProcessSet,
+    Sum,
+    SyncBatchNorm,
+    add_process_set,
+    allgather,
+    allgather_object,
+    allreduce,
+    barrier,
+    broadcast,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    cross_rank,
+    cross_size,
+    global_process_set,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    remove_process_set,
+    run,
+    shutdown,
+    size,
+    world,
+)
+from .codec import Compression
+from .communicator import check_comm
+from .errors import HvdliteError
+from .topology import read_seat
+
+# Whatever goes wrong between the ranks is one of these, and is caught under Horovod's name.
+HorovodInternalError = HvdliteError
+
+__all__ = [
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "HorovodInternalError",
+    "ProcessSet",
+    "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "check_extension",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "rank",
+    "remove_process_set",
+    "run",
+    "shutdown",
+    "size",
+]
+
+
+def init(
+    comm: Any = None,
+    process_sets: Iterable[ProcessSet] | str | None = None,
+    *,
+    timeout_s: float | None = None,
+) -> None:
+    """`hvdlite.init`, with Horovod's first argument.
+
+    ``comm``: None, the list of all ranks, or mpi4py's COMM_WORLD; all of these mean every rank of the job. For fewer
+    there are process sets: a ValueError says so.
+    """
+    if not world.is_initialized():
+        check_comm(comm, _size_to_be())
+    world.init(timeout_s, process_sets=process_sets)
+
+
+def check_extension(*_: object) -> None:
+    """Nothing to check: there is no extension that could be missing."""
+
+
+def _size_to_be() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    seat = read_seat(os.environ)
+    return 1 if seat is None else seat.size
+
+
+def __getattr__(name: str) -> NoReturn:
+    if name == "elastic":
+        raise AttributeError("hvd.elastic: elastic training is not in hvdlite yet; checkpoint, and start the job anew")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,336 @@
+"""Under the shim `import horovod` is hvdlite, and a program runs as Python itself would run it."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from horovod_names import MODULES
+
+import hvdlite.horovod
+import hvdlite.torch
+from hvdlite.horovod.finder import CHILDREN_PATH, Finder
+
+
+@pytest.fixture
+def shim(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The shim is installed for one test."""
+    monkeypatch.setenv("PYTHONPATH", "somewhere")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    hvdlite.horovod.install()
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("shim")
+def test_every_module_that_programs_import_is_there_with_what_they_import_from_it():
+    for name in MODULES:
+        module = importlib.import_module(name)
+        assert module is sys.modules[f"hvdlite.{name}"]
+        assert module.__spec__.name == f"hvdlite.{name}", "reloading and relative imports go by it"
+
+
+@pytest.mark.usefixtures("shim")
+def test_horovod_is_hvdlite_in_every_form_of_import():
+    import horovod  # noqa: PLC0415
+    import horovod.torch as hvd  # noqa: PLC0415
+    from horovod import torch as from_package  # noqa: PLC0415
+    from horovod.torch import DistributedOptimizer, mpi_ops  # noqa: PLC0415
+
+    assert horovod.torch is hvd is from_package
+    assert DistributedOptimizer is hvdlite.torch.DistributedOptimizer
+    assert hvd.__all__ == hvdlite.torch.__all__
+    assert mpi_ops.rank is hvdlite.torch.rank
+    assert pickle.loads(pickle.dumps(hvd.allreduce)) is hvdlite.torch.allreduce
+    assert tuple(map(int, horovod.__version__.partition("+")[0].split("."))) >= (0, 28, 1)
+    assert importlib.util.find_spec("horovod.torch") is not None
+
+
+@pytest.mark.usefixtures("shim")
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("import horovod.tensorflow", "horovod.tensorflow: hvdlite is for PyTorch"),
+        ("import horovod.tensorflow.keras", "horovod.tensorflow: hvdlite is for PyTorch"),
+        ("from horovod import keras", "horovod.keras: hvdlite is for PyTorch"),
+        ("import horovod.mxnet", "horovod.mxnet: hvdlite is for PyTorch"),
+        ("import horovod.spark", "horovod.spark: hvdlite is for PyTorch, started by hvdlite-run"),
+        ("import horovod.ray", "horovod.ray: hvdlite is for PyTorch, started by hvdlite-run"),
+        ("import horovod.torch.elastic", "elastic training is not in hvdlite yet"),
+        ("from horovod.torch import elastic", "elastic training is not in hvdlite yet"),
+        ("import horovod.torch.nothing", "horovod.torch.nothing: hvdlite has no such module of Horovod's"),
+    ],
+)
+def test_what_is_not_there_says_why(program, words):
+    with pytest.raises(ModuleNotFoundError, match=words):
+        exec(program)
+
+
+@pytest.mark.usefixtures("shim")
+def test_children_find_it_before_any_other_and_after_the_programs_own_directory():
+    assert sys.path[1] == CHILDREN_PATH
+    assert os.environ["PYTHONPATH"].split(os.pathsep) == [CHILDREN_PATH, "somewhere"]
+    assert os.listdir(CHILDREN_PATH) == ["horovod"], "whatever else lay there would be found too"
+    hvdlite.horovod.install()
+    assert sum(isinstance(finder, Finder) for finder in sys.meta_path) == 1
+    assert sys.path.count(CHILDREN_PATH) == 1
+
+
+def test_nothing_named_horovod_is_there_without_the_shim():
+    assert not any(isinstance(finder, Finder) for finder in sys.meta_path)
+    assert "horovod" not in sys.modules
+    assert CHILDREN_PATH not in sys.path
+
+
+def test_a_horovod_that_is_imported_already_is_not_replaced(monkeypatch):
+    other = types.ModuleType("horovod")
+    other.__file__ = "/somewhere/horovod/__init__.py"
+    monkeypatch.setitem(sys.modules, "horovod", other)
+    with pytest.raises(RuntimeError, match=r"imported from /somewhere/horovod/__init__.py already"):
+        hvdlite.horovod.install()
+
+
+# -- horovod.run
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """What `hvdlite.run` is called with."""
+    calls: list[dict[str, object]] = []
+
+    def run(*args: object, **flags: object) -> list[int]:
+        calls.append({"args": args, **{name: value for name, value in flags.items() if value is not None}})
+        return [7]
+
+    monkeypatch.setattr(hvdlite, "run", run)
+    return calls
+
+
+def test_run_hands_on_what_it_is_given_by_place_or_name(called, capsys):
+    run = hvdlite.horovod.run
+    assert run(len, ("ab",), {"c": 1}, 2, hosts="a:1,b:1", ssh_port=22, verbose=2, use_gloo=True) == [7]
+    assert called[-1] == {
+        "args": (len, ("ab",), {"c": 1}),
+        "np": 2,
+        "hosts": "a:1,b:1",
+        "ssh_port": 22,
+        "verbose": True,
+    }
+    run(len, np=3, network_interfaces=["eth0", "eth1"], output_filename="d", start_timeout=9)
+    assert called[-1] == {
+        "args": (len, (), None), "np": 3, "network_interface": "eth0,eth1", "output_filename": "d", "start_timeout": 9,
+    }  # fmt: skip
+    run(len)
+    assert called[-1] == {"args": (len, (), None), "np": 1}
+    run(len, hostfile="f")
+    assert called[-1] == {"args": (len, (), None), "hostfile": "f"}
+    assert capsys.readouterr().err == ""
+
+
+def test_run_says_of_what_has_no_meaning_why(called, capsys):
+    hvdlite.horovod.run(len, np=1, use_mpi=True, disable_cache=True)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "hvdlite: horovod.run(disable_cache=...) has no meaning here: "
+        "nothing about hosts is kept from one job to the next",
+        "hvdlite: horovod.run(use_mpi=...) has no meaning here: workers are started over ssh, without MPI",
+    ]
+    assert len(called) == 1
+
+
+@pytest.mark.parametrize(
+    "argument", ["min_np", "max_np", "min_num_proc", "slots", "reset_limit", "host_discovery_script", "cooldown_range"]
+)
+def test_run_refuses_what_is_of_elastic_training(called, argument):
+    with pytest.raises(ValueError, match=rf"horovod.run\({argument}=3\): elastic training is not in hvdlite yet"):
+        hvdlite.horovod.run(len, np=2, **{argument: 3})
+    assert not called
+
+
+def test_run_refuses_another_python_and_two_numbers_of_workers(called):
+    with pytest.raises(ValueError, match="workers run in the Python that calls it"):
+        hvdlite.horovod.run(len, np=2, executable="/opt/python")
+    with pytest.raises(ValueError, match="num_proc and np say the same"):
+        hvdlite.horovod.run(len, num_proc=2, np=2)
+    assert not called
+
+
+# -- programs
+
+
+def python(*words: str, cwd: Path, **options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+SHIM = ("-m", "hvdlite.horovod")
+
+SELF = """
+import sys, types
+print(sys.argv, __name__, globals().get("__file__"), repr(sys.path[0]), __package__, __spec__ and __spec__.name)
+print(sys.modules["__main__"].__dict__ is globals(), sorted(globals()), isinstance(__builtins__, types.ModuleType))
+"""
+
+FAILING = """
+def inner():
+    raise ValueError("the program's own")
+try:
+    1 / 0
+except ZeroDivisionError:
+    inner()
+"""
+
+# Programs, by what is said to Python: each runs as if there were no shim.
+AS_WITHOUT = {
+    "script": (["program.py", "-x", "a b"], SELF),
+    "script elsewhere": (["sub/program.py", "-m"], SELF),
+    "module": (["-m", "program", "--flag"], SELF),
+    "module of a package": (["-m", "sub.program", "x"], SELF),
+    "package": (["-m", "sub", "x"], SELF),
+    "directory": (["sub", "x"], SELF),
+    "code": (["-c", SELF, "x", "y"], ""),
+    "script that fails": (["program.py"], FAILING),
+    "code that fails": (["-c", FAILING], ""),
+    "exit code": (["program.py"], "import sys; sys.exit(7)"),
+    "exit words": (["program.py"], "raise SystemExit('told why')"),
+    "interrupted": (["program.py"], "raise KeyboardInterrupt"),
+    "killed": (["program.py"], "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"),
+    "syntax error": (["program.py"], "def f(:\n"),
+    "future": (["program.py"], "def f(x: int): ...\nprint(f.__annotations__)"),
+    "no such script": (["nothing.py"], ""),
+    "no such module": (["-m", "nothing"], ""),
+    "no such module of a package": (["-m", "nothing.at_all"], ""),
+    "own hook": (
+        ["program.py"],
+        "import sys; sys.excepthook = lambda kind, e, tb: print(e, tb.tb_lineno, tb.tb_next)\nraise ValueError(1)",
+    ),
+    "exit handler": (
+        ["program.py"],
+        "import atexit, sys\ndef f(): print(sys.modules['__main__'].f is f, sys.last_value)\natexit.register(f)\n1/0",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", AS_WITHOUT)
+def test_a_program_runs_as_python_itself_would_run_it(case, tmp_path):
+    words, source = AS_WITHOUT[case]
+    (tmp_path / "sub").mkdir()
+    for name in ("program.py", "sub/program.py", "sub/__main__.py"):
+        (tmp_path / name).write_text(source)
+    (tmp_path / "sub" / "__init__.py").touch()
+    expected = python(*words, cwd=tmp_path)
+    done = python(*SHIM, *words, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (expected.returncode, expected.stdout)
+    frames_of_python_m = [line for line in expected.stderr.splitlines() if "<frozen runpy>" not in line]
+    assert done.stderr.splitlines() == frames_of_python_m
+    assert not list(tmp_path.glob("__pycache__/program*")) or case == "module"
+
+
+@pytest.mark.slow
+def test_a_program_that_is_not_named_is_an_error_and_help_is_none(tmp_path):
+    done = python(*SHIM, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("usage: python -m hvdlite.horovod [-m module | -c code | script.py | -]")
+    assert python(*SHIM, "--help", cwd=tmp_path).returncode == 0
+    done = python(*SHIM, "-u", "x.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "Unknown option: -u (Python's own stand before -m hvdlite.horovod)" in done.stderr
+    done = python(*SHIM, "-", "x", cwd=tmp_path, input="import sys, horovod; print(sys.argv, __name__)")
+    assert done.stdout == "['-', 'x'] __main__\n"
+
+
+CHILDREN = """
+import multiprocessing, os, pickle, subprocess, sys
+import torch
+import horovod.torch as hvd
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        import horovod.torch.mpi_ops
+        return index, horovod.torch.mpi_ops.__name__ == "hvdlite.horovod.torch.mpi_ops"
+
+def work(queue):
+    queue.put(hvd.Compression.fp16.__module__)
+
+if __name__ == "__main__":
+    hvd.init()
+    for method in ("spawn", "forkserver", "fork"):
+        context = multiprocessing.get_context(method)
+        queue = context.Queue()
+        child = context.Process(target=work, args=(queue,))
+        child.start()
+        print(method, queue.get())
+        child.join()
+        loader = torch.utils.data.DataLoader(Numbers(), num_workers=1, batch_size=4, multiprocessing_context=method)
+        print([batch[1].all().item() for batch in loader])
+    print(subprocess.check_output([sys.executable, "-c", "import horovod.torch; print(horovod.torch.size.__module__)"]))
+    print(subprocess.check_output([sys.executable, "other.py"]))
+"""
+
+
+@pytest.mark.slow
+def test_every_child_process_finds_it_too(tmp_path):
+    (tmp_path / "program.py").write_text(CHILDREN)
+    (tmp_path / "other.py").write_text(
+        "from horovod.torch.mpi_ops import rank; import horovod; print(horovod.__name__)"
+    )
+    done = python(*SHIM, "program.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        *(line for method in ("spawn", "forkserver", "fork") for line in (f"{method} hvdlite.codec", "[True]")),
+        "b'hvdlite.world\\n'",
+        "b'hvdlite.horovod\\n'",
+    ]
+
+
+@pytest.mark.slow
+def test_an_installed_horovod_is_shadowed_by_the_shim_alone(tmp_path):
+    (tmp_path / "site" / "horovod" / "torch").mkdir(parents=True)
+    (tmp_path / "site" / "horovod" / "__init__.py").write_text("")
+    (tmp_path / "site" / "horovod" / "torch" / "__init__.py").write_text("")
+    program = "import hvdlite, hvdlite.torch, horovod.torch, subprocess, sys; print(horovod.__name__, flush=True)\n"
+    children = "subprocess.run([sys.executable, '-c', 'import horovod; print(horovod.__name__)'])"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    assert python("-c", program + children, cwd=tmp_path, env=env).stdout == "horovod\nhorovod\n"
+    under_the_shim = python(*SHIM, "-c", program + children, cwd=tmp_path, env=env)
+    assert under_the_shim.stdout == "hvdlite.horovod\nhvdlite.horovod\n"
+
+
+RUN = """
+import horovod, helper, horovod.torch as hvd
+
+if __name__ == "__main__":
+    print(horovod.run(helper.elsewhere, ("a",), np=2))
+    print(horovod.run(lambda: hvd.init() or hvd.rank(), np=2, use_gloo=True))
+"""
+
+HELPER = """
+import torch
+import horovod.torch as hvd
+
+def elsewhere(word):
+    hvd.init()
+    return word, hvd.rank(), hvd.allgather(torch.tensor([hvd.rank()])).tolist()
+"""
+
+
+@pytest.mark.slow
+def test_functions_that_are_sent_to_workers_find_it_there(tmp_path):
+    (tmp_path / "program.py").write_text(RUN)
+    (tmp_path / "helper.py").write_text(HELPER)
+    done = python(*SHIM, "program.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[('a', 0, [0, 1]), ('a', 1, [0, 1])]", "[0, 1]"]
