@@ -12,9 +12,9 @@ What is public is here, and made elsewhere; modules import only what stands befo
     errors < environment < log < launch < client < call < store < topology < address < nodelist < neighbours < pmi
            < pmix < rendezvous < plan < bucket < codec < compression < engine < collective < handle < request
            < conductor < in_order < mailbox < mismatch < negotiation < coordinator < negotiator < connect < process_set
-           < registry < farewell < world < fusion < adasum < reduction < submission < combining < join < moving
-           < asynchronous < gradients < operations < replicate < sparse < layout < wire < reducer < arguments < proxy
-           < optimizer < moments < batch_norm < links < communicator
+           < registry < farewell < world < process_sets < fusion < adasum < reduction < submission < combining < join
+           < moving < asynchronous < gradients < operations < replicate < sparse < layout < wire < reducer < arguments
+           < proxy < optimizer < moments < batch_norm < links < communicator
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under
 Horovod's names, and `horovod`, which makes programs find it under these.
@@ -67,6 +67,7 @@ from .operations import (
 )
 from .optimizer import DistributedOptimizer
 from .process_set import ProcessSet
+from .process_sets import add_process_set, global_process_set, remove_process_set
 from .replicate import (
     allgather_object,
     broadcast_object,
@@ -74,16 +75,13 @@ from .replicate import (
     broadcast_parameters,
 )
 from .world import (
-    add_process_set,
     cross_rank,
     cross_size,
-    global_process_set,
     init,
     is_initialized,
     local_rank,
     local_size,
     rank,
-    remove_process_set,
     shutdown,
     size,
 )

@@ -20,9 +20,9 @@ from .combining import start_allreduce, start_reducescatter
 from .handle import Handle
 from .moving import AllGather, AllToAll, check_splits, start_allgather, start_alltoall, start_broadcast, start_sparse
 from .process_set import ProcessSet
+from .process_sets import global_process_set, group_of
 from .reduction import make_reduction
 from .submission import check_tensor, check_tensors, title
-from .world import global_process_set, group_of
 
 
 def allreduce_async(

@@ -23,9 +23,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .collective import Group
 from .moments import Moments, computed_in, measure, merge
 from .process_set import ProcessSet, check_process_set
+from .process_sets import global_process_set
 from .request import Request, Turn
 from .submission import submit
-from .world import global_process_set
 
 _forwards = itertools.count(1)
 

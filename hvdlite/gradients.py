@@ -24,9 +24,9 @@ from .combining import start_allreduce, start_reducescatter
 from .errors import GradientError
 from .moving import AllGather, AllToAll, start_allgather, start_alltoall, start_broadcast
 from .process_set import ProcessSet
+from .process_sets import group_of
 from .reduction import Reduction
 from .submission import title
-from .world import group_of
 
 _PLAIN_SUM = Reduction(Sum)
 

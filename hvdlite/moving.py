@@ -20,10 +20,10 @@ from .collective import Average, Group, as_bytes, pieces_of
 from .fusion import is_plain, plain
 from .handle import Handle
 from .process_set import ProcessSet
+from .process_sets import group_of
 from .reduction import Reduction
 from .request import Request, Turn
 from .submission import signature, submit, title
-from .world import group_of
 
 
 class AllGather:

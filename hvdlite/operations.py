@@ -30,9 +30,9 @@ from .compression import Compression, Compressor
 from .handle import Handle
 from .moving import check_splits, start_barrier, start_broadcast
 from .process_set import ProcessSet
+from .process_sets import global_process_set, group_of
 from .reduction import make_reduction
 from .submission import check_tensor, check_tensors, title
-from .world import global_process_set, group_of
 
 
 def allreduce(

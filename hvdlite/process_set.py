@@ -3,7 +3,7 @@ Some of the ranks, as a user holds them: who they are, and whether this rank is 
 
     ProcessSet(ranks) ── add_process_set, on all ranks ── process_set_id, and a Group on its members ── removed
 
-Who registers them, and gives them numbers, is `registry`; the set of all ranks is made in `world`.
+Who registers them, and gives them numbers, is `registry`; the set of all ranks is made in `process_sets`.
 """
 
 from __future__ import annotations
@@ -106,6 +106,29 @@ def check_process_set(process_set: object, what: str) -> ProcessSet:
             "leave it away for all ranks"
         )
     return process_set
+
+
+def check_first_sets(process_sets: Iterable[ProcessSet] | str | None) -> list[ProcessSet]:
+    """What `hvd.init` is to register; a ValueError if that is not a list of different sets, or ``"dynamic"``."""
+    if process_sets is None or process_sets == "dynamic":
+        return []
+    if isinstance(process_sets, (str, ProcessSet)) or not isinstance(process_sets, Iterable):
+        raise ValueError(f'process_sets={process_sets!r} is neither a list of hvd.ProcessSet nor "dynamic"')
+    found: list[ProcessSet] = []
+    for number, process_set in enumerate(process_sets):
+        if not isinstance(process_set, ProcessSet):
+            raise ValueError(f"process_sets: entry number {number}, {process_set!r}, is not a hvd.ProcessSet")
+        if process_set.process_set_id == 0:
+            # That of all ranks, which is there anyway.
+            continue
+        if any(process_set.ranks == earlier.ranks for earlier in found):
+            # Horovod's words.
+            raise ValueError(
+                f"Horovod could not be initialized because process_sets entry number {number} is a duplicate: "
+                f"{process_set}"
+            )
+        found.append(process_set)
+    return found
 
 
 def _check_ranks(ranks: Any) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from .collective import Group, as_bytes, unpickle
 from .errors import MismatchError
 from .process_set import ProcessSet
-from .world import global_process_set, group_of
+from .process_sets import global_process_set, group_of
 
 # Large enough for a handful of broadcasts per model, small beside the model itself.
 PACK_BYTES = 64 * 2**20

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from .handle import Handle
 from .process_set import ProcessSet
+from .process_sets import group_of
 from .request import Request, Turn
-from .world import current_world, group_of
+from .world import current_world
 
 
 def submit(request: Request, process_set: ProcessSet, tensors: Sequence[Tensor], body: Callable[[Turn], Any]) -> Handle:

@@ -32,7 +32,7 @@ from .environment import Environment, read_environment
 from .errors import CommunicationError, LaunchEnvironmentError, MismatchError, NotInitializedError
 from .farewell import say_farewell
 from .log import log, open_log
-from .process_set import Membership, ProcessSet, check_process_set
+from .process_set import ProcessSet, check_first_sets
 from .registry import Registry
 from .rendezvous import meet
 from .store import LauncherStore
@@ -84,7 +84,7 @@ def init(timeout_s: float | None = None, *, process_sets: Iterable[ProcessSet] |
     global _world  # noqa: PLW0603 - the one module variable that rank(), size() and the rest read
     if _world is not None:
         return
-    first_sets = _check_first_sets(process_sets)
+    first_sets = check_first_sets(process_sets)
     if timeout_s is not None and (not isinstance(timeout_s, (int, float)) or not timeout_s > 0):
         raise ValueError(f"timeout_s={timeout_s!r} is not a positive number of seconds")
     if _is_child_of_multiprocessing():
@@ -134,58 +134,6 @@ def current_world() -> World:
     return _world
 
 
-class _AllRanks(ProcessSet):
-    """The set of all ranks of the world that there is at the time."""
-
-    def __init__(self) -> None:
-        super().__init__([0])
-
-    @property
-    def process_set_id(self) -> int:
-        return 0
-
-    @property
-    def ranks(self) -> list[int]:
-        return list(current_world().group.ranks)
-
-    def membership(self) -> Membership:
-        group = current_world().group
-        return Membership(0, group.rank, group)
-
-    def __str__(self) -> str:
-        return "global_process_set" if _world is None else super().__str__()
-
-    def __reduce__(self) -> str:
-        return "global_process_set"
-
-
-global_process_set: ProcessSet = _AllRanks()
-
-
-def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a process set, or one of these ranks; the set, to be passed as ``process_set``.
-
-    Every rank of the job must call it, member or not, with equal ranks and in the same order as other sets; it
-    waits for all. A ValueError on every rank where there is such a set already. Sets may overlap.
-    """
-    chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    current_world().sets.add(chosen)
-    return chosen
-
-
-def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set, which must have nothing under way. Every rank of the job must call it; it waits for all.
-
-    False, without waiting, for `global_process_set` and for a set that is not registered.
-    """
-    return current_world().sets.remove(process_set)
-
-
-def group_of(process_set: ProcessSet, what: str = "process_set") -> Group:
-    """The ranks that an operation is among; a ValueError if this one is not. ``what`` is the operation's title."""
-    return check_process_set(process_set, what).require_group(what)
-
-
 def rank() -> int:
     """This process's number among all, from 0."""
     return current_world().topology.rank
@@ -214,27 +162,6 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """How many hosts have this local rank."""
     return current_world().topology.cross_size
-
-
-def _check_first_sets(process_sets: Iterable[ProcessSet] | str | None) -> list[ProcessSet]:
-    if process_sets is None or process_sets == "dynamic":
-        return []
-    if isinstance(process_sets, (str, ProcessSet)) or not isinstance(process_sets, Iterable):
-        raise ValueError(f'process_sets={process_sets!r} is neither a list of hvd.ProcessSet nor "dynamic"')
-    found: list[ProcessSet] = []
-    for number, process_set in enumerate(process_sets):
-        if not isinstance(process_set, ProcessSet):
-            raise ValueError(f"process_sets: entry number {number}, {process_set!r}, is not a hvd.ProcessSet")
-        if process_set is global_process_set:
-            continue
-        if any(process_set.ranks == earlier.ranks for earlier in found):
-            # Horovod's words.
-            raise ValueError(
-                f"Horovod could not be initialized because process_sets entry number {number} is a duplicate: "
-                f"{process_set}"
-            )
-        found.append(process_set)
-    return found
 
 
 def _is_child_of_multiprocessing() -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
+from hvdlite.environment import Environment
 from hvdlite.moments import measure, merge
 
 SHAPES = {2: (), 3: (5,), 4: (3, 4), 5: (2, 3, 2)}
@@ -331,6 +332,19 @@ def test_ranks_that_normalize_different_things_are_told(change, words):
     run_worlds(2, rank)
 
 
+def test_without_the_check_ranks_normalize_together_all_the_same():
+    def rank(own: int) -> Any:
+        x = torch.full((1 + own, 3), float(own)).requires_grad_(True)
+        y = hvd.SyncBatchNorm(3)(x)
+        y.pow(3).sum().backward()
+        return torch.cat([y.detach(), x.grad])
+
+    environments = [Environment(stall_check=False, check=check) for check in (True, False)]
+    checked, unchecked = (run_worlds(2, rank, environment) for environment in environments)
+    assert all(torch.equal(one, other) for one, other in zip(checked, unchecked, strict=True))
+
+
+@pytest.mark.slow
 def test_layers_that_wait_for_each_other_are_told_by_name():
     def rank(own: int) -> Any:
         layers = [hvd.SyncBatchNorm(3, name=name) for name in ("left", "right")]

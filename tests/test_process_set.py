@@ -14,6 +14,7 @@ from worlds import run_worlds
 
 import hvdlite as hvd
 from hvdlite.collective import Group
+from hvdlite.environment import Environment
 from hvdlite.in_order import InOrder
 from hvdlite.registry import Registry
 
@@ -60,14 +61,17 @@ def test_overlapping_sets_and_disjoint_ones_each_keep_to_themselves():
         assert seen == [ranks for ranks in sets_of_ranks for _ in range(2) if own in ranks]
 
 
-def test_disjoint_sets_work_at_the_same_time_and_as_often_as_each_likes():
+@pytest.mark.parametrize("check", [True, False])
+def test_disjoint_sets_work_at_the_same_time_and_as_often_as_each_likes(check):
     def rank(own: int) -> Any:
         low, high = hvd.add_process_set([0, 1]), hvd.add_process_set([2, 3])
         if own < 2:
+            assert [hvd.allreduce(torch.tensor(own), op=hvd.Sum, process_set=low).item() for _ in range(3)] == [1] * 3
             return [hvd.allgather_object((own, turn), process_set=low) for turn in range(7)][-1]
         return hvd.broadcast_object(own, root_rank=3, process_set=high)
 
-    assert run_worlds(4, rank) == [[(0, 6), (1, 6)]] * 2 + [3, 3]
+    environment = Environment(stall_check=False, check=check)
+    assert run_worlds(4, rank, environment) == [[(0, 6), (1, 6)]] * 2 + [3, 3]
 
 
 def test_sets_are_added_and_removed_again_and_again_and_numbers_are_never_used_twice():
@@ -302,6 +306,7 @@ def test_init_registers_sets_and_shutdown_forgets_them():
     hvd.init(process_sets="dynamic")
     assert hvd.global_process_set.ranks == [0]
     hvd.shutdown()
+    assert not hvd.remove_process_set(only)
     with pytest.raises(hvd.NotInitializedError):
         hvd.add_process_set([0])
 

@@ -14,12 +14,13 @@ import hvdlite as hvd
 
 def train(process_set):
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    model = hvd.SyncBatchNorm.convert_sync_batchnorm(model, process_set)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), process_set=process_set)
     for step in range(3):
         optimizer.zero_grad()
-        model(torch.ones(2, 4) * (hvd.rank() + 1)).square().mean().backward()
+        model(torch.arange(8.0).view(2, 4).pow(hvd.rank() + 1)).square().mean().backward()
         optimizer.step()
     return optimizer, round(model[0].weight.sum().item(), 5)
 
