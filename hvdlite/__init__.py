@@ -10,11 +10,12 @@ hvdlite: two lines around an optimizer, and its gradients are averaged over all 
 What is public is here, and made elsewhere; modules import only what stands before them:
 
     errors < environment < log < launch < client < call < store < topology < address < nodelist < neighbours < pmi
-           < pmix < rendezvous < plan < bucket < codec < compression < engine < collective < handle < request
-           < conductor < in_order < mailbox < mismatch < negotiation < coordinator < negotiator < connect < process_set
-           < registry < farewell < world < process_sets < fusion < adasum < reduction < submission < combining < join
-           < moving < asynchronous < gradients < operations < replicate < sparse < layout < wire < reducer < arguments
-           < proxy < optimizer < moments < batch_norm < links < communicator
+           < pmix < rendezvous < plan < bucket < codec < compression < engine < gpuwatch < recorder < collective
+           < handle < request < conductor < in_order < mailbox < mismatch < negotiation < coordinator < negotiator
+           < connect < clocks < parts < timeline < process_set < registry < farewell < world < process_sets < built
+           < fusion < adasum < reduction < submission < combining < join < moving < asynchronous < gradients < tracing
+           < operations < replicate < sparse < layout < tracks < wire < params < reducer < deltas < arguments < proxy
+           < optimizer < moments < batch_norm < links < communicator
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under
 Horovod's names, and `horovod`, which makes programs find it under these.
@@ -35,6 +36,18 @@ from .asynchronous import (
     sparse_allreduce_async,
 )
 from .batch_norm import SyncBatchNorm
+from .built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from .collective import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from .compression import Compression, Compressor
 from .errors import (
@@ -74,10 +87,12 @@ from .replicate import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from .tracing import start_timeline, stop_timeline
 from .world import (
     cross_rank,
     cross_size,
     init,
+    is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
@@ -125,9 +140,14 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -137,18 +157,26 @@ __all__ = [
     "grouped_reducescatter",
     "grouped_reducescatter_async",
     "init",
+    "is_homogeneous",
     "is_initialized",
     "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "rocm_built",
     "run",
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .collective import Average, ReduceOp, Sum
+from .collective import Adasum, Average, ReduceOp, Sum
 
 MEBIBYTE = 2**20
 
@@ -35,10 +35,10 @@ def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
 
 def check_op(op: object) -> ReduceOp:
     """The operation, if gradients can be combined by it."""
-    for known in (Average, Sum):
+    for known in (Average, Sum, Adasum):
         if op == known:
             return known
-    raise ValueError(f"op={op!r} is not one that gradients can be combined by: use hvd.Average or hvd.Sum")
+    raise ValueError(f"op={op!r} is not one that gradients can be combined by: use hvd.Average, hvd.Sum or hvd.Adasum")
 
 
 def check_predivide(factor: float, op: ReduceOp) -> float:

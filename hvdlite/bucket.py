@@ -9,6 +9,7 @@ What a bucket holds is decided in `plan`; when it travels, in `reducer`.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -75,6 +76,8 @@ class Bucket:
         # What this rank adds to the counts of those that take part, and of those that sit out and do not count.
         self._presence = _TAKES_PART
         self._missing = len(self.slots)
+        # By `time.monotonic_ns`, for a timeline; None while gradients of this step are missing.
+        self.full_since_ns: int | None = None
 
     @property
     def buffer(self) -> Tensor:
@@ -98,12 +101,15 @@ class Bucket:
         self._is_wanted = True
         self._presence = _TAKES_PART
         self._missing = sum(1 for slot in self.slots if slot.param.requires_grad)
+        self.full_since_ns = None
 
     def arrive(self, slot: Slot) -> None:
         """Count this gradient as complete."""
         slot.arrived = True
         if slot.param.requires_grad:
             self._missing -= 1
+            if self._missing == 0:
+                self.full_since_ns = time.monotonic_ns()
 
     def take(self, slot: Slot, last_pass: bool) -> None:
         """Make ``param.grad`` the view of the buffer, with the value that it has now.

@@ -26,8 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
-from .engine import Channels, ClosedEngine, Engine, EngineWork
+from .engine import AloneChannels, Channels, ClosedEngine, Engine, EngineWork
 from .errors import CommunicationError, MismatchError, PeerLostError, says_peer_lost
+from .recorder import Recorder
 
 
 class ReduceOp(IntEnum):
@@ -95,6 +96,13 @@ class Work:
         """Whether `wait` would return at once."""
         return self._work.is_completed()
 
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Have it called, by a thread of the engine's, when it is done or has failed; at once where it is.
+
+        For NCCL at once in any case, with the current stream being one that waits for it.
+        """
+        self._work.get_future().add_done_callback(lambda _: callback())
+
 
 class Group:
     """Ranks that call the same collectives in the same order.
@@ -132,6 +140,8 @@ class Group:
         # two optimizers share a group: what one generator step leaves behind in the discriminator is
         # recognised by it. A few suffice: gradients do not stay pending for long.
         self.stepped_backwards: deque[int] = deque(maxlen=64)
+        # What happens when on this rank, for a timeline.
+        self.recorder = Recorder()
 
         # Who averages gradients among these ranks; `join` sits out steps for them.
         self.reducers: WeakSet[SitsOut] = WeakSet()
@@ -143,8 +153,7 @@ class Group:
         differ by rank, as a `Reducer` does, needs one that nobody else uses.
         """
         group = Group(self._channels, self.rank, self.size, self.hosts, set_id=self.set_id, ranks=self.ranks)
-        group.stepped_backwards = self.stepped_backwards
-        group.waits = self.waits
+        self._share_with(group)
         self._duplicates.add(group)
         return group
 
@@ -157,8 +166,20 @@ class Group:
         channels = self._channels.among(places, places.index(self.rank), token)
         hosts = [self.hosts[place] for place in places]
         group = Group(channels, places.index(self.rank), len(places), hosts, set_id=set_id, ranks=ranks)
-        group.waits = self.waits
+        self._share_with(group)
         return group
+
+    def alone(self) -> Group:
+        """This rank by itself."""
+        group = Group(AloneChannels(), 0, 1, [self.hosts[self.rank]], ranks=[self.ranks[self.rank]])
+        self._share_with(group)
+        return group
+
+    def _share_with(self, group: Group) -> None:
+        """Give another group of this rank what is the rank's own."""
+        group.stepped_backwards = self.stepped_backwards
+        group.waits = self.waits
+        group.recorder = self.recorder
 
     def close(self) -> None:
         """Give the engine back, and those of the duplicates. Waits for nobody.

@@ -26,6 +26,7 @@ class EngineWork(Protocol):
 
     def wait(self) -> object: ...
     def is_completed(self) -> bool: ...
+    def get_future(self) -> torch.futures.Future[Any]: ...
 
 
 class Engine(Protocol):
@@ -125,6 +126,11 @@ class _Done:
 
     def is_completed(self) -> bool:
         return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(None)
+        return future
 
 
 class TorchChannels:

@@ -23,12 +23,15 @@ from .errors import says_peer_lost
 _LAST_TURN_S = 0.1
 
 
-def say_farewell(size: int, leave: Callable[[], None]) -> None:
-    """The last thing that a program does, as one of ``size`` ranks; ``leave`` closes the connections."""
+def say_farewell(size: int, leave: Callable[[], None], save: Callable[[], None]) -> None:
+    """The last thing that a program does, as one of ``size`` ranks.
+
+    ``leave`` closes the connections; ``save`` is called instead where they cannot be used any more.
+    """
     # The interpreter leaves the exception that ends the program here before it runs exit handlers.
     error = getattr(sys, "last_value", None)
     if size > 1 and error is not None and not isinstance(error, KeyboardInterrupt):
-        _end_after(error)
+        _end_after(error, save)
     elif size > 1 and threading.current_thread() is threading.main_thread():
         _leave_note("left")
         # Once the connections are closed the others fail, and the launcher ends what still runs. This
@@ -43,7 +46,7 @@ def say_farewell(size: int, leave: Callable[[], None]) -> None:
         time.sleep(_LAST_TURN_S)
 
 
-def _end_after(error: BaseException) -> NoReturn:
+def _end_after(error: BaseException, save: Callable[[], None]) -> NoReturn:
     """End this process here and now, with the exit code of an exception.
 
     It may have collectives under way that will never end. Destroying their group waits for them, and not
@@ -51,6 +54,7 @@ def _end_after(error: BaseException) -> NoReturn:
     """
     if says_peer_lost(error):
         _leave_note("peer-lost")
+    save()
     for child in multiprocessing.active_children():
         if child.daemon:
             child.terminate()

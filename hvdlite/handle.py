@@ -68,6 +68,10 @@ class Handle(int):
         """The same as `wait`: Horovod's `sparse_allreduce_async` gives something to call."""
         return self.wait()
 
+    def ended_within(self, timeout_s: float) -> bool:
+        """Block until the operation is over, or for so long; whether it is."""
+        return self._ended.wait(timeout_s)
+
     def __repr__(self) -> str:
         return f"<Handle {int(self)} of {self.what}>"
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from .collective import Group
 from .conductor import Body, StandIn
 from .handle import Handle
+from .recorder import OPERATIONS
 from .request import Request, Turn
 
 
@@ -34,7 +35,9 @@ class InOrder:
                 owns = [request.own] * group.size
             else:
                 owns = group.all_gather_object(request.own, what)
-            handle.succeed(body(Turn(group, what, owns, group.size)))
+            with group.recorder.span(OPERATIONS, what):
+                result = body(Turn(group, what, owns, group.size))
+            handle.succeed(result)
         except Exception as error:  # noqa: BLE001 - it is raised by whoever waits for the handle
             handle.fail(error)
         return handle

@@ -99,6 +99,8 @@ def start_broadcast(
     source = tensor.detach()
 
     def body(turn: Turn) -> Tensor:
+        if source.numel() == 0:
+            return tensor if in_place else torch.empty_like(source)
         if in_place and is_plain(source):
             turn.group.broadcast(source, root, turn.what).wait()
             return tensor

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .collective import Group
@@ -25,6 +25,7 @@ from .coordinator import Coordinator
 from .errors import CommunicationError, HvdliteError, MismatchError, PeerLostError
 from .handle import Handle
 from .mailbox import Mailbox
+from .recorder import OPERATIONS
 from .request import Request, Turn
 
 # How often this process looks whether it is blocked elsewhere, and from when on it says so.
@@ -41,6 +42,7 @@ _Id = tuple[int, str]
 class _Asked:
     handle: Handle
     body: Body
+    since_ns: int = field(default_factory=time.monotonic_ns)
 
 
 class Negotiator:
@@ -220,8 +222,14 @@ class Negotiator:
 
 
 def _carry_out(asked: _Asked, turn: Turn) -> None:
+    recorder = turn.group.recorder
+    if recorder.is_on:
+        recorder.note_waiting(turn.what, asked.since_ns, time.monotonic_ns())
     try:
-        asked.handle.succeed(asked.body(turn))
+        with recorder.span(OPERATIONS, turn.what):
+            result = asked.body(turn)
+        # Only now: whoever waits may end the timeline next.
+        asked.handle.succeed(result)
     except Exception as error:  # noqa: BLE001 - it is raised by whoever waits for the handle
         asked.handle.fail(error)
 

@@ -4,7 +4,7 @@ The two lines' second half: an optimizer that steps with averaged gradients.
     loss.backward() ── Reducer (hooks) ── step: synchronize, then the wrapped optimizer's own step
 
 `DistributedOptimizer` wraps an instance and leaves it whole: state, schedulers and step hooks stay with
-it. Arguments are checked here; how gradients become averages is in `reducer`.
+it. Arguments are checked here; how gradients become averages is in `reducer`, what Adasum does instead in `deltas`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .arguments import (
     groups_of,
     names_of_added_group,
 )
-from .collective import Average, Group, ReduceOp
+from .collective import Adasum, Average, Group, ReduceOp
 from .compression import Compression, Compressor, check_compression
-from .engine import AloneChannels
+from .deltas import Deltas
 from .errors import GradientError
 from .process_set import ProcessSet
 from .process_sets import global_process_set, group_of
@@ -61,7 +61,9 @@ class DistributedOptimizer(OptimizerProxy):
     are summed, not averaged, as in Horovod. A ``step()`` that comes early, at the end of an epoch, averages
     what there is.
 
-    ``op``: ``hvd.Average`` or ``hvd.Sum``.
+    ``op``: ``hvd.Average``, ``hvd.Sum``, or ``hvd.Adasum`` (arXiv 2006.02924). With Adasum each rank takes the wrapped
+    optimizer's step with its own gradients, and what the steps changed is combined; the state of the optimizer, and a
+    GradScaler's scale, are each rank's own. `synchronize` does nothing then, and `skip_synchronize` is an error.
 
     ``gradient_predivide_factor``: f scales by 1/f before the sum and by f/size after it; only for
     ``Average``. 1.0 scales by 1/size before the sum.
@@ -81,9 +83,6 @@ class DistributedOptimizer(OptimizerProxy):
 
     An average is bit-identical on all ranks, and from run to run.
     """
-
-    # GradScaler is to unscale the averages itself before it decides whether to step.
-    _step_supports_amp_scaling = False
 
     def __init__(
         self,
@@ -114,13 +113,14 @@ class DistributedOptimizer(OptimizerProxy):
         named = check_named_parameters(optimizer, named_parameters)
         named_groups = check_groups(groups_of(num_groups, groups), named)
         if isinstance(process_set, ProcessSet) and not process_set.included():
-            group, settings = _alone(process_set), settings.of_bystander()
+            # This rank trains by itself.
+            group, settings = current_world().group.alone(), settings.of_bystander()
         else:
             group = group_of(process_set, "hvd.DistributedOptimizer")
         self._uses_the_world = process_set is global_process_set
         self._named = named
         self._skipping = False
-        self._connect(Reducer(group, settings, backward_passes_per_step), named, named_groups)
+        self._connect(_reducer_of(group, settings, backward_passes_per_step), named, named_groups)
         try:
             group.require_agreement(
                 (*settings.signature(), backward_passes_per_step, named_groups),
@@ -132,8 +132,13 @@ class DistributedOptimizer(OptimizerProxy):
             self._reducer.close()
             raise
 
-    def _connect(self, reducer: Reducer, named: Sequence[tuple[str, Tensor]], groups: Sequence[Sequence[str]]) -> None:
+    def _connect(
+        self, reducer: Reducer | Deltas, named: Sequence[tuple[str, Tensor]], groups: Sequence[Sequence[str]]
+    ) -> None:
         self._reducer = reducer
+        # GradScaler is to unscale averages itself before it decides whether to step. With Adasum gradients are each
+        # rank's own, and so is what it finds: there the ranks decide together.
+        self._step_supports_amp_scaling = isinstance(reducer, Deltas)
         self._named_groups = groups
         reducer.add_params(named, groups)
         # Parameters outlive their optimizer; the hooks on them must not.
@@ -164,6 +169,9 @@ class DistributedOptimizer(OptimizerProxy):
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Let ``step()`` inside use the gradients as they are; call `synchronize` before."""
+        if isinstance(self._reducer, Deltas):
+            # Horovod's words.
+            raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         earlier, self._skipping = self._skipping, True
         try:
             yield
@@ -198,14 +206,15 @@ class DistributedOptimizer(OptimizerProxy):
         A ``closure`` is called once; its gradients are averaged before they are used. What it returns,
         its own rank's loss, is returned.
         """
-        result: float | None
-        if closure is not None:
-            result = self._optimizer.step(self._averaging(closure))
-        else:
+        if isinstance(self._reducer, Deltas):
+            set_by_scaler = vars(self)
+            if not self._reducer.agree_to_step(set_by_scaler.get("grad_scale"), set_by_scaler.get("found_inf")):
+                return None
+        with self._reducer.stepping():
+            if closure is not None:
+                return self._optimizer.step(self._averaging(closure))
             self._prepare_step()
-            result = self._optimizer.step()
-        self._reducer.stepped()
-        return result
+            return self._optimizer.step()
 
     def _averaging(self, closure: Callable[[], float]) -> Callable[[], float]:
         def average_after() -> float:
@@ -278,17 +287,17 @@ class DistributedOptimizer(OptimizerProxy):
         self._skipping = False
         params = self._params()
         self._named = [(name, params[place]) for name, place in pickled["named_places"]]
-        reducer = Reducer(current_world().group, pickled["settings"], pickled["backward_passes_per_step"])
+        reducer = _reducer_of(current_world().group, pickled["settings"], pickled["backward_passes_per_step"])
         self._connect(reducer, self._named, pickled["groups"])
 
     def _params(self) -> list[Tensor]:
         return [param for entry in self._optimizer.param_groups for param in entry["params"]]
 
 
-def _alone(process_set: ProcessSet) -> Group:
-    """This rank by itself, which is no member of the set."""
-    own_rank = process_set.membership().own_rank
-    return Group(AloneChannels(), 0, 1, ["outside of the process set"], ranks=[own_rank])
+def _reducer_of(group: Group, settings: Settings, backward_passes_per_step: int) -> Reducer | Deltas:
+    if settings.op is Adasum:
+        return Deltas(group, settings, backward_passes_per_step)
+    return Reducer(group, settings, backward_passes_per_step)
 
 
 def _default_cap_bytes() -> int:

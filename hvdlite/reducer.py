@@ -15,7 +15,7 @@ come in an order that loses nothing is checked here, since only here is known wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,11 +26,13 @@ from .bucket import Bucket, Slot
 from .collective import Average, Group
 from .errors import GradientError, MismatchError
 from .layout import Layout
-from .plan import Description, first_difference
+from .params import ParamListener, listen, require_same_model, take_over
+from .plan import Description
+from .tracks import Tracks
 from .wire import InFlight, Settings, weight_of
 
 
-class Reducer:
+class Reducer(ParamListener):
     """Averages the gradients of some parameters over the ranks of a group.
 
     Knows neither optimizer nor world. `synchronize` must be called by all ranks equally often; everything
@@ -46,6 +48,7 @@ class Reducer:
         self._group: Group | None = None
         self.backward_passes_per_step = backward_passes_per_step
         self._hooks: list[RemovableHandle] = []
+        self._tracks = Tracks(group.recorder)
         self._is_closed = False
         self._layout = Layout(
             cap_bytes=settings.cap_bytes, scale=settings.scales(group.size)[0], densify=settings.sparse_as_dense
@@ -65,9 +68,9 @@ class Reducer:
     def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
         """Take in parameters: plan their buckets, after those there are, and hook their gradients."""
         params = dict(named_params)
-        _take_over(params.values())
+        take_over(params.values())
         self._uncompared.append(self._layout.add(params, groups))
-        self._hooks += [_hook(param, self._on_gradient) for param in params.values()]
+        self._hooks += [listen(param, self._on_gradient) for param in params.values()]
 
     def meet(self) -> Group:
         """The channel to the other ranks; the first call opens it and compares the models.
@@ -76,9 +79,7 @@ class Reducer:
         rank if one has other parameters than another.
         """
         while self._uncompared:
-            descriptions = self._ranks.agree(self._uncompared.pop(0), "comparing the models")
-            if descriptions is not None:
-                raise MismatchError(_words_of_difference(descriptions, self._ranks))
+            require_same_model(self._ranks, self._uncompared.pop(0))
         if self._group is None:
             self._group = self._ranks.duplicate()
             self._ranks.reducers.add(self)
@@ -125,8 +126,9 @@ class Reducer:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
+        track = self._tracks.of(len(self._launched), bucket)
         self._launched.append(bucket)
-        self._in_flight.append(InFlight(bucket, self.meet(), self.settings))
+        self._in_flight.append(InFlight(bucket, self.meet(), self.settings, track))
         # Those that are done give their wires back, so that memory holds few of them at a time.
         while self._in_flight[0].is_completed() and len(self._in_flight) > 1:
             self._in_flight.pop(0).finish()
@@ -151,8 +153,9 @@ class Reducer:
         # Not at the end of backward, which would be too early: ranks that did not use every parameter launch
         # the rest only here, and may wait for each other in other collectives before.
         try:
-            self._reduce_everything()
-            self._give_back()
+            with self._tracks.synchronizing():
+                self._reduce_everything()
+                self._give_back()
         finally:
             self._end_step()
         self._synchronized = True
@@ -183,11 +186,18 @@ class Reducer:
         for param in self._layout.slots:
             param.grad = None
 
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Let the optimizer use the gradients inside."""
+        yield
+        self.stepped()
+
     def stepped(self) -> None:
         """The optimizer has used the gradients."""
         self._ranks.stepped_backwards.extend(self._backwards)
         self._backwards.clear()
         self._synchronized = False
+        self._tracks.stepped()
 
     def require_nothing_pending(self, action: str, way_out: str) -> None:
         """Raise a GradientError if gradients that nobody has waited for would be lost by this action.
@@ -314,37 +324,3 @@ class Reducer:
         finally:
             self._end_step()
             self._backwards.clear()
-
-
-def _take_over(params: Iterable[Tensor]) -> None:
-    """Close whoever averages these parameters' gradients so far: averaged twice, they would be too small."""
-    for param in params:
-        for hook in list((param._post_accumulate_grad_hooks or {}).values()):
-            earlier = getattr(hook, "__self__", None)
-            if isinstance(earlier, Reducer):
-                earlier.close()
-
-
-def _hook(param: Tensor, on_gradient: object) -> RemovableHandle:
-    # Only what requires a gradient can be hooked. A frozen parameter may be unfrozen later.
-    frozen = not param.requires_grad
-    if frozen:
-        param.requires_grad_(True)
-    handle = param.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
-    if frozen:
-        param.requires_grad_(False)
-    assert isinstance(handle, RemovableHandle), "torch returns what removes the hook"
-    return handle
-
-
-def _words_of_difference(descriptions: Sequence[Description], group: Group) -> str:
-    for rank, description in enumerate(descriptions):
-        difference = first_difference(descriptions[0], description)
-        if difference is not None:
-            name, here, there = difference
-            return (
-                f"parameter {name!r} has {here} on {group.describe_rank(0)} and {there} on "
-                f"{group.describe_rank(rank)}: every rank must build the same model; check the arguments that "
-                "size it"
-            )
-    raise AssertionError("called only where the descriptions differ")

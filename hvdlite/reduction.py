@@ -58,6 +58,8 @@ class Reduction:
         ``segments`` are the elements of each of the tensors that it is made of, which Adasum keeps apart. An
         average is the sum divided by ``divisor``. The result's bits are the same on every rank.
         """
+        if flat.numel() == 0:
+            return
         values = self._as_real(flat)
         scale(values, self._factor_before(values, divisor))
         if self.op is Average and not _divides_before(values):
@@ -66,7 +68,7 @@ class Reduction:
             values.copy_(total.div_(divisor, rounding_mode="trunc"))
         else:
             wire = self._compress(values)
-            self._combine(group, wire, [count * values.numel() // max(flat.numel(), 1) for count in segments], what)
+            self._combine(group, wire, [count * values.numel() // flat.numel() for count in segments], what)
             self._decompress(wire, values)
         scale(values, self.postscale_factor)
 

@@ -9,6 +9,7 @@ The body runs on a thread of the conductor's, with the caller's CUDA stream and 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -25,19 +26,24 @@ def submit(request: Request, process_set: ProcessSet, tensors: Sequence[Tensor],
     """Ask for an operation among the ranks of a process set; ``tensors`` are those that the body reads or writes."""
     if request.name is not None and not isinstance(request.name, str):
         raise TypeError(f"{request.kind}: name={request.name!r} is not a str")
-    stream = _current_stream(tensors)
+    streams = [torch.cuda.current_stream(device) for device in {t.device: None for t in tensors if t.is_cuda}]
     is_inference = torch.is_inference_mode_enabled()
 
     def run(turn: Turn) -> Any:
-        with torch.inference_mode(is_inference), torch.no_grad():
-            if stream is None:
-                return body(turn)
-            with torch.cuda.stream(stream):
-                return body(turn)
+        with ExitStack() as as_the_caller:
+            as_the_caller.enter_context(torch.inference_mode(is_inference))
+            as_the_caller.enter_context(torch.no_grad())
+            for stream in reversed(streams):
+                as_the_caller.enter_context(torch.cuda.stream(stream))
+            return body(turn)
+
+    def take() -> None:
+        for stream in streams:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
 
     handle = current_world().conductor.submit(group_of(process_set, request.describe()), request, run)
-    if stream is not None:
-        handle.before_taking = lambda: torch.cuda.current_stream(stream.device).wait_stream(stream)
+    if streams:
+        handle.before_taking = take
     return handle
 
 
@@ -77,8 +83,3 @@ def check_tensors(tensors: object, what: str) -> list[Tensor]:
 def title(kind: str, name: str | None) -> str:
     """What messages call an operation."""
     return Request(kind, name).describe()
-
-
-def _current_stream(tensors: Sequence[Tensor]) -> torch.cuda.Stream | None:
-    device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-    return None if device is None else torch.cuda.current_stream(device)

@@ -20,7 +20,7 @@ from .errors import LaunchEnvironmentError
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """One rank's place in the job, and the name of every rank's host (for messages)."""
+    """One rank's place in the job, the name of every rank's host (for messages), and whether all have as many ranks."""
 
     rank: int
     size: int
@@ -29,6 +29,7 @@ class Topology:
     cross_rank: int
     cross_size: int
     hosts: tuple[str, ...]
+    is_homogeneous: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,7 @@ def seats_to_topology(rank: int, seats: Sequence[Seat]) -> Topology:
         cross_rank=nodes_with_my_local_rank.index(mine.node),
         cross_size=len(nodes_with_my_local_rank),
         hosts=tuple(seat.host for seat in seats),
+        is_homogeneous=len(set(members.values())) == 1,
     )
 
 

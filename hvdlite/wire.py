@@ -17,6 +17,7 @@ from torch import Tensor
 from .bucket import Bucket
 from .collective import Average, Group, ReduceOp, Sum
 from .compression import Compression, Compressor
+from .tracks import NO_TRACK, Track
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,16 +55,19 @@ class Settings:
 class InFlight:
     """The all-reduce of a bucket under way, and all that must outlive it."""
 
-    def __init__(self, bucket: Bucket, group: Group, settings: Settings) -> None:
+    def __init__(self, bucket: Bucket, group: Group, settings: Settings, track: Track = NO_TRACK) -> None:
         self._bucket = bucket
         self._group = group
+        self._track = track
         self._compression = settings.compression
         self._averages = settings.op is Average and group.size > 1
         _, self._scale_after = settings.scales(group.size)
-        self._out = _as_real(bucket.seal())
-        # Held until finish(): the engine reads and writes this memory meanwhile.
-        self._wire = settings.compression.compress(self._out)
+        with track.compressing():
+            self._out = _as_real(bucket.seal())
+            # Held until finish(): the engine reads and writes this memory meanwhile.
+            self._wire = settings.compression.compress(self._out)
         self._work = group.all_reduce(self._wire, f"the all-reduce of the {bucket.plan.describe()}")
+        track.launched(self._work, self._wire)
 
     def is_completed(self) -> bool:
         """Whether `finish` would not have to wait."""
@@ -71,7 +75,8 @@ class InFlight:
 
     def finish(self) -> None:
         """Block until done; leave the average in the bucket, and so in every gradient that is a view of it."""
-        self._work.wait()
+        with self._track.waiting():
+            self._work.wait()
         self._bucket.accept()
         self._compression.decompress(self._wire, self._out)
         if self._scale_after != 1.0:

@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from . import timeline
 from .client import Operation, StoreClient
 from .collective import Group
 from .conductor import Conductor
 from .connect import make_conductor
 from .engine import AloneChannels, Channels, TorchChannels
-from .environment import Environment, read_environment
+from .environment import DYNAMIC, Environment, read_environment
 from .errors import CommunicationError, LaunchEnvironmentError, MismatchError, NotInitializedError
 from .farewell import say_farewell
 from .log import log, open_log
@@ -108,10 +109,14 @@ def init(timeout_s: float | None = None, *, process_sets: Iterable[ProcessSet] |
 
 
 def shutdown() -> None:
-    """Leave the other ranks. Waits for nobody; does nothing where `init` was not called."""
+    """Leave the other ranks; does nothing where `init` was not called.
+
+    Waits for nobody, unless a timeline is being recorded: then for the others to bring their parts, for a few seconds.
+    """
     global _world
     leaving, _world = _world, None
     if leaving is not None:
+        timeline.leave(leaving.group, leaving.conductor)
         leaving.conductor.close()
         leaving.sets.close()
         leaving.group.close()
@@ -162,6 +167,11 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """How many hosts have this local rank."""
     return current_world().topology.cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host runs as many of the processes."""
+    return current_world().topology.is_homogeneous
 
 
 def _is_child_of_multiprocessing() -> bool:
@@ -250,11 +260,11 @@ def _world_of(
 ) -> World:
     open_log(environment, seat.rank)
     group = Group(channels, seat.rank, seat.size, [f"host of rank {rank}" for rank in range(seat.size)])
-    introductions = group.all_gather_object((seat, _own_version()), "hvd.init()")
-    seats = [introduced for introduced, _ in introductions]
+    introductions = group.all_gather_object((seat, _own_version(), environment.timeline), "hvd.init()")
+    seats = [introduced for introduced, _, _ in introductions]
     topology = seats_to_topology(seat.rank, seats)
     group.hosts = topology.hosts
-    for other, (_, other_version) in enumerate(introductions):
+    for other, (_, other_version, _) in enumerate(introductions):
         if other_version != introductions[0][1]:
             raise MismatchError(
                 f"hvdlite is version {introductions[0][1]} on {group.describe_rank(0)} and {other_version} on "
@@ -264,6 +274,10 @@ def _world_of(
         log.warning(remark)
     group.require_agreement(environment.check, "hvd.init()", "HVDLITE_CHECK (0 or 1)")
     conductor = make_conductor(group, [seat.node for seat in seats], environment, timeout.total_seconds())
+    # Rank 0 is the one to write it, so its variable counts.
+    timeline_path = introductions[0][2]
+    if timeline_path not in (None, DYNAMIC):
+        timeline.start(group, conductor, timeline_path)
     return World(topology, group, conductor, environment, Registry(group, conductor), leave, os.getpid())
 
 
@@ -283,7 +297,7 @@ def _end_of_program() -> None:
     world = _world
     # A forked child has the connections too, but they are not its own to close.
     if world is not None and world.pid == os.getpid():
-        say_farewell(world.topology.size, shutdown)
+        say_farewell(world.topology.size, shutdown, lambda: timeline.save(world.group))
 
 
 # Registered here and not in init(), so that it runs after whatever the program registers: the last word.

@@ -18,6 +18,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from . import network, tree
 from .cache import Cache
@@ -134,6 +135,8 @@ class Agent:
                     raise ProtocolError("the launcher sent what only an agent says")
 
     def _answer(self, greeting: Greet) -> None:
+        if greeting.interface is not None:
+            greeting = replace(greeting, interface=network.first_there(greeting.interface))
         self._greeting = greeting
         try:
             address = network.own_address(os.environ) if greeting.beats else None

@@ -147,7 +147,9 @@ def _words_of_config_file(options: argparse.Namespace, parser: Parser) -> list[s
     # Where workers run is one thing to say, in two ways: either takes the place of the file's.
     where = ("hosts", "hostfile")
     said = any(getattr(options, dest) is not None for dest in where)
-    without = (*(where if said else ()), *(_flags_of_workers() if options.check else ()))
+    # Several of these are one list, which takes the place of the file's whole.
+    interfaces = ("network_interface",) if options.network_interface else ()
+    without = (*(where if said else ()), *interfaces, *(_flags_of_workers() if options.check else ()))
     return config_words(options.config_file, parser, without=without)
 
 
@@ -173,15 +175,19 @@ def _preview(job: Job, options: argparse.Namespace) -> str:
     slots = plan_slots(count_slots(job), job.size)
     alone = len({slot.host for slot in slots}) == 1
 
+    def interface_of(host: Host) -> str | None:
+        names = job.interface_of(host)
+        return f"<the first of {names} that is there>" if names and "," in names else names
+
     def facts_of(host: Host) -> HostFacts | None:
         if not (host.is_here and alone):
             return None
-        return replace(here, interface=job.interface_of(host) or here.interface)
+        return replace(here, interface=interface_of(host) or here.interface)
 
     by_flags = {name: job.environment.here[name] for name in horovodrun.variables(options)}
     if job.as_horovod:
         by_flags["PYTHONPATH"] = "<where that host has hvdlite's horovod>, and what is in it else"
-    return preview(slots, job.environment, facts_of, job.interface_of, by_flags)
+    return preview(slots, job.environment, facts_of, interface_of, by_flags)
 
 
 def _working_directory() -> str:

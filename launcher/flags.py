@@ -10,7 +10,7 @@ import argparse
 import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from . import horovodrun
 from .errors import UsageError
@@ -39,6 +39,7 @@ its last words are shown again, and its exit code is hvdlite-run's.
                         begin each line that is shown with the time
   -x NAME[=VALUE]       give workers this variable, with the value it has here or this one; may be repeated
   --no-env              give them no other but PATH, HOME, LD_LIBRARY_PATH and PYTHONHOME, not all that are set here
+  --horovod             let them, and what they start, find hvdlite where they import horovod
   -p, --ssh-port PORT   where sshd listens on the hosts, unless your ssh config says so
   -i, --ssh-identity-file FILE
                         the private key for them
@@ -46,7 +47,8 @@ its last words are shown again, and its exit code is hvdlite-run's.
   --ssh-program PROGRAM what takes ssh's place: it is called with a host and a command, and passes on stdin
   --remote-python PATH  the Python on other hosts that has hvdlite, if not the one here or python3
   --network-interface, --network-interfaces NAME
-                        what the workers talk over, if not what the hosts' routes say; per host: node1=eth0,node2=ib0
+                        what the workers talk over, if not what the hosts' routes say; of eth0,ib0 the first that a
+                        host has; per host: node1=eth0,node2=ib0. May be repeated
   --start-timeout SECONDS
                         how long every host may take to answer, and after the first hvd.init() every rank to come to
                         it and be connected (60)
@@ -93,7 +95,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--ssh-args", type=_ssh_words, default=())
         self.add_argument("--ssh-program", default="ssh")
         self.add_argument("--remote-python")
-        self.add_argument("--network-interface", "--network-interfaces", type=_interfaces, default={})
+        self.add_argument("--network-interface", "--network-interfaces", type=_interfaces, action=_Merge, default={})
         self.add_argument("--start-timeout", type=_seconds, default=_START_TIMEOUT_S)
         self.add_argument("--grace", type=_seconds, default=_GRACE_S)
         self.add_argument("--config-file")
@@ -226,14 +228,24 @@ def _ssh_words(text: str) -> tuple[str, ...]:
 
 
 def _interfaces(text: str) -> dict[str, str]:
-    """By host; that of "" is for all that are not named."""
+    """By host, several with commas between; those of "" are for all that are not named."""
     interfaces: dict[str, str] = {}
     for item in text.split(","):
         host, _, name = item.strip().rpartition("=")
         host = host.removeprefix("[").removesuffix("]")
-        if not name or host in interfaces:
+        if not name:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not an interface for all hosts, such as eth0, or one for each: node1=eth0,node2=ib0"
             )
-        interfaces[host] = name
+        interfaces = _merged(interfaces, {host: name})
     return interfaces
+
+
+def _merged(interfaces: Mapping[str, str], more: Mapping[str, str]) -> dict[str, str]:
+    joined = {host: f"{interfaces[host]},{names}" if host in interfaces else names for host, names in more.items()}
+    return {**interfaces, **joined}
+
+
+class _Merge(argparse.Action):
+    def __call__(self, _parser: object, options: argparse.Namespace, values: Any, _option: object = None) -> None:
+        setattr(options, self.dest, _merged(getattr(options, self.dest), values))

@@ -19,7 +19,6 @@ from functools import partial
 HELP = """\
 Flags of horovodrun's that tune a job:
 
-  --horovod             let workers, and what they start, find hvdlite where they import horovod
   --fusion-threshold-mb MIB
                         how much of the gradients travels at once (16); 0 is each for itself
   --timeline-filename FILE

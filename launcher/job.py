@@ -14,9 +14,10 @@ from .ssh import Ssh
 class Job:
     """``size`` None fills all slots; ``hosts`` may have slots that only they can count.
 
-    ``in_python``: the command is words for the Python of each host's agent. ``interfaces`` are by the hosts' labels;
-    that of "" is for all others. ``timestamps`` begin each line on the screen; ``record_dir`` is where each worker's
-    output goes too. ``as_horovod``: workers find hvdlite where they import horovod.
+    ``in_python``: the command is words for the Python of each host's agent. ``as_horovod``: workers find hvdlite where
+    they import horovod. ``interfaces`` are by the hosts' labels; that of "" is for all others, and of several, with
+    commas between, the first that a host has is meant. ``timestamps`` begin each line on the screen; ``record_dir`` is
+    where each worker's output goes too.
     """
 
     hosts: tuple[Host, ...]

@@ -176,7 +176,7 @@ class Greet:
     """The first word, to which `Hello` is the answer.
 
     ``beats``: both ends shall send `Beat` and take long silence for the other's end. ``interface`` is the network
-    interface that the user wants here.
+    interface that the user wants here, or several, with commas between: the first of them that is there.
     """
 
     version: str

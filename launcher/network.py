@@ -48,6 +48,13 @@ def loopback_interface() -> str | None:
     return interface_with("127.0.0.1") or interface_with("::1")
 
 
+def first_there(names: str) -> str:
+    """The first of these interfaces, with commas between, that is here; the last of them if none is."""
+    known = interfaces()
+    *others, last = names.split(",")
+    return next((name for name in others if name in known), last)
+
+
 def address_of(interface: str) -> str:
     """Its address for others; a `LauncherError` if there is no such interface, or it has none."""
     known = interfaces()

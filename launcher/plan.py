@@ -16,7 +16,8 @@ before it does, and is then not taken for the cause.
 A program that knows torch.distributed alone finds what torchrun would tell it: RANK, WORLD_SIZE, LOCAL_RANK,
 LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, a port kept free on rank 0's host until rank 0 listens.
 One that was written for Horovod finds what horovodrun would tell it: HOROVOD_RANK, HOROVOD_SIZE, HOROVOD_LOCAL_RANK,
-HOROVOD_LOCAL_SIZE, HOROVOD_CROSS_RANK, HOROVOD_CROSS_SIZE and HOROVOD_HOSTNAME.
+HOROVOD_LOCAL_SIZE, HOROVOD_CROSS_RANK, HOROVOD_CROSS_SIZE and HOROVOD_HOSTNAME. With --horovod, PYTHONPATH begins with
+where that host's hvdlite has a `horovod`. What else flags set for all workers is in `horovodrun`.
 
 Set too unless the user did: OMP_NUM_THREADS (the cores of the host shared out among its workers),
 PYTHONUNBUFFERED=1, GLOO_ENABLE_STORE_V2_API=1 (gloo asks the store less often), and GLOO_SOCKET_IFNAME: the

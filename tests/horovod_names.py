@@ -17,6 +17,15 @@ TORCH = """
 # What is not there, by decision.
 NOT_THERE = {"elastic"}
 
+# Made elsewhere, and on their way.
+NOT_YET = set(
+    """
+    ccl_built cuda_built ddl_built gloo_built
+    gloo_enabled mpi_built mpi_enabled mpi_threads_supported nccl_built rocm_built
+    start_timeline stop_timeline is_homogeneous
+    """.split()  # noqa: SIM905  # a list to be read
+)
+
 # The modules that programs import, and what they import from them.
 MODULES = {
     "horovod": ["run", "__version__"],
@@ -38,3 +47,52 @@ MODULES = {
     "horovod.torch.optimizer": ["DistributedOptimizer"],
     "horovod.torch.sync_batch_norm": ["SyncBatchNorm"],
 }  # fmt: skip
+
+NOT_THERE_MODULES = [
+    "horovod.data", "horovod.keras", "horovod.mxnet", "horovod.ray", "horovod.spark", "horovod.tensorflow",
+    "horovod.torch.elastic",
+]  # fmt: skip
+
+OPTIMIZER_ARGUMENTS = """
+    optimizer named_parameters compression backward_passes_per_step op gradient_predivide_factor num_groups groups
+    sparse_as_dense process_set
+""".split()  # noqa: SIM905  # a list to be read
+
+OPTIMIZER_METHODS = """
+    load_state_dict set_backward_passes_per_step skip_synchronize state_dict step synchronize zero_grad
+""".split()  # noqa: SIM905  # a list to be read
+
+RUN_ARGUMENTS = """
+    func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts hostfile
+    host_discovery_script start_timeout ssh_port ssh_identity_file disable_cache output_filename verbose use_gloo
+    use_mpi mpi_args network_interface network_interfaces executable np min_np max_np
+""".split()  # noqa: SIM905  # a list to be read
+
+FLAGS = """
+    -v --version -cb --check-build -np --num-proc --disable-cache --start-timeout --network-interfaces
+    --network-interface --output-filename --verbose --config-file -p --ssh-port -i --ssh-identity-file
+    --fusion-threshold-mb --cycle-time-ms --cache-capacity --hierarchical-allreduce --no-hierarchical-allreduce
+    --hierarchical-allgather --no-hierarchical-allgather --torus-allreduce --no-torus-allreduce --autotune --no-autotune
+    --autotune-log-file --autotune-warmup-samples --autotune-steps-per-sample --autotune-bayes-opt-max-samples
+    --autotune-gaussian-process-noise --min-np --min-num-proc --max-np --max-num-proc --slots-per-host --elastic-timeout
+    --reset-limit --blacklist-cooldown-range --host-discovery-script --timeline-filename --timeline-mark-cycles
+    --no-timeline-mark-cycles --stall-check --no-stall-check --stall-check-warning-time-seconds
+    --stall-check-shutdown-time-seconds --mpi-threads-disable --no-mpi-threads-disable --mpi-args --tcp --binding-args
+    --num-nccl-streams --thread-affinity --gloo-timeout-seconds --log-level --log-with-timestamp --log-without-timestamp
+    --log-hide-timestamp --no-log-hide-timestamp -prefix-timestamp --prefix-output-with-timestamp -H --hosts -hostfile
+    --hostfile --gloo --mpi --jsrun
+""".split()  # noqa: SIM905  # a list to be read
+
+VARIABLES = [
+    f"HOROVOD_{name}"
+    for name in """
+    ADASUM_MPI_CHUNK_SIZE AUTOTUNE AUTOTUNE_BAYES_OPT_MAX_SAMPLES AUTOTUNE_GAUSSIAN_PROCESS_NOISE AUTOTUNE_LOG
+    AUTOTUNE_STEPS_PER_SAMPLE AUTOTUNE_WARMUP_SAMPLES BATCH_D2D_MEMCOPIES CACHE_CAPACITY CCL_CACHE CONTROLLER
+    CPU_OPERATIONS CROSS_RANK CROSS_SIZE CYCLE_TIME DISABLE_GROUP_FUSION DISABLE_NVTX_RANGES DYNAMIC_PROCESS_SETS
+    ELASTIC ELASTIC_TIMEOUT ENABLE_ASYNC_COMPLETION ENABLE_XLA_OPS FUSION_THRESHOLD GLOO_IFACE GLOO_RENDEZVOUS_ADDR
+    GLOO_RENDEZVOUS_PORT GLOO_TIMEOUT_SECONDS GPU_OPERATIONS HIERARCHICAL_ALLGATHER HIERARCHICAL_ALLREDUCE HOSTNAME
+    LOCAL_RANK LOCAL_SIZE LOG_HIDE_TIME LOG_LEVEL MPI_THREADS_DISABLE NUM_NCCL_STREAMS RANK SIZE SPARK_START_TIMEOUT
+    STALL_CHECK_DISABLE STALL_CHECK_TIME_SECONDS STALL_SHUTDOWN_TIME_SECONDS START_TIMEOUT THREAD_AFFINITY TIMELINE
+    TIMELINE_MARK_CYCLES TORUS_ALLREDUCE WITH_PYTORCH
+    """.split()  # noqa: SIM905  # a list to be read
+]

@@ -173,4 +173,5 @@ def test_local_and_cross_ranks_number_every_process_once(nodes):
     places = [seats_to_topology(rank, seats) for rank in range(len(nodes))]
     assert len({(node, p.local_rank) for node, p in zip(nodes, places, strict=True)}) == len(nodes)
     assert len({(p.cross_rank, p.local_rank) for p in places}) == len(nodes)
+    assert {p.is_homogeneous for p in places} == {len(set(map(nodes.count, nodes))) == 1}
     assert all(p.local_rank < p.local_size and p.cross_rank < p.cross_size for p in places)

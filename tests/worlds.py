@@ -63,4 +63,4 @@ def attempt_worlds(size: int, function: Callable[[int], Any], environment: Envir
 
 
 def _topology(group: Group) -> Topology:
-    return Topology(group.rank, group.size, group.rank, group.size, 0, 1, group.hosts)
+    return Topology(group.rank, group.size, group.rank, group.size, 0, 1, group.hosts, is_homogeneous=True)

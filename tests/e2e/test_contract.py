@@ -1,11 +1,15 @@
 """Launcher and library share no code, only the environment of a worker: here the two ends meet."""
 
+import logging
 import sys
 
 import pytest
+from hvdlite_launcher import horovodrun
+from hvdlite_launcher.flags import Parser
 from hvdlite_launcher.hosts import Host
 from hvdlite_launcher.plan import HostFacts, plan_slots, slot_environment, variables_set
 
+from hvdlite.environment import Environment, read_environment
 from hvdlite.topology import read_seat
 
 TRAINING = """
@@ -19,6 +23,26 @@ for step in range(1000):
         {fault}
     hvd.allreduce(torch.ones(4))
 """
+
+
+def test_the_library_understands_what_the_flags_set():
+    def read(*words: str) -> Environment:
+        return read_environment(horovodrun.variables(Parser().parse_args(words)))
+
+    assert read("--no-stall-check", "--tcp", "--gloo") == Environment(stall_check=False)
+    assert read(
+        *("--fusion-threshold-mb", "1", "--timeline-filename", "/t.json", "--stall-check", "--log-level", "INFO"),
+        *("--stall-check-warning-time-seconds", "5", "--stall-check-shutdown-time-seconds", "9"),
+        *("--log-without-timestamp", "--gloo-timeout-seconds", "30"),
+    ) == Environment(
+        fusion_threshold_bytes=1 << 20,
+        timeline="/t.json",
+        stall_warning_s=5.0,
+        stall_shutdown_s=9.0,
+        log_level=logging.INFO,
+        log_hide_time=True,
+        timeout_s=30.0,
+    )
 
 
 def test_the_library_reads_the_seat_that_the_launcher_planned():

@@ -181,6 +181,8 @@ def test_the_interface_can_be_named_for_each_host(launch, make_lan, tmp_path):
     lan = make_lan("a", "b", interfaces=("lan0", "ens7"))
     words = ["-H", "a,b", "--network-interface", "a=lan0,b=ens7", *program(tmp_path, AVERAGE)]
     assert succeeded(launch(*words, on=lan.desk)) == ["[0]<stdout>:0.5 on a by lan0", "[1]<stdout>:0.5 on b by ens7"]
+    either = ("-H", "a,b", "--network-interfaces", "lan0,ens7", "sh", "-c", "echo $GLOO_SOCKET_IFNAME")
+    assert succeeded(launch(*either, on=lan.desk)) == ["[0]<stdout>:lan0", "[1]<stdout>:ens7"]
     err = failed(launch("-H", "a,b", "--network-interface", "lan0", "true", on=lan.desk))
     assert re.search(r"^hvdlite-run: b: .*lan0.*ens7", err, re.MULTILINE), err
 

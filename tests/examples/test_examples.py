@@ -26,9 +26,14 @@ Done = subprocess.CompletedProcess
 def run(example: str, *args: object, ranks: int | None = None) -> Done[str]:
     """The example under hvdlite-run with so many ranks, or without it."""
     launcher = [] if ranks is None else ["-m", "hvdlite_launcher", "-np", str(ranks), sys.executable]
-    argv = [sys.executable, *launcher, f"examples/{example}", *map(str, args)]
+    return run_words(*launcher, f"examples/{example}", *map(str, args))
+
+
+def run_words(*words: str) -> Done[str]:
+    """Python, in the directory of the project."""
     # One thread per rank: more would wait for each other where the machine has other work.
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, *words]
     return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=90, check=False)
 
 

@@ -9,6 +9,8 @@ import textwrap
 import pytest
 import torch
 
+import hvdlite as hvd
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
@@ -179,3 +181,71 @@ def test_collectives_on_cuda_tensors(tmp_path):
         assert hvd.broadcast(mine, 1).eq(1).all()
         """,
     )
+
+
+EVERY_COLLECTIVE = """
+rank, size = hvd.rank(), hvd.size()
+dtypes = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+          torch.float64, torch.complex64, torch.complex128, torch.bool]
+
+def sample(rank, dtype, shape):
+    return ((torch.arange(torch.Size(shape).numel()) + rank) % 3 + 1).reshape(shape).to(dtype)
+
+def check(got, expected):
+    assert got.is_cuda and got.dtype == expected.dtype and torch.equal(got.cpu(), expected), (got, expected)
+
+for dtype in dtypes:
+    for shape in [(), (0,), (4,), (2, 3), (2, 0), (3, 1, 2)]:
+        mine = sample(rank, dtype, shape).to(device)
+        every = [sample(r, dtype, shape) for r in range(size)]
+        total = sum(every[1:], every[0]) if dtype != torch.bool else every[0] | every[-1]
+        name = f"{dtype}{shape}"
+        handle = hvd.allreduce_async(mine, name=name, op=hvd.Sum)
+        check(hvd.broadcast(mine, size - 1), every[-1])
+        check(hvd.allgather(mine, name), torch.cat([part.reshape(1) if not shape else part for part in every]))
+        check(hvd.synchronize(handle), total)
+        pair = hvd.grouped_allreduce([mine, mine.float() if not dtype.is_complex else mine], op=hvd.Product)
+        check(pair[0], torch.stack(every).prod(0).to(dtype))
+        if not dtype.is_complex:
+            check(hvd.allreduce(mine, op=hvd.Max), torch.stack(every).amax(0))
+        if shape:
+            rows = [len(range(r, shape[0], size)) for r in range(size)]
+            check(hvd.reducescatter(mine, op=hvd.Sum), total.split(rows)[rank])
+            got, received = hvd.alltoall(mine, torch.tensor(rows, dtype=torch.int32, device=device))
+            assert received.is_cuda and received.tolist() == [rows[rank]] * size
+            check(got, torch.cat([part.split(rows)[rank] for part in every]))
+        check(hvd.allreduce_(mine, op=hvd.Min) if not dtype.is_complex else mine,
+              torch.stack(every).amin(0) if not dtype.is_complex else every[rank])
+
+# On streams of the program's own, with work before and after that the operation has to wait for, and be waited for.
+with torch.cuda.stream(torch.cuda.Stream()):
+    slow = torch.full((4096, 4096), 1 / 4096, device=device)
+    for _ in range(20):
+        slow = slow @ slow
+    handle = hvd.allreduce_async(slow, op=hvd.Sum)
+with torch.cuda.stream(torch.cuda.Stream()):
+    torch.testing.assert_close(hvd.synchronize(handle).sum().item(), size * 4096.0)
+
+a = torch.tensor([1.0, 0.0, 2.0] if rank == 0 else [0.0, 1.0, 2.0], device=device)
+expected = torch.tensor([[1.0, 0.0, 2.0], [0.6, 0.6, 2.4]][size - 1])
+torch.testing.assert_close(hvd.allreduce(a, op=hvd.Adasum).cpu(), expected)
+x = torch.tensor([rank + 1.0], device=device, requires_grad=True)
+(hvd.allgather(x).sum() * (rank + 1) + hvd.allreduce(x, op=hvd.Product).sum()).backward()
+assert x.grad.tolist() == ([2.0] if size == 1 else [3.0 + 2 * 2.0, 3.0 + 2 * 1.0][rank : rank + 1])
+table = torch.eye(3, device=device).to_sparse()
+assert hvd.sparse_allreduce_async(table, "table", hvd.Sum)().to_dense().equal(torch.eye(3, device=device) * size)
+hvd.barrier()
+"""
+
+
+def test_every_collective_over_nccl(tmp_path):
+    run(tmp_path, 1, "hvd.init()" + EVERY_COLLECTIVE)
+
+
+def test_every_collective_on_two_ranks_that_share_a_gpu(tmp_path):
+    run(tmp_path, 2, "share_one_gpu_over_gloo()\nhvd.init()" + EVERY_COLLECTIVE)
+
+
+def test_the_build_questions_name_the_nccl_that_torch_has():
+    assert hvd.cuda_built() or hvd.rocm_built()
+    assert hvd.nccl_built() > 20000

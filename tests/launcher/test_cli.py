@@ -97,3 +97,22 @@ def test_flags_after_the_command_are_its_own(argv, own, command):
 def test_the_number_of_workers_may_be_given_as_mpirun_and_srun_have_it(argv, capsys):
     assert cli.main([*argv, "--dry-run"]) == 0
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("rank")] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "interfaces"),
+    [
+        (["--network-interface", "eth0"], {"": "eth0"}),
+        (["--network-interfaces", "eth0,ib0"], {"": "eth0,ib0"}),
+        (["--network-interface", "eth0", "--network-interface", "a=ib0,b=lan0"], {"": "eth0", "a": "ib0", "b": "lan0"}),
+        (["--network-interface=a=eth0", "--network-interface=a=ib0"], {"a": "eth0,ib0"}),
+        ([], {}),
+    ],
+)
+def test_interfaces_may_be_several_for_all_hosts_or_for_one(words, interfaces):
+    assert flags.Parser().parse_args(words).network_interface == interfaces
+
+
+def test_of_several_interfaces_the_plan_shows_that_one_will_be_taken(capsys):
+    assert cli.main(["-np", "1", "--network-interface", "eth0,ib0", "--dry-run"]) == 0
+    assert "GLOO_SOCKET_IFNAME=<the first of eth0,ib0 that is there>" in capsys.readouterr().out

@@ -27,6 +27,7 @@ no-env: off
 
 WORDS = st.sampled_from(
     [
+        *("controller", "params", "timeline", "stall_check", "enabled", "log_file"),
         *("num-proc", "hosts", "x", "verbose", "a", "1", ":", ": ", "- ", "[", "]", "{", "}", ",", "&a", "*a", "<<"),
         *(
             "!!int ",
@@ -157,6 +158,11 @@ def test_the_command_line_wins_wherever_it_names_the_file(config_file_first, wri
     file, flags = ["--config-file", write("num-proc: 4\nhosts: localhost:8\n")], ["-np", "2"]
     assert cli.main([*(file + flags if config_file_first else flags + file), "--dry-run"]) == 0
     assert "HVDLITE_SIZE=2\n" in capsys.readouterr().out
+
+
+def test_an_interface_on_the_command_line_takes_the_place_of_the_files(write):
+    options = cli.read_flags(["--network-interface", "b", "--config-file", write("network-interface: [a, c]")])
+    assert options.network_interface == {"": "b"}
 
 
 @pytest.mark.parametrize("flag", ["hosts", "hostfile"])

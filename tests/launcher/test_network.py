@@ -36,6 +36,11 @@ def test_ssh_says_at_which_address_a_host_was_reached(connection, address):
     assert network.own_address({"SSH_CONNECTION": connection}) == address
 
 
+def test_of_several_interfaces_the_first_that_is_there_counts(monkeypatch):
+    monkeypatch.setattr(network, "interfaces", lambda: {"lo": ["127.0.0.1"], "ib0": ["10.0.0.1"]})
+    assert [network.first_there(names) for names in ("eth0,ib0,lo", "lo", "eth0,eth1")] == ["ib0", "lo", "eth1"]
+
+
 def test_an_interface_that_is_not_there_is_told_with_those_that_are(monkeypatch):
     monkeypatch.setattr(network, "interfaces", lambda: {"lo": ["127.0.0.1"], "eth0": []})
     with pytest.raises(LauncherError, match="no network interface 'eth9'; there are lo, eth0"):

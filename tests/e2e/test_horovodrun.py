@@ -1,0 +1,76 @@
+"""Commands as they were written for horovodrun, with hvdlite-run in its place."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = """\
+import os, sys
+import horovod.torch as hvd
+hvd.init()
+assert (hvd.rank(), hvd.size()) == (int(os.environ["HOROVOD_RANK"]), int(os.environ["HOROVOD_SIZE"]))
+import mine
+sys.stdout.write(f"{hvd.allgather_object(hvd.rank())} {sys.argv[1:]} {mine.HERE}\\n")
+"""
+
+
+def test_its_flags_tune_the_workers_or_say_why_not(launch):
+    names = "HVDLITE_FUSION_THRESHOLD", "HVDLITE_STALL_CHECK_DISABLE"
+    program = f"import os; print(*(os.environ[name] for name in {names}))"
+    flags = ("--gloo", "--fusion-threshold-mb", "1", "--no-stall-check", "--cycle-time-ms", "5", "--no-autotune")
+    code, out, err = launch(*flags, "-np", "2", sys.executable, "-c", program).ended()
+    assert code == 0
+    assert sorted(out.decode().splitlines()) == [f"[{rank}]<stdout>:1048576 1" for rank in (0, 1)]
+    assert err.decode() == (
+        "hvdlite-run: --cycle-time-ms has no effect: there are no cycles: a collective starts when it is asked for\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "command", [(sys.executable, "train.py", "x"), ("sh", "-c", f"{sys.executable} train.py x")], ids=["python", "sh"]
+)
+def test_a_program_for_horovod_runs_unchanged_whatever_starts_it(launch, tmp_path, command):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    (tmp_path / "modules").mkdir()
+    (tmp_path / "modules" / "mine.py").write_text("HERE = 'mine'")
+    job = launch("-np", "2", "--horovod", *command, cwd=tmp_path, env={"PYTHONPATH": "modules"})
+    code, out, err = job.ended()
+    assert (code, err) == (0, b"")
+    assert sorted(out.decode().splitlines()) == [f"[{rank}]<stdout>:[0, 1] ['x'] mine" for rank in (0, 1)]
+    job.assert_gone()
+
+
+def test_each_host_finds_its_own_hvdlite_where_a_program_imports_horovod(launch, make_lan):
+    lan = make_lan("a", "b")
+    program = "import os, horovod.torch as hvd; hvd.init(); print(hvd.rank(), hvd.local_rank(), os.uname().nodename)"
+    code, out, err = launch("-H", "a,b", "--horovod", sys.executable, "-c", program, on=lan.desk).ended(120)
+    assert (code, err) == (0, b"")
+    assert sorted(out.decode().splitlines()) == ["[0]<stdout>:0 0 a", "[1]<stdout>:1 0 b"]
+
+
+def test_a_function_may_be_one_for_horovod(launch, tmp_path):
+    (tmp_path / "call.py").write_text(
+        "import hvdlite_launcher\n"
+        "def rank():\n"
+        "    import horovod.torch as hvd\n"
+        "    hvd.init()\n"
+        "    return hvd.rank()\n"
+        "if __name__ == '__main__':\n"
+        "    print(hvdlite_launcher.run(rank, np=2, horovod=True, cycle_time_ms=1))\n"
+    )
+    job = launch(program=(str(tmp_path / "call.py"),))
+    code, out, err = job.ended()
+    assert (code, out) == (0, b"[0, 1]\n")
+    assert err.startswith(b"hvdlite-run: --cycle-time-ms has no effect: ")
+    assert err.count(b"\n") == 1
+
+
+def test_without_the_flag_nothing_is_named_horovod(launch):
+    code, _, err = launch("-np", "1", sys.executable, "-c", "import horovod", env={"PYTHONPATH": os.devnull}).ended()
+    assert code == 1
+    assert b"ModuleNotFoundError: No module named 'horovod'" in err

@@ -1,0 +1,91 @@
+"""Programs as people wrote them for Horovod, none of which names hvdlite: under the shim they run and learn."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from examples.test_examples import ROOT, Done, lines_of, require_clean, run_words
+
+pytestmark = pytest.mark.slow
+
+PROGRAMS = ROOT / "examples" / "horovod"
+TOLERANCE = 1e-4
+
+
+def run(program: str, *args: object, ranks: int | None = None) -> list[str]:
+    """What rank 0 prints, in so many workers or, without hvdlite-run, in one process."""
+    launcher = [] if ranks is None else ["-m", "hvdlite_launcher", "-np", str(ranks), sys.executable]
+    done: Done[str] = run_words(*launcher, "-m", "hvdlite.horovod", f"examples/horovod/{program}", *map(str, args))
+    require_clean(done)
+    if ranks is None:
+        return done.stdout.splitlines()
+    assert all(lines_of(rank, done.stdout) == [] for rank in range(1, ranks)), "rank 0 prints alone"
+    return lines_of(0, done.stdout)
+
+
+def numbers(lines: list[str]) -> list[float]:
+    return [float(number) for line in lines for number in re.findall(r"-?\d+\.\d+", line)]
+
+
+def test_the_programs_name_horovod_alone():
+    programs = sorted(PROGRAMS.glob("*.py"))
+    assert [program.name for program in programs] == ["gan.py", "mnist.py", "resume.py", "synthetic_benchmark.py"]
+    for program in programs:
+        text = program.read_text()
+        code = text.split('"""', 2)[2]
+        assert "import horovod.torch as hvd" in code
+        assert "hvdlite" not in code
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
+def test_digits_on_two_ranks_are_learned_as_by_one_process_with_twice_the_batches():
+    one = run("mnist.py", "--batches-per-allreduce", 2, "--gradient-predivide-factor", 2)
+    two = run("mnist.py", "--gradient-predivide-factor", 2, ranks=2)
+    assert len(one) == len(two) == 7
+    assert numbers(two) == pytest.approx(numbers(one), abs=TOLERANCE)
+    accuracy = numbers(two)[-1]
+    assert accuracy > 88, two
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
+def test_digits_are_learned_in_mixed_precision_with_gradients_in_half_precision():
+    lines = run("mnist.py", "--use-mixed-precision", "--fp16-allreduce", ranks=2)
+    assert numbers(lines)[-1] > 88, lines
+
+
+def test_a_gan_on_two_ranks_comes_to_what_it_comes_to_in_one_process():
+    one, two = run("gan.py", "--double", "--steps", 300), run("gan.py", "--double", "--steps", 300, ranks=2)
+    assert len(one) == len(two) == 4
+    assert numbers(two) == pytest.approx(numbers(one), abs=TOLERANCE)
+    assert numbers(two)[-2] == pytest.approx(1, abs=0.3), "it has found the ring"
+
+
+def test_training_goes_on_where_it_was_stopped_as_if_it_had_not_been(tmp_path: Path):
+    def train(directory: str, epochs: int, batch: int, ranks: int | None) -> list[str]:
+        (tmp_path / directory).mkdir(exist_ok=True)
+        checkpoint = f"{tmp_path}/{directory}/{{epoch}}.pt"
+        args = ["--checkpoint-format", checkpoint, "--epochs", epochs, "--batch-size", batch]
+        return run("resume.py", *args, ranks=ranks)
+
+    whole = train("whole", 6, 32, 2)
+    assert [line.partition(":")[0] for line in whole] == [f"Epoch {number}" for number in range(1, 7)]
+    assert train("parts", 3, 32, 2) + train("parts", 6, 32, 2) == whole, "to the last digit"
+    assert numbers(train("alone", 6, 64, None)) == pytest.approx(numbers(whole), abs=TOLERANCE)
+    assert numbers(whole)[-1] < 0.5 * numbers(whole)[0]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
+@pytest.mark.parametrize(("ranks", "flags"), [(None, []), (2, ["--fp16-allreduce"]), (2, ["--use-adasum"])])
+def test_the_benchmark_has_the_command_line_and_the_last_lines_that_are_known(ranks: int | None, flags: list[str]):
+    size = ranks or 1
+    known = ["--model", "resnet18", "--batch-size", 2, "--num-warmup-batches", 1, "--num-batches-per-iter", 1]
+    lines = run("synthetic_benchmark.py", *known, "--num-iters", 2, "--no-cuda", *flags, ranks=ranks)
+    assert lines[:3] == ["Model: resnet18", "Batch size: 2", f"Number of CPUs: {size}"]
+    number = r"\d+\.\d"
+    assert re.fullmatch(rf"Img/sec per CPU: {number} \+-{number}", lines[-2])
+    assert re.fullmatch(rf"Total img/sec on {size} CPU\(s\): {number} \+-{number}", lines[-1])
+    assert numbers([lines[-1]])[0] == pytest.approx(size * numbers([lines[-2]])[0], abs=0.1 * size)

@@ -1,0 +1,94 @@
+"""The page for those who come from Horovod is complete, and what it says of a name is so."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+import re
+from collections import Counter
+from pathlib import Path
+
+import horovod_names as horovod
+import pytest
+from hvdlite_launcher.flags import Parser
+from hvdlite_launcher.horovodrun import ROWS, Idle, Refused
+from hvdlite_launcher.plan import OWN_VARIABLES
+
+import hvdlite.horovod
+import hvdlite.torch as hvd
+from hvdlite.environment import read_environment
+
+PAGE = Path(__file__).parents[2] / "examples" / "horovod" / "README.md"
+STATES = {"same", "better", "accepted", "refused", "not there"}
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """Name, state and what is said of it; names that share a line each for itself."""
+    found = []
+    for line in PAGE.read_text().splitlines():
+        if match := re.fullmatch(r"\| (`.+?) \| ([a-z ]+) \|(.*)\|", line):
+            names, state, words = match.groups()
+            found += [(name, state, words.strip()) for name in re.findall(r"`([^`]+)`", names)]
+    return found
+
+
+STATE_OF = {name: state for name, state, _ in rows()}
+OF_RUN = {f"run({name})" for name in horovod.RUN_ARGUMENTS}
+OF_OPTIMIZER = {f"DistributedOptimizer({name})" for name in horovod.OPTIMIZER_ARGUMENTS}
+METHODS = {f"DistributedOptimizer.{name}" for name in horovod.OPTIMIZER_METHODS}
+MODULES = {*horovod.MODULES, *horovod.NOT_THERE_MODULES}
+
+
+def test_every_name_of_horovods_has_one_row_and_no_row_is_of_another():
+    names = {*horovod.TORCH, *horovod.FLAGS, *horovod.VARIABLES, *OF_RUN, *OF_OPTIMIZER, *METHODS, *MODULES}
+    counts = Counter(name for name, _, _ in rows())
+    assert set(counts) == names
+    assert [name for name, count in counts.items() if count > 1] == []
+    assert set(STATE_OF.values()) == STATES
+
+
+def test_a_state_that_is_not_same_comes_with_a_word():
+    assert [name for name, state, words in rows() if state != "same" and not words] == []
+
+
+@pytest.mark.parametrize("name", horovod.TORCH)
+def test_a_name_is_there_unless_it_is_said_not_to_be(name):
+    assert hasattr(hvd, name) == (STATE_OF[name] != "not there" and name not in horovod.NOT_YET)
+
+
+def test_the_optimizers_arguments_and_methods_are_there():
+    assert [f"DistributedOptimizer({name})" for name in inspect.signature(hvd.DistributedOptimizer).parameters][
+        : len(OF_OPTIMIZER)
+    ] == [name for name in STATE_OF if name in OF_OPTIMIZER]
+    for name in METHODS:
+        assert callable(functools.reduce(getattr, name.split("."), hvd))
+
+
+def test_runs_arguments_are_there():
+    assert {f"run({name})" for name in inspect.signature(hvdlite.horovod.run).parameters} == OF_RUN
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_a_module_is_there_unless_it_is_said_not_to_be(name):
+    is_there = importlib.util.find_spec(f"hvdlite.{name}") is not None
+    assert is_there == (STATE_OF[name] == "same" and name not in horovod.NOT_YET)
+
+
+@pytest.mark.parametrize("name", horovod.FLAGS)
+def test_a_flag_does_what_the_page_says(name):
+    assert any(name in action.option_strings for action in Parser().flags)
+    kinds = {type(row) for row in ROWS if name in row.names}
+    expected = "accepted" if Idle in kinds else "refused" if Refused in kinds else None
+    assert STATE_OF[name] == expected or (expected is None and STATE_OF[name] in ("same", "better"))
+
+
+@pytest.mark.parametrize("name", horovod.VARIABLES)
+def test_a_variable_means_what_the_page_says(name):
+    value = {"HOROVOD_LOG_LEVEL": "debug", "HOROVOD_DYNAMIC_PROCESS_SETS": "yes"}.get(name, "7")
+    value = "1" if name.endswith(("_DISABLE", "_HIDE_TIME", "HOROVOD_ELASTIC")) else value
+    said = read_environment({name: value})
+    is_read = said != read_environment({}) and not said.remarks
+    has_remark = any(name in remark for remark in said.remarks)
+    expected = "same" if is_read or name in OWN_VARIABLES else "accepted" if has_remark else "not there"
+    assert STATE_OF[name] == expected

@@ -1,0 +1,66 @@
+"""Handles of asynchronous operations: poll, synchronize, and what is no handle."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from worlds import attempt_worlds, run_worlds
+
+import hvdlite as hvd
+
+
+def test_a_handle_is_done_when_all_ranks_have_asked_and_not_before():
+    may_ask = threading.Event()
+
+    def rank(number):
+        if number == 1:
+            assert may_ask.wait(10)
+        handle = hvd.allreduce_async(torch.tensor(1.0), op=hvd.Sum)
+        if number == 0:
+            assert not hvd.poll(handle)
+            may_ask.set()
+        result = hvd.synchronize(handle)
+        assert hvd.poll(handle)
+        return result.item()
+
+    assert run_worlds(2, rank) == [2.0, 2.0]
+
+
+def test_asynchronous_operations_pair_up_by_name_in_whatever_order_they_are_asked_for():
+    names = ["a", "b", "c"]
+
+    def rank(number):
+        order = names[number:] + names[:number]
+        handles = {name: hvd.allreduce_async(torch.tensor(ord(name)), name=name, op=hvd.Max) for name in order}
+        handles["gathered"] = hvd.allgather_async(torch.tensor(number), name="a")
+        return [hvd.synchronize(handles[name]).tolist() for name in [*reversed(names), "gathered"]]
+
+    assert run_worlds(3, rank) == [[99, 98, 97, [0, 1, 2]]] * 3
+
+
+def test_a_handle_is_a_number_unlike_any_other_and_gives_its_result_as_often_as_one_asks():
+    def rank(number):
+        handles = [hvd.allreduce_async(torch.ones(1), name=str(i)) for i in range(3)]
+        assert len({int(handle) for handle in handles}) == len(dict.fromkeys(handles)) == 3
+        assert hvd.synchronize(handles[0]) is hvd.synchronize(handles[0]) is handles[0]()
+
+    run_worlds(2, rank)
+
+
+@pytest.mark.parametrize("stranger", [7, None, torch.ones(1)])
+def test_what_is_no_handle_is_an_error(stranger):
+    for asker in (hvd.synchronize, hvd.poll):
+        with pytest.raises(ValueError, match=f"{asker.__name__}.* is not a handle"):
+            asker(stranger)
+
+
+def test_what_goes_wrong_is_raised_by_synchronize():
+    def rank(number):
+        # There is no room for the result in a tensor whose elements share their memory.
+        handle = hvd.allreduce_async_(torch.zeros(1).expand(3), name="shared")
+        return hvd.synchronize(handle)
+
+    for outcome in attempt_worlds(2, rank):
+        assert isinstance(outcome, RuntimeError)
