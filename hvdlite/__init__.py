@@ -12,10 +12,10 @@ What is public is here, and made elsewhere; modules import only what stands befo
     errors < environment < log < launch < client < call < store < topology < address < nodelist < neighbours < pmi
            < pmix < rendezvous < plan < bucket < codec < compression < engine < gpuwatch < recorder < collective
            < handle < request < conductor < in_order < mailbox < mismatch < negotiation < coordinator < negotiator
-           < connect < clocks < parts < timeline < farewell < world < built < fusion < adasum < reduction
-           < submission < combining < join < moving < asynchronous < gradients < tracing < operations < replicate
-           < sparse < layout < tracks < wire < params < reducer < deltas < arguments < proxy < optimizer < links
-           < communicator
+           < connect < clocks < parts < timeline < process_set < registry < farewell < world < process_sets < built
+           < fusion < adasum < reduction < submission < combining < join < moving < asynchronous < gradients < tracing
+           < operations < replicate < sparse < layout < tracks < wire < params < reducer < deltas < arguments < proxy
+           < optimizer < moments < batch_norm < links < communicator
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under
 Horovod's names, and `horovod`, which makes programs find it under these.
@@ -35,6 +35,7 @@ from .asynchronous import (
     reducescatter_async,
     sparse_allreduce_async,
 )
+from .batch_norm import SyncBatchNorm
 from .built import (
     ccl_built,
     cuda_built,
@@ -78,6 +79,8 @@ from .operations import (
     synchronize,
 )
 from .optimizer import DistributedOptimizer
+from .process_set import ProcessSet
+from .process_sets import add_process_set, global_process_set, remove_process_set
 from .replicate import (
     allgather_object,
     broadcast_object,
@@ -114,9 +117,12 @@ __all__ = [
     "MismatchError",
     "NotInitializedError",
     "PeerLostError",
+    "ProcessSet",
     "Product",
     "ReduceOp",
     "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -139,6 +145,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "global_process_set",
     "gloo_built",
     "gloo_enabled",
     "grouped_allgather",
@@ -163,6 +170,7 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "rocm_built",
     "run",
     "shutdown",

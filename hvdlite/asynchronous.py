@@ -15,13 +15,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .collective import Average, Group, ReduceOp, Sum
+from .collective import Average, ReduceOp, Sum
 from .combining import start_allreduce, start_reducescatter
 from .handle import Handle
 from .moving import AllGather, AllToAll, check_splits, start_allgather, start_alltoall, start_broadcast, start_sparse
+from .process_set import ProcessSet
+from .process_sets import global_process_set, group_of
 from .reduction import make_reduction
 from .submission import check_tensor, check_tensors, title
-from .world import group_of
 
 
 def allreduce_async(
@@ -31,7 +32,7 @@ def allreduce_async(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Group | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`allreduce` in the background."""
     what = title("allreduce", name)
@@ -47,7 +48,7 @@ def allreduce_async_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Group | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`allreduce_` in the background."""
     what = title("allreduce", name)
@@ -63,7 +64,7 @@ def grouped_allreduce_async(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Group | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`grouped_allreduce` in the background."""
     what = title("grouped_allreduce", name)
@@ -79,7 +80,7 @@ def grouped_allreduce_async_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Group | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`grouped_allreduce_` in the background."""
     what = title("grouped_allreduce", name)
@@ -92,7 +93,7 @@ def reducescatter_async(
     tensor: Tensor,
     name: str | None = None,
     op: ReduceOp = Average,
-    process_set: Group | None = None,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
@@ -107,7 +108,7 @@ def grouped_reducescatter_async(
     tensors: Sequence[Tensor],
     name: str | None = None,
     op: ReduceOp = Average,
-    process_set: Group | None = None,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
@@ -118,7 +119,9 @@ def grouped_reducescatter_async(
     return start_reducescatter("grouped_reducescatter", members, reduction, name, process_set)
 
 
-def sparse_allreduce_async(tensor: Tensor, name: str, op: ReduceOp, process_set: Group | None = None) -> Handle:
+def sparse_allreduce_async(
+    tensor: Tensor, name: str, op: ReduceOp, process_set: ProcessSet = global_process_set
+) -> Handle:
     """The sum or the average of sparse COO tensors: all ranks' indices and values, joined and not coalesced.
 
     Ranks may have different numbers of values. The handle may be called, as Horovod's result, or synchronized.
@@ -133,14 +136,14 @@ def sparse_allreduce_async(tensor: Tensor, name: str, op: ReduceOp, process_set:
     return start_sparse(tensor, reduction, name, process_set)
 
 
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: Group | None = None) -> Handle:
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
     """`allgather` in the background."""
     check_tensor(tensor, title("allgather", name))
     return start_allgather("allgather", AllGather([tensor], is_group=False), [tensor], name, process_set)
 
 
 def grouped_allgather_async(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: Group | None = None
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """`grouped_allgather` in the background."""
     members = check_tensors(tensors, title("grouped_allgather", name))
@@ -148,7 +151,7 @@ def grouped_allgather_async(
 
 
 def broadcast_async(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: Group | None = None
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """`broadcast` in the background."""
     check_tensor(tensor, title("broadcast", name))
@@ -156,7 +159,7 @@ def broadcast_async(
 
 
 def broadcast_async_(
-    tensor: Tensor, root_rank: int, name: str | None = None, process_set: Group | None = None
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """`broadcast_` in the background."""
     check_tensor(tensor, title("broadcast", name))
@@ -167,9 +170,9 @@ def alltoall_async(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
-    process_set: Group | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`alltoall` in the background."""
     check_tensor(tensor, title("alltoall", name))
-    counts = check_splits(tensor, splits, group_of(process_set).size, name)
+    counts = check_splits(tensor, splits, group_of(process_set, title("alltoall", name)).size, name)
     return start_alltoall(AllToAll(tensor, counts, splits), tensor, name, process_set)

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
-from .engine import Channels, ClosedEngine, Engine, EngineWork
+from .engine import AloneChannels, Channels, ClosedEngine, Engine, EngineWork
 from .errors import CommunicationError, MismatchError, PeerLostError, says_peer_lost
 from .recorder import Recorder
 
@@ -153,11 +153,33 @@ class Group:
         differ by rank, as a `Reducer` does, needs one that nobody else uses.
         """
         group = Group(self._channels, self.rank, self.size, self.hosts, set_id=self.set_id, ranks=self.ranks)
+        self._share_with(group)
+        self._duplicates.add(group)
+        return group
+
+    def among(self, ranks: Sequence[int], *, set_id: int, token: str) -> Group:
+        """Some of the ranks, this one among them, over engines of their own. Only these ranks must call it.
+
+        ``token`` names their meeting place: equal on these ranks, and never used before.
+        """
+        places = [self.ranks.index(rank) for rank in ranks]
+        channels = self._channels.among(places, places.index(self.rank), token)
+        hosts = [self.hosts[place] for place in places]
+        group = Group(channels, places.index(self.rank), len(places), hosts, set_id=set_id, ranks=ranks)
+        self._share_with(group)
+        return group
+
+    def alone(self) -> Group:
+        """This rank by itself."""
+        group = Group(AloneChannels(), 0, 1, [self.hosts[self.rank]], ranks=[self.ranks[self.rank]])
+        self._share_with(group)
+        return group
+
+    def _share_with(self, group: Group) -> None:
+        """Give another group of this rank what is the rank's own."""
         group.stepped_backwards = self.stepped_backwards
         group.waits = self.waits
         group.recorder = self.recorder
-        self._duplicates.add(group)
-        return group
 
     def close(self) -> None:
         """Give the engine back, and those of the duplicates. Waits for nobody.
@@ -191,7 +213,7 @@ class Group:
     def place_of_root(self, root_rank: object) -> int:
         """The place in this group of a root that a user named by its global rank; a ValueError if it has none."""
         if isinstance(root_rank, bool) or not isinstance(root_rank, int) or root_rank not in self.ranks:
-            if self.ranks == tuple(range(self.size)):
+            if self.set_id == 0:
                 members = f"the {self.size} ranks, 0 to {self.size - 1}"
             else:
                 members = f"the ranks of the process set, {', '.join(map(str, self.ranks))}"

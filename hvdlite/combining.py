@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collective import Average, Group, ReduceOp, Sum, pieces_of
+from .collective import Average, ReduceOp, Sum, pieces_of
 from .compression import Compression
 from .fusion import flat_of, fused, mark_written, own_memory
 from .handle import Handle
+from .process_set import ProcessSet
 from .reduction import COMPRESSIONS, Reduction
 from .request import Request, Turn
 from .submission import check_writable, signature, submit, title
@@ -29,7 +30,7 @@ def start_allreduce(
     tensors: Sequence[Tensor],
     reduction: Reduction,
     name: str | None,
-    process_set: Group | None,
+    process_set: ProcessSet,
     *,
     in_place: bool = False,
 ) -> Handle:
@@ -67,7 +68,7 @@ def start_reducescatter(
     tensors: Sequence[Tensor],
     reduction: Reduction,
     name: str | None,
-    process_set: Group | None,
+    process_set: ProcessSet,
     rows: Sequence[Sequence[int]] | None = None,
 ) -> Handle:
     """Reduce-scatter one tensor, or a group of them as one operation.

@@ -9,13 +9,16 @@ would be another `Engine`.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllToAllOptions
+from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
 
 
 class EngineWork(Protocol):
@@ -46,6 +49,13 @@ class Channels(Protocol):
 
     def close(self, engine: Engine, /) -> None:
         """Give one back; waits for nobody."""
+        ...
+
+    def among(self, places: Sequence[int], place: int, token: str, /) -> Channels:
+        """Where some of the ranks get engines from; only they call it, and each is at ``place`` among them.
+
+        ``token`` names their meeting place: equal on these ranks, and never used before.
+        """
         ...
 
 
@@ -88,7 +98,10 @@ class ClosedEngine:
         raise self._error()
 
     def _error(self) -> RuntimeError:
-        return RuntimeError("hvd.shutdown() or close() was called before: make the optimizer anew after hvd.init()")
+        return RuntimeError(
+            "hvd.shutdown(), remove_process_set() or close() was called before: make the optimizer anew after "
+            "hvd.init() or add_process_set()"
+        )
 
 
 class AloneChannels:
@@ -99,6 +112,12 @@ class AloneChannels:
 
     def close(self, engine: Engine, /) -> None:
         return
+
+    def among(self, places: Sequence[int], place: int, token: str, /) -> Channels:
+        return self
+
+
+_BACKEND_TYPES = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
 
 
 class _Done:
@@ -138,3 +157,67 @@ class TorchChannels:
             self._open.remove(group)
             if dist.is_initialized():
                 dist.destroy_process_group(group)
+
+    def among(self, places: Sequence[int], place: int, token: str, /) -> Channels:
+        if len(places) == 1:
+            return AloneChannels()
+        store = PrefixStore(f"hvdlite.{token}", _get_default_store())
+        return SubsetChannels(store, self._backend, place, len(places), self._timeout)
+
+
+class SubsetChannels:
+    """Process groups of some ranks, which meet in a store and need no others to.
+
+    Not by `dist.new_group`, which every rank of the job would have to call for each engine, and which tells apart
+    groups that need not by how many a rank has made.
+    """
+
+    def __init__(self, store: Store, backend: str, rank: int, size: int, timeout: timedelta) -> None:
+        self._store = store
+        self._backend_of = _backend_by_device(backend)
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._opened = itertools.count()
+        self._open: list[dist.ProcessGroup] = []
+
+    def open(self) -> Engine:
+        store = PrefixStore(f"channel{next(self._opened)}", self._store)
+        group = dist.ProcessGroup(store, self._rank, self._size)
+        made: dict[str, Any] = {}
+        for device, name in self._backend_of.items():
+            if name not in made:
+                made[name] = self._make_backend(name, PrefixStore(device, store))
+            group._register_backend(torch.device(device), _BACKEND_TYPES[name], made[name])
+        group._set_default_backend(_BACKEND_TYPES[self._backend_of["cpu"]])
+        self._open.append(group)
+        return group
+
+    def close(self, engine: Engine, /) -> None:
+        for group in [group for group in self._open if group is engine]:
+            self._open.remove(group)
+            group.shutdown()
+
+    def among(self, places: Sequence[int], place: int, token: str, /) -> Channels:
+        raise AssertionError("sets are made of the ranks of the world")
+
+    def _make_backend(self, name: str, store: Store) -> Any:
+        if name == "gloo":
+            return dist.ProcessGroupGloo(store, self._rank, self._size, timeout=self._timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self._timeout
+        return dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+
+
+def _backend_by_device(backend: str) -> dict[str, str]:
+    """What carries CPU and CUDA tensors: of ``gloo``, or of ``cpu:gloo,cuda:nccl``."""
+    if ":" not in backend:
+        return {"cpu": backend, "cuda": backend}
+    backend_of = dict(item.split(":") for item in backend.split(","))
+    unknown = sorted(set(backend_of.values()) - _BACKEND_TYPES.keys())
+    if unknown:
+        raise RuntimeError(
+            f"the program chose {unknown[0]} in torch.distributed.init_process_group, and process sets communicate "
+            "over gloo and nccl alone: choose one of these, or leave the call to hvd.init()"
+        )
+    return backend_of

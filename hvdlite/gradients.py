@@ -19,19 +19,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from .collective import Adasum, Average, Group, Product, Sum
+from .collective import Adasum, Average, Product, Sum
 from .combining import start_allreduce, start_reducescatter
 from .errors import GradientError
 from .moving import AllGather, AllToAll, start_allgather, start_alltoall, start_broadcast
+from .process_set import ProcessSet
+from .process_sets import group_of
 from .reduction import Reduction
 from .submission import title
-from .world import group_of
 
 _PLAIN_SUM = Reduction(Sum)
 
 
 def allreduce(
-    kind: str, tensors: Sequence[Tensor], reduction: Reduction, name: str | None, process_set: Group | None
+    kind: str, tensors: Sequence[Tensor], reduction: Reduction, name: str | None, process_set: ProcessSet
 ) -> tuple[Tensor, ...]:
     """All-reduce as one operation of this kind, ``allreduce`` of one tensor or ``grouped_allreduce``."""
     return _apply(_Allreduce, kind, reduction, name, process_set, *tensors)  # type: ignore[no-any-return]  # a tuple
@@ -42,7 +43,7 @@ def reducescatter(
     tensors: Sequence[Tensor],
     reduction: Reduction,
     name: str | None,
-    process_set: Group | None,
+    process_set: ProcessSet,
     rows: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Tensor, ...]:
     """Reduce-scatter as one operation of this kind; ``rows`` as `combining.start_reducescatter` has it."""
@@ -50,12 +51,12 @@ def reducescatter(
     return _apply(_Reducescatter, *arguments, *tensors)  # type: ignore[no-any-return]  # a tuple
 
 
-def allgather(kind: str, tensors: Sequence[Tensor], name: str | None, process_set: Group | None) -> tuple[Tensor, ...]:
+def allgather(kind: str, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> tuple[Tensor, ...]:
     """All-gather as one operation of this kind."""
     return _apply(_Allgather, kind, name, process_set, *tensors)  # type: ignore[no-any-return]  # a tuple
 
 
-def broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: Group | None) -> Tensor:
+def broadcast(tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
     """Broadcast."""
     return _apply(_Broadcast, tensor, root_rank, name, process_set)  # type: ignore[no-any-return]  # a tensor
 
@@ -65,7 +66,7 @@ def alltoall(
     counts: Sequence[int],
     given: Tensor | Sequence[int] | None,
     name: str | None,
-    process_set: Group | None,
+    process_set: ProcessSet,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """All-to-all; the arguments are those of `moving.AllToAll`."""
     return _apply(_Alltoall, tensor, counts, given, name, process_set)  # type: ignore[no-any-return]  # one of these
@@ -78,7 +79,7 @@ def _apply(function: type[Function], *arguments: Any) -> Any:
 class _Allreduce(Function):
     @staticmethod
     def forward(
-        ctx: Any, kind: str, reduction: Reduction, name: str | None, process_set: Group | None, *tensors: Tensor
+        ctx: Any, kind: str, reduction: Reduction, name: str | None, process_set: ProcessSet, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         result = start_allreduce(kind, tensors, reduction, name, process_set).wait()
         outputs = _as_tuple(result)
@@ -140,7 +141,7 @@ class _Reducescatter(Function):
         kind: str,
         reduction: Reduction,
         name: str | None,
-        process_set: Group | None,
+        process_set: ProcessSet,
         rows: Sequence[Sequence[int]] | None,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
@@ -162,9 +163,7 @@ class _Reducescatter(Function):
 
 class _Allgather(Function):
     @staticmethod
-    def forward(
-        ctx: Any, kind: str, name: str | None, process_set: Group | None, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, kind: str, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
         body = AllGather(tensors, is_group=kind == "grouped_allgather")
         result = start_allgather(kind, body, tensors, name, process_set).wait()
         ctx.kind, ctx.name, ctx.process_set = kind, name, process_set
@@ -184,7 +183,7 @@ class _Allgather(Function):
 
 class _Broadcast(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: Group | None) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
         ctx.root_rank, ctx.name, ctx.process_set = root_rank, name, process_set
         result: Tensor = start_broadcast(tensor, root_rank, name, process_set).wait()
         return result
@@ -205,7 +204,7 @@ class _Alltoall(Function):
         counts: Sequence[int],
         given: Tensor | Sequence[int] | None,
         name: str | None,
-        process_set: Group | None,
+        process_set: ProcessSet,
     ) -> Tensor | tuple[Tensor, Tensor]:
         body = AllToAll(tensor, counts, given)
         result: Tensor | tuple[Tensor, Tensor] = start_alltoall(body, tensor, name, process_set).wait()

@@ -19,10 +19,11 @@ from torch import Tensor
 from .collective import Average, Group, as_bytes, pieces_of
 from .fusion import is_plain, mark_written, plain
 from .handle import Handle
+from .process_set import ProcessSet
+from .process_sets import group_of
 from .reduction import Reduction
 from .request import Request, Turn
 from .submission import check_writable, signature, submit, title
-from .world import group_of
 
 
 class AllGather:
@@ -77,24 +78,24 @@ class AllToAll:
 
 
 def start_allgather(
-    kind: str, body: AllGather, tensors: Sequence[Tensor], name: str | None, process_set: Group | None
+    kind: str, body: AllGather, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet
 ) -> Handle:
     """All-gather one tensor, or a group of them as one operation."""
     same = signature(tensors, is_group=kind == "grouped_allgather", any_first=True)
     return submit(Request(kind, name, same, own=body.own()), process_set, tensors, body)
 
 
-def start_alltoall(body: AllToAll, tensor: Tensor, name: str | None, process_set: Group | None) -> Handle:
+def start_alltoall(body: AllToAll, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Handle:
     """Give each rank its rows."""
     same = signature([tensor], is_group=False, any_first=True)
     return submit(Request("alltoall", name, same, own=body.splits), process_set, [tensor], body)
 
 
 def start_broadcast(
-    tensor: Tensor, root_rank: int, name: str | None, process_set: Group | None, *, in_place: bool = False
+    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
 ) -> Handle:
     """Give the tensor of the root, a global rank, to all ranks."""
-    root = group_of(process_set).place_of_root(root_rank)
+    root = group_of(process_set, title("broadcast", name)).place_of_root(root_rank)
     if in_place:
         check_writable(tensor, title("broadcast", name))
     source = tensor.detach()
@@ -121,13 +122,13 @@ def start_broadcast(
     return submit(Request("broadcast", name, same), process_set, [tensor], body)
 
 
-def start_barrier(process_set: Group | None) -> Handle:
+def start_barrier(process_set: ProcessSet) -> Handle:
     """Wait for all ranks, which is all that there is to it: a turn comes when they have asked."""
     # Something of its own to tell, so that even a conductor that does not ask makes the ranks meet.
     return submit(Request("barrier", own=0), process_set, [], lambda turn: None)
 
 
-def start_sparse(tensor: Tensor, reduction: Reduction, name: str | None, process_set: Group | None) -> Handle:
+def start_sparse(tensor: Tensor, reduction: Reduction, name: str | None, process_set: ProcessSet) -> Handle:
     """Join the indices and the values of sparse tensors; divide them, where it is an average."""
     mine = tensor.detach()
 

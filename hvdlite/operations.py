@@ -5,7 +5,7 @@ Collectives on tensors, as users call them: these wait for their result, and gra
 
 For values of the user's own; gradients of a `DistributedOptimizer` take the way of `reducer`. What holds for all:
 
-- Every rank of ``process_set`` (of all ranks, where it is None) must call the function; those that have called the
+- Every rank of ``process_set``, which may be all, must call the function; those that have called the
   same, with the same ``name``, pair up. ``name`` is what messages call it; without one, they pair up in the order of
   their calls.
 - Tensors may have any number of dimensions, also none and of no length, any layout in memory, and dtypes from uint8,
@@ -24,14 +24,15 @@ from typing import Any
 from torch import Tensor
 
 from . import gradients
-from .collective import Average, Group, ReduceOp
+from .collective import Average, ReduceOp
 from .combining import start_allreduce
 from .compression import Compression, Compressor
 from .handle import Handle
 from .moving import check_splits, start_barrier, start_broadcast
+from .process_set import ProcessSet
+from .process_sets import global_process_set, group_of
 from .reduction import make_reduction
 from .submission import check_tensor, check_tensors, title
-from .world import group_of
 
 
 def allreduce(
@@ -42,7 +43,7 @@ def allreduce(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Group | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """One tensor of all ranks', of the same shape and dtype: their average unless ``op`` says otherwise.
 
@@ -66,7 +67,7 @@ def allreduce_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Group | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """`allreduce`, into the tensor itself."""
     what = title("allreduce", name)
@@ -84,7 +85,7 @@ def grouped_allreduce(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Group | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """`allreduce` of several tensors as one operation; a list of results. Dtypes and devices may be mixed."""
     what = title("grouped_allreduce", name)
@@ -100,7 +101,7 @@ def grouped_allreduce_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: Group | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """`grouped_allreduce`, into the tensors themselves."""
     what = title("grouped_allreduce", name)
@@ -115,7 +116,7 @@ def reducescatter(
     name: str | None = None,
     compression: Compressor = Compression.none,
     op: ReduceOp = Average,
-    process_set: Group | None = None,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
@@ -135,7 +136,7 @@ def grouped_reducescatter(
     name: str | None = None,
     compression: Compressor = Compression.none,
     op: ReduceOp = Average,
-    process_set: Group | None = None,
+    process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
@@ -146,7 +147,7 @@ def grouped_reducescatter(
     return list(gradients.reducescatter("grouped_reducescatter", members, reduction, name, process_set))
 
 
-def allgather(tensor: Tensor, name: str | None = None, process_set: Group | None = None) -> Tensor:
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """The tensors of all ranks, joined along the first dimension in rank order.
 
     The first dimension may differ between ranks, the others and the dtype may not. A scalar counts as a
@@ -158,14 +159,16 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: Group | None
 
 
 def grouped_allgather(
-    tensors: Sequence[Tensor], name: str | None = None, process_set: Group | None = None
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Tensor]:
     """`allgather` of several tensors as one operation; a list of results."""
     members = check_tensors(tensors, title("grouped_allgather", name))
     return list(gradients.allgather("grouped_allgather", members, name, process_set))
 
 
-def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Group | None = None) -> Tensor:
+def broadcast(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
     """The root's tensor, on every rank. Every rank passes one of the same shape and dtype.
 
     ``root_rank`` is the root's rank among all, in a process set too. The gradient is the root's, and is the sum of
@@ -175,7 +178,9 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_s
     return gradients.broadcast(tensor, root_rank, name, process_set)
 
 
-def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: Group | None = None) -> Tensor:
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Tensor:
     """`broadcast`, into the tensor itself."""
     check_tensor(tensor, title("broadcast", name))
     start_broadcast(tensor, root_rank, name, process_set, in_place=True).wait()
@@ -186,7 +191,7 @@ def alltoall(
     tensor: Tensor,
     splits: Tensor | Sequence[int] | None = None,
     name: str | None = None,
-    process_set: Group | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Rows of this rank's tensor to every rank, in rank order; what it gets in turn, joined in rank order.
 
@@ -195,11 +200,11 @@ def alltoall(
     Without them all ranks get as many.
     """
     check_tensor(tensor, title("alltoall", name))
-    counts = check_splits(tensor, splits, group_of(process_set).size, name)
+    counts = check_splits(tensor, splits, group_of(process_set, title("alltoall", name)).size, name)
     return gradients.alltoall(tensor, counts, splits, name, process_set)
 
 
-def barrier(process_set: Group | None = None) -> None:
+def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank has called it."""
     start_barrier(process_set).wait()
 

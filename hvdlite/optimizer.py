@@ -32,6 +32,8 @@ from .collective import Adasum, Average, Group, ReduceOp
 from .compression import Compression, Compressor, check_compression
 from .deltas import Deltas
 from .errors import GradientError
+from .process_set import ProcessSet
+from .process_sets import global_process_set, group_of
 from .proxy import OptimizerProxy
 from .reducer import Reducer
 from .wire import Settings
@@ -74,7 +76,7 @@ class DistributedOptimizer(OptimizerProxy):
     ``sparse_as_dense``: average sparse gradients as dense ones instead of gathering their rows. They are
     sparse again when the optimizer sees them.
 
-    ``process_set``: the ranks that take part; None is all.
+    ``process_set``: the ranks that take part. Any other rank steps with its own gradients and waits for nobody.
 
     ``bucket_cap_mb``: gradients travel in buckets of at most so many MiB, each as soon as it is full. Unless
     given, it is 16, or what ``HVDLITE_FUSION_THRESHOLD`` says in bytes (0: a bucket for each parameter).
@@ -93,7 +95,7 @@ class DistributedOptimizer(OptimizerProxy):
         num_groups: int = 0,
         groups: int | Sequence[Sequence[Tensor]] | None = None,
         sparse_as_dense: bool = False,
-        process_set: Group | None = None,
+        process_set: ProcessSet = global_process_set,
         *,
         bucket_cap_mb: float | None = None,
     ) -> None:
@@ -110,8 +112,12 @@ class DistributedOptimizer(OptimizerProxy):
         check_positive_int(backward_passes_per_step, "backward_passes_per_step")
         named = check_named_parameters(optimizer, named_parameters)
         named_groups = check_groups(groups_of(num_groups, groups), named)
-        group = process_set or current_world().group
-        self._uses_the_world = process_set is None
+        if isinstance(process_set, ProcessSet) and not process_set.included():
+            # This rank trains by itself.
+            group, settings = current_world().group.alone(), settings.of_bystander()
+        else:
+            group = group_of(process_set, "hvd.DistributedOptimizer")
+        self._uses_the_world = process_set is global_process_set
         self._named = named
         self._skipping = False
         self._connect(_reducer_of(group, settings, backward_passes_per_step), named, named_groups)

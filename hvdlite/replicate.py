@@ -3,7 +3,8 @@ Starting equal: what one rank has, given to all. Parameters, optimizer state, an
 
     named tensors ── packed as bytes into a few flat buffers, one per device and 64 MiB ── broadcast ── copied out
 
-All functions must be called by every rank, and wait for all of them.
+All functions must be called by every rank of the process set, and wait for all of them. ``root_rank`` is a global
+rank, in a process set too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from torch import Tensor
 
 from .collective import Group, as_bytes, unpickle
 from .errors import MismatchError
-from .world import current_world
+from .process_set import ProcessSet
+from .process_sets import global_process_set, group_of
 
 # Large enough for a handful of broadcasts per model, small beside the model itself.
 PACK_BYTES = 64 * 2**20
@@ -29,16 +31,17 @@ _PACK_ALIGNMENT_BYTES = 16
 Params = Mapping[str, Any] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
 
-def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: Group | None = None) -> None:
+def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: ProcessSet = global_process_set) -> None:
     """Overwrite tensors in place with those of the root.
 
     ``params`` is a ``state_dict()``, a list of tensors, or ``named_parameters()``, the generator included;
     entries of any dtype and layout. Every rank must pass tensors of the same names, shapes and dtypes, in
     any order if they have names; where they differ, all ranks get a `MismatchError` that names the first.
     """
-    group = process_set or current_world().group
-    group.place_of_root(root_rank)
-    broadcast_tensors(_named_tensors(params), root_rank, group, "broadcast_parameters")
+    what = "broadcast_parameters"
+    group = group_of(process_set, what)
+    root = group.place_of_root(root_rank)
+    broadcast_tensors(_named_tensors(params), root, group, what)
 
 
 def broadcast_optimizer_state(
@@ -46,7 +49,7 @@ def broadcast_optimizer_state(
     root_rank: int = 0,
     model: torch.nn.Module | None = None,  # Horovod's, for the step that it takes here
     *,
-    process_set: Group | None = None,
+    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Give every rank the root's optimizer state: learning rates, momenta, step counters.
 
@@ -56,62 +59,66 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         # Horovod's words.
         raise ValueError("cannot broadcast torch.optim.LBFGS state: it is not averaged by hvdlite either")
-    group = process_set or current_world().group
-    is_root = group.rank == group.place_of_root(root_rank)
     what = "broadcast_optimizer_state"
+    group = group_of(process_set, what)
+    root = group.place_of_root(root_rank)
     shapes = [[tuple(param.shape) for param in entry["params"]] for entry in optimizer.param_groups]
     # Under the wrapper, whose class says nothing, the state's shape is that of the optimizer it wraps.
     kind = sorted(optimizer.defaults)
     group.require_agreement((kind, shapes), what, "(settings, parameter shapes by parameter group)")
-    own_state = optimizer.state_dict() if is_root else None
+    own_state = optimizer.state_dict() if group.rank == root else None
     skeleton, tensors = _take_tensors_out(own_state)
-    skeleton, metas = broadcast_object((skeleton, [_Meta.of(t) for t in tensors]), root_rank, process_set=group)
-    if not is_root:
+    skeleton, metas = _broadcast_object((skeleton, [_Meta.of(t) for t in tensors]), root, group, what)
+    if group.rank != root:
         params = [param for entry in optimizer.param_groups for param in entry["params"]]
         device = params[0].device if params else torch.device("cpu")
         tensors = [meta.empty(device) for meta in metas]
     names = [f"state tensor {number}" for number in range(len(tensors))]
-    broadcast_tensors(list(zip(names, tensors, strict=True)), root_rank, group, what)
-    if not is_root:
+    broadcast_tensors(list(zip(names, tensors, strict=True)), root, group, what)
+    if group.rank != root:
         optimizer.load_state_dict(_put_tensors_back(skeleton, tensors))
 
 
 def broadcast_object(
-    obj: object = None, root_rank: int = 0, name: str | None = None, *, process_set: Group | None = None
+    obj: object = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """The root's picklable object, on every rank; on the root the object itself.
 
     Other ranks may pass anything. ``name`` is what messages call it.
     """
-    group = process_set or current_world().group
-    root = group.place_of_root(root_rank)
     what = "broadcast_object" if name is None else f"broadcast_object of {name!r}"
+    group = group_of(process_set, what)
+    root = group.place_of_root(root_rank)
     group.require_agreement(root_rank, what, "root_rank")
+    return _broadcast_object(obj, root, group, what)
+
+
+def allgather_object(
+    obj: object, name: str | None = None, *, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Every rank's picklable object, as a list in rank order. ``name`` is what messages call it."""
+    what = "allgather_object" if name is None else f"allgather_object of {name!r}"
+    return group_of(process_set, what).all_gather_object(obj, what)
+
+
+def broadcast_tensors(named: list[tuple[str, Tensor]], root: int, group: Group, what: str) -> None:
+    """Overwrite these tensors in place with those at place ``root``, in as few broadcasts as their devices allow."""
+    signature = [(name, tuple(t.shape), str(t.dtype), t.device.type) for name, t in named]
+    signatures = group.agree((signature, group.ranks[root]), what)
+    if signatures is not None:
+        raise MismatchError(_first_difference(signatures, group, what))
+    with torch.no_grad():
+        for pack in _packs([tensor for _, tensor in named]):
+            _broadcast_pack(pack, root, group, what)
+
+
+def _broadcast_object(obj: object, root: int, group: Group, what: str) -> Any:
     data = bytearray(pickle.dumps(obj)) if group.rank == root else bytearray()
     size = torch.tensor([len(data)], dtype=torch.int64)
     group.broadcast(size, root, what).wait()
     wire = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
     group.broadcast(wire, root, what).wait()
     return obj if group.rank == root else unpickle(wire)
-
-
-def allgather_object(obj: object, name: str | None = None, *, process_set: Group | None = None) -> list[Any]:
-    """Every rank's picklable object, as a list in rank order. ``name`` is what messages call it."""
-    group = process_set or current_world().group
-    what = "allgather_object" if name is None else f"allgather_object of {name!r}"
-    group.agree(None, what)
-    return group.all_gather_object(obj, what)
-
-
-def broadcast_tensors(named: list[tuple[str, Tensor]], root_rank: int, group: Group, what: str) -> None:
-    """Overwrite these tensors in place with the root's, in as few broadcasts as their devices allow."""
-    signature = [(name, tuple(t.shape), str(t.dtype), t.device.type) for name, t in named]
-    signatures = group.agree((signature, root_rank), what)
-    if signatures is not None:
-        raise MismatchError(_first_difference(signatures, group, what))
-    with torch.no_grad():
-        for pack in _packs([tensor for _, tensor in named]):
-            _broadcast_pack(pack, group.place_of_root(root_rank), group, what)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,15 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .collective import Group
 from .handle import Handle
+from .process_set import ProcessSet
+from .process_sets import group_of
 from .request import Request, Turn
-from .world import current_world, group_of
+from .world import current_world
 
 
-def submit(
-    request: Request, process_set: Group | None, tensors: Sequence[Tensor], body: Callable[[Turn], Any]
-) -> Handle:
+def submit(request: Request, process_set: ProcessSet, tensors: Sequence[Tensor], body: Callable[[Turn], Any]) -> Handle:
     """Ask for an operation among the ranks of a process set; ``tensors`` are those that the body reads or writes."""
     if request.name is not None and not isinstance(request.name, str):
         raise TypeError(f"{request.kind}: name={request.name!r} is not a str")
@@ -42,7 +41,7 @@ def submit(
         for stream in streams:
             torch.cuda.current_stream(stream.device).wait_stream(stream)
 
-    handle = current_world().conductor.submit(group_of(process_set), request, run)
+    handle = current_world().conductor.submit(group_of(process_set, request.describe()), request, run)
     if streams:
         handle.before_taking = take
     return handle

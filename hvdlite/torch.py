@@ -10,6 +10,7 @@ classes whose methods take one tensor. Inside this package ``import torch`` is P
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -20,8 +21,11 @@ from . import (
     DistributedOptimizer,
     Max,
     Min,
+    ProcessSet,
     Product,
     Sum,
+    SyncBatchNorm,
+    add_process_set,
     allgather,
     allgather_async,
     allgather_object,
@@ -41,6 +45,7 @@ from . import (
     broadcast_parameters,
     cross_rank,
     cross_size,
+    global_process_set,
     grouped_allgather,
     grouped_allgather_async,
     grouped_allreduce,
@@ -57,6 +62,7 @@ from . import (
     rank,
     reducescatter,
     reducescatter_async,
+    remove_process_set,
     run,
     shutdown,
     size,
@@ -80,8 +86,11 @@ __all__ = [
     "HorovodInternalError",
     "Max",
     "Min",
+    "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -102,6 +111,7 @@ __all__ = [
     "check_extension",
     "cross_rank",
     "cross_size",
+    "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -119,6 +129,7 @@ __all__ = [
     "rank",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "run",
     "shutdown",
     "size",
@@ -127,7 +138,12 @@ __all__ = [
 ]
 
 
-def init(comm: Any = None, *, timeout_s: float = world.DEFAULT_TIMEOUT_S) -> None:
+def init(
+    comm: Any = None,
+    process_sets: Iterable[ProcessSet] | str | None = None,
+    *,
+    timeout_s: float | None = None,
+) -> None:
     """`hvdlite.init`, with Horovod's first argument.
 
     ``comm``: None, the list of all ranks, or mpi4py's COMM_WORLD; all of these mean every rank of the job. For fewer
@@ -135,7 +151,7 @@ def init(comm: Any = None, *, timeout_s: float = world.DEFAULT_TIMEOUT_S) -> Non
     """
     if not world.is_initialized():
         check_comm(comm, _size_to_be())
-    world.init(timeout_s=timeout_s)
+    world.init(timeout_s, process_sets=process_sets)
 
 
 def check_extension(*_: object) -> None:

@@ -9,14 +9,14 @@ and when it is waited for, is decided in `reducer`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .bucket import Bucket
-from .collective import Average, Group, ReduceOp
-from .compression import Compressor
+from .collective import Average, Group, ReduceOp, Sum
+from .compression import Compression, Compressor
 from .tracks import NO_TRACK, Track
 
 
@@ -35,6 +35,10 @@ class Settings:
         own_words = type(self.compression).__repr__ is not object.__repr__
         compression = repr(self.compression) if own_words else type(self.compression).__qualname__
         return (compression, self.op, self.gradient_predivide_factor, self.cap_bytes, self.sparse_as_dense)
+
+    def of_bystander(self) -> Settings:
+        """Those of a rank that takes part in nothing: its gradients stay bit for bit what they are."""
+        return replace(self, compression=Compression.none, op=Sum)
 
     def scales(self, size: int) -> tuple[float, float]:
         """The factors before and after the sum.

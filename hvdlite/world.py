@@ -14,7 +14,7 @@ import itertools
 import multiprocessing
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
@@ -33,6 +33,8 @@ from .environment import DYNAMIC, Environment, read_environment
 from .errors import CommunicationError, LaunchEnvironmentError, MismatchError, NotInitializedError
 from .farewell import say_farewell
 from .log import log, open_log
+from .process_set import ProcessSet, check_first_sets
+from .registry import Registry
 from .rendezvous import meet
 from .store import LauncherStore
 from .topology import Seat, Topology, read_seat, seats_to_topology
@@ -52,6 +54,7 @@ class World:
     group: Group
     conductor: Conductor
     environment: Environment
+    sets: Registry
     leave: Callable[[], None]
     pid: int
 
@@ -60,7 +63,7 @@ _world: World | None = None
 _generation = itertools.count()
 
 
-def init(timeout_s: float | None = None) -> None:
+def init(timeout_s: float | None = None, *, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
     """Find this process's place among the others and connect to them.
 
     Every rank must call it, and each waits for all. Does nothing where it has been called already; after
@@ -75,10 +78,14 @@ def init(timeout_s: float | None = None) -> None:
 
     ``timeout_s``: a collective that another rank does not join for this long raises
     `CommunicationError`. Unless given, it is ``HVDLITE_GLOO_TIMEOUT_SECONDS``, or 300.
+
+    ``process_sets``: those to register at once, equal on all ranks; more can be added at any time, with or without
+    Horovod's word for that, ``"dynamic"``.
     """
     global _world  # noqa: PLW0603 - the one module variable that rank(), size() and the rest read
     if _world is not None:
         return
+    first_sets = check_first_sets(process_sets)
     if timeout_s is not None and (not isinstance(timeout_s, (int, float)) or not timeout_s > 0):
         raise ValueError(f"timeout_s={timeout_s!r} is not a positive number of seconds")
     if _is_child_of_multiprocessing():
@@ -93,6 +100,12 @@ def init(timeout_s: float | None = None) -> None:
     else:
         seat = read_seat(os.environ)
         _world = _alone(environment) if seat is None else _connect(seat, timeout, environment)
+    try:
+        for process_set in first_sets:
+            _world.sets.add(process_set)
+    except BaseException:
+        shutdown()
+        raise
 
 
 def shutdown() -> None:
@@ -105,6 +118,7 @@ def shutdown() -> None:
     if leaving is not None:
         timeline.leave(leaving.group, leaving.conductor)
         leaving.conductor.close()
+        leaving.sets.close()
         leaving.group.close()
         leaving.leave()
 
@@ -123,11 +137,6 @@ def current_world() -> World:
             "start of the program, on every rank)"
         )
     return _world
-
-
-def group_of(process_set: Group | None) -> Group:
-    """The ranks that an operation is among: all, unless a process set is given."""
-    return current_world().group if process_set is None else process_set
 
 
 def rank() -> int:
@@ -269,7 +278,7 @@ def _world_of(
     timeline_path = introductions[0][2]
     if timeline_path not in (None, DYNAMIC):
         timeline.start(group, conductor, timeline_path)
-    return World(topology, group, conductor, environment, leave, os.getpid())
+    return World(topology, group, conductor, environment, Registry(group, conductor), leave, os.getpid())
 
 
 def _destroy_default_group() -> None:

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 
 import torch
+from ranks import set_of
 from torch import Tensor, nn
 
 import hvdlite as hvd
@@ -143,7 +144,7 @@ def train_rank(
         make(list(model.parameters())),
         named_parameters=model.named_parameters(),
         backward_passes_per_step=x.shape[1],
-        process_set=group,
+        process_set=set_of(group),
         **options,  # type: ignore[arg-type]
     )
     for step in range(len(x)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hvdlite.collective import Group
+from hvdlite.process_set import Membership, ProcessSet
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -29,6 +30,16 @@ class ThreadChannels:
 
     def close(self, engine: Any, /) -> None:
         return
+
+    def among(self, places: Sequence[int], place: int, token: str, /) -> ThreadChannels:
+        return ThreadChannels(dist.PrefixStore(token, self._store), place, len(places), self._wrap)
+
+
+def set_of(group: Group) -> ProcessSet:
+    """The ranks of a group as what the functions that take a ``process_set`` want."""
+    process_set = ProcessSet(group.ranks)
+    process_set.register(Membership(group.set_id, group.ranks[group.rank], group))
+    return process_set
 
 
 def run_ranks(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import MODELS, Branches, MixedTypes, Plain, Tied, adamw, batches, build, part_loss, sgd
-from ranks import attempt_ranks, counting, run_ranks
+from ranks import attempt_ranks, counting, run_ranks, set_of
 from torch import Tensor, nn
 
 import hvdlite as hvd
@@ -54,7 +54,7 @@ def train_alone(
 def wrap(group: Group, model: nn.Module, make: Callable[..., Any] = sgd, **options: Any) -> hvd.DistributedOptimizer:
     options = {"bucket_cap_mb": 0.0002, **options}
     return hvd.DistributedOptimizer(
-        make(list(model.parameters())), model.named_parameters(), op=hvd.Adasum, process_set=group, **options
+        make(list(model.parameters())), model.named_parameters(), op=hvd.Adasum, process_set=set_of(group), **options
     )
 
 
@@ -229,7 +229,7 @@ def test_state_schedulers_and_more_parameters_are_the_wrapped_optimizers():
             for param in module.parameters():
                 nn.init.ones_(param)
         plain = torch.optim.SGD(first.parameters(), lr=0.5, momentum=0.9)
-        optimizer = hvd.DistributedOptimizer(plain, first.named_parameters(), op=hvd.Adasum, process_set=group)
+        optimizer = hvd.DistributedOptimizer(plain, first.named_parameters(), op=hvd.Adasum, process_set=set_of(group))
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         optimizer.add_param_group({"params": list(second.parameters()), "lr": 0.1})
         (first(torch.ones(1, 2)) + second(torch.ones(1, 2)) * (group.rank + 1)).sum().backward()
@@ -252,7 +252,7 @@ def test_ranks_with_different_models_or_operations_are_told():
     def half(group: Group) -> None:
         model = nn.Linear(2, 1)
         hvd.DistributedOptimizer(
-            sgd(list(model.parameters())), op=hvd.Adasum if group.rank else hvd.Average, process_set=group
+            sgd(list(model.parameters())), op=hvd.Adasum if group.rank else hvd.Average, process_set=set_of(group)
         )
 
     for outcome in attempt_ranks(2, differ):
@@ -267,7 +267,7 @@ def test_the_newer_of_two_optimizers_takes_the_parameters_over():
     def train(group: Group) -> None:
         model = nn.Linear(2, 1)
         earlier = wrap(group, model)
-        hvd.DistributedOptimizer(sgd(list(model.parameters())), process_set=group)
+        hvd.DistributedOptimizer(sgd(list(model.parameters())), process_set=set_of(group))
         with pytest.raises(hvd.GradientError, match="was closed, or another one was made"):
             earlier.step()
 

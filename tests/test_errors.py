@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import attempt_ranks, run_ranks
+from ranks import attempt_ranks, run_ranks, set_of
 from torch import nn
 
 import hvdlite as hvd
@@ -12,7 +12,7 @@ from hvdlite.collective import Group
 
 
 def wrap(group: Group, params, **options):
-    return hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), process_set=group, **options)
+    return hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), process_set=set_of(group), **options)
 
 
 def weight(*shape: int) -> nn.Parameter:
@@ -98,7 +98,7 @@ def test_parameters_without_a_name_are_told_by_the_optimizers_own_names_if_it_ha
         run_ranks(
             1,
             lambda group: hvd.DistributedOptimizer(
-                torch.optim.SGD(model.named_parameters(), lr=1.0), [("weight", model.weight)], process_set=group
+                torch.optim.SGD(model.named_parameters(), lr=1.0), [("weight", model.weight)], process_set=set_of(group)
             ),
         )
 
@@ -111,11 +111,11 @@ def test_groups_that_overlap_are_an_error_that_names_the_parameter():
 
 def test_lbfgs_and_things_that_are_no_optimizer_are_refused():
     with pytest.raises(ValueError, match="LBFGS cannot be wrapped"):
-        run_ranks(1, lambda group: hvd.DistributedOptimizer(torch.optim.LBFGS([weight()]), process_set=group))
+        run_ranks(1, lambda group: hvd.DistributedOptimizer(torch.optim.LBFGS([weight()]), process_set=set_of(group)))
     with pytest.raises(TypeError, match=r"Linear is not a torch\.optim\.Optimizer"):
-        run_ranks(1, lambda group: hvd.DistributedOptimizer(nn.Linear(1, 1), process_set=group))
+        run_ranks(1, lambda group: hvd.DistributedOptimizer(nn.Linear(1, 1), process_set=set_of(group)))
     with pytest.raises(ValueError, match="already"):
-        run_ranks(1, lambda g: hvd.DistributedOptimizer(wrap(g, [weight()]), process_set=g))
+        run_ranks(1, lambda g: hvd.DistributedOptimizer(wrap(g, [weight()]), process_set=set_of(g)))
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -339,4 +339,4 @@ def test_an_optimizer_with_ranks_of_its_own_refuses_to_be_pickled():
 @pytest.mark.parametrize("root", [-1, 2, "0", True, None])
 def test_a_root_that_is_no_rank_is_an_error(root):
     with pytest.raises(ValueError, match="is not one of the 2 ranks, 0 to 1"):
-        run_ranks(2, lambda group: hvd.broadcast_object(1, root, process_set=group))
+        run_ranks(2, lambda group: hvd.broadcast_object(1, root, process_set=set_of(group)))

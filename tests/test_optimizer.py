@@ -10,7 +10,7 @@ import pickle
 import pytest
 import torch
 from models import CLASSES, FEATURES, Plain, batches, build, part_loss, sgd, train_alone
-from ranks import attempt_ranks, counting, run_ranks
+from ranks import attempt_ranks, counting, run_ranks, set_of
 from torch import nn
 
 import hvdlite as hvd
@@ -18,7 +18,7 @@ from hvdlite.collective import Group
 
 
 def wrap(group: Group, params, *, lr: float = 1.0, **options):
-    return hvd.DistributedOptimizer(torch.optim.SGD(params, lr=lr), process_set=group, **options)
+    return hvd.DistributedOptimizer(torch.optim.SGD(params, lr=lr), process_set=set_of(group), **options)
 
 
 def weight() -> nn.Parameter:
@@ -216,7 +216,7 @@ def test_grad_scaler_and_autocast_skip_the_same_steps_on_every_rank(recipe):
 def test_a_fused_optimizer_under_grad_scaler_steps_with_unscaled_averages():
     def rank(group: Group):
         param = weight()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0, fused=True), process_set=group)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0, fused=True), process_set=set_of(group))
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         scaler.scale((param * (1.0 + group.rank)).sum()).backward()
         scaler.step(optimizer)
@@ -249,7 +249,7 @@ def test_a_gan_of_two_optimizers_trains_as_in_one_process(style):
     expected = train(lambda optimizer: optimizer, 0, 1)
 
     def rank(group: Group):
-        return train(lambda o: hvd.DistributedOptimizer(o, process_set=group), group.rank, group.size)
+        return train(lambda o: hvd.DistributedOptimizer(o, process_set=set_of(group)), group.rank, group.size)
 
     for got in run_ranks(2, rank):
         for a, b in zip(got, expected, strict=True):
@@ -281,7 +281,7 @@ def test_parameters_may_be_frozen_and_unfrozen_between_steps(size):
         own = copy.deepcopy(model)
         optimizer = sgd(list(own.parameters()))
         if group is not None:
-            optimizer = hvd.DistributedOptimizer(optimizer, own.named_parameters(), process_set=group)
+            optimizer = hvd.DistributedOptimizer(optimizer, own.named_parameters(), process_set=set_of(group))
         for step in range(6):
             # Frozen at first, thawed at 2, the other layer frozen at 3 and thawed at 5.
             own.layers[0].requires_grad_(step >= 2)
@@ -360,7 +360,7 @@ def test_a_parameter_that_no_rank_used_keeps_no_gradient_and_is_not_stepped():
     def rank(group: Group):
         unused, used = nn.Parameter(torch.ones(2)), weight()
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([unused, used], lr=1.0, weight_decay=0.5), process_set=group
+            torch.optim.SGD([unused, used], lr=1.0, weight_decay=0.5), process_set=set_of(group)
         )
         backward(used, 1.0)
         optimizer.step()
@@ -394,7 +394,7 @@ def test_lr_schedulers_made_before_or_after_wrapping_work(made, recwarn):
         param = weight()
         inner = torch.optim.SGD([param], lr=1.0)
         scheduler = torch.optim.lr_scheduler.StepLR(inner, 1, gamma=0.5) if made == "before" else None
-        optimizer = hvd.DistributedOptimizer(inner, process_set=group)
+        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group))
         scheduler = scheduler or torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         for _ in range(3):
             optimizer.zero_grad()
@@ -413,7 +413,7 @@ def test_the_wrapped_optimizer_keeps_its_state_and_is_an_optimizer():
         inner = torch.optim.SGD([param], lr=1.0, momentum=0.5)
         backward(param, 1.0)
         inner.step()
-        optimizer = hvd.DistributedOptimizer(inner, process_set=group)
+        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group))
         assert isinstance(optimizer, torch.optim.Optimizer)
         assert optimizer.state is inner.state
         assert optimizer.defaults["momentum"] == 0.5
@@ -431,13 +431,13 @@ def test_state_dict_is_the_plain_optimizers_and_resumes_either_way():
         results = []
         for resume_wrapped in (False, True):
             param = weight()
-            optimizer = hvd.DistributedOptimizer(torch.optim.Adam([param], lr=0.1), process_set=group)
+            optimizer = hvd.DistributedOptimizer(torch.optim.Adam([param], lr=0.1), process_set=set_of(group))
             backward(param, 1.0 + group.rank)
             optimizer.step()
             saved = copy.deepcopy(optimizer.state_dict())
             other = nn.Parameter(param.detach().clone())
             fresh = torch.optim.Adam([other], lr=0.5)
-            resumed = hvd.DistributedOptimizer(fresh, process_set=group) if resume_wrapped else fresh
+            resumed = hvd.DistributedOptimizer(fresh, process_set=set_of(group)) if resume_wrapped else fresh
             resumed.load_state_dict(saved)
             for each, p in ((optimizer, param), (resumed, other)):
                 each.zero_grad()
@@ -477,7 +477,9 @@ def test_a_parameter_group_added_later_is_averaged_too():
 def test_names_that_the_optimizer_was_built_with_are_used():
     def rank(group: Group):
         model = nn.Linear(2, 2)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.named_parameters(), lr=1.0), process_set=group)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.named_parameters(), lr=1.0), process_set=set_of(group)
+        )
         return [name for name, _ in optimizer._named]
 
     assert run_ranks(2, rank) == [["weight", "bias"]] * 2
@@ -615,7 +617,7 @@ def test_every_optimizer_of_torch_trains_as_in_one_process(name):
         own = copy.deepcopy(start)
         optimizer = make(list(own.parameters()))
         if group is not None:
-            optimizer = hvd.DistributedOptimizer(optimizer, own.named_parameters(), process_set=group)
+            optimizer = hvd.DistributedOptimizer(optimizer, own.named_parameters(), process_set=set_of(group))
         for step in range(4):
             optimizer.zero_grad()
             nn.functional.cross_entropy(own(x[step, 0].chunk(size)[rank]), y[step, 0].chunk(size)[rank]).backward()

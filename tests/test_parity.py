@@ -19,7 +19,7 @@ from models import (
     train_alone,
     train_rank,
 )
-from ranks import run_ranks
+from ranks import run_ranks, set_of
 from torch import nn
 
 import hvdlite as hvd
@@ -54,7 +54,9 @@ def test_a_sum_is_the_average_times_the_number_of_ranks(size):
 
     def gradients(group: Group) -> list[torch.Tensor]:
         own = copy.deepcopy(model)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(own.parameters(), lr=0.0), op=hvd.Sum, process_set=group)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(own.parameters(), lr=0.0), op=hvd.Sum, process_set=set_of(group)
+        )
         nn.functional.cross_entropy(own(x[0, 0].chunk(size)[group.rank], 0), y[0, 0].chunk(size)[group.rank]).backward()
         optimizer.step()
         return [param.grad for param in own.parameters()]
@@ -85,7 +87,7 @@ def test_a_16_bit_wire_carries_an_average_of_values_whose_sum_would_overflow():
     def gradient(group: Group) -> torch.Tensor:
         weight = nn.Parameter(torch.zeros(3))
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([weight], lr=0.0), compression=hvd.Compression.fp16, process_set=group
+            torch.optim.SGD([weight], lr=0.0), compression=hvd.Compression.fp16, process_set=set_of(group)
         )
         (weight * 40000.0).sum().backward()
         optimizer.step()
@@ -101,7 +103,7 @@ def test_nan_and_inf_travel_as_they_are(value, compression):
     def gradient(group: Group) -> torch.Tensor:
         weight = nn.Parameter(torch.zeros(3))
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD([weight], lr=0.0), compression=compression, process_set=group
+            torch.optim.SGD([weight], lr=0.0), compression=compression, process_set=set_of(group)
         )
         factor = torch.tensor([value, 1.0, 2.0]) if group.rank == 0 else torch.ones(3)
         (weight * factor).sum().backward()
@@ -129,7 +131,7 @@ def test_the_small_truth_of_the_tutorials_averages_14():
 
     def gradient(group: Group) -> float:
         w = nn.Parameter(torch.ones(1))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([w], lr=0.0), process_set=group)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([w], lr=0.0), process_set=set_of(group))
         x = torch.tensor([2.0 * group.rank, 2.0 * group.rank + 1])
         ((x * w) ** 2).sum().backward()
         optimizer.step()

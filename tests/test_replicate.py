@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from models import Plain, adamw, build, sgd
-from ranks import attempt_ranks, counting, run_ranks
+from ranks import attempt_ranks, counting, run_ranks, set_of
 from torch import nn
 
 import hvdlite as hvd
@@ -28,7 +28,7 @@ def test_different_initial_weights_are_the_roots_after_broadcast(form, root):
             "list of parameters": list(model.parameters()),
             "list of pairs": list(model.named_parameters()),
         }
-        hvd.broadcast_parameters(forms[form], root_rank=root, process_set=group)
+        hvd.broadcast_parameters(forms[form], root_rank=root, process_set=set_of(group))
         return all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters(), strict=True))
 
     assert run_ranks(2, rank) == [True, True]
@@ -52,7 +52,7 @@ def test_entries_of_every_dtype_and_layout_are_broadcast():
 
     def rank(group: Group):
         mine = entries(1 + group.rank)
-        hvd.broadcast_parameters(mine, root_rank=1, process_set=group)
+        hvd.broadcast_parameters(mine, root_rank=1, process_set=set_of(group))
         return [name for name, tensor in entries(2).items() if not torch.equal(mine[name].float(), tensor.float())]
 
     assert run_ranks(2, rank) == [[], []]
@@ -61,7 +61,7 @@ def test_entries_of_every_dtype_and_layout_are_broadcast():
 def test_a_model_of_300_tensors_is_a_handful_of_broadcasts():
     def rank(group: Group):
         tensors = [torch.full((100,), float(group.rank)) for _ in range(300)]
-        hvd.broadcast_parameters(tensors, process_set=group)
+        hvd.broadcast_parameters(tensors, process_set=set_of(group))
         assert all(tensor.sum() == 0 for tensor in tensors)
         return len(group.engine.calls)
 
@@ -74,7 +74,7 @@ def test_packs_larger_than_one_buffer_arrive_whole(monkeypatch):
 
     def rank(group: Group):
         tensors = [torch.arange(size) + group.rank for size in (1, 40, 3, 7, 0, 20)]
-        hvd.broadcast_parameters(tensors, process_set=group)
+        hvd.broadcast_parameters(tensors, process_set=set_of(group))
         return all(torch.equal(tensor, torch.arange(len(tensor))) for tensor in tensors)
 
     assert run_ranks(2, rank) == [True, True]
@@ -84,7 +84,7 @@ def test_dictionaries_built_in_different_orders_agree_by_name():
     def rank(group: Group):
         names = ["a", "b"] if group.rank else ["b", "a"]
         params = {name: torch.tensor([float(ord(name) + group.rank)]) for name in names}
-        hvd.broadcast_parameters(params, process_set=group)
+        hvd.broadcast_parameters(params, process_set=set_of(group))
         return params["a"].item(), params["b"].item()
 
     assert run_ranks(2, rank) == [(97.0, 98.0)] * 2
@@ -92,7 +92,9 @@ def test_dictionaries_built_in_different_orders_agree_by_name():
 
 def test_tensors_that_differ_between_ranks_are_named_with_both_shapes_and_ranks():
     def rank(group: Group):
-        hvd.broadcast_parameters({"same": torch.zeros(2), "wide": torch.zeros(3 + group.rank)}, process_set=group)
+        hvd.broadcast_parameters(
+            {"same": torch.zeros(2), "wide": torch.zeros(3 + group.rank)}, process_set=set_of(group)
+        )
 
     for outcome in attempt_ranks(2, rank):
         assert isinstance(outcome, hvd.MismatchError)
@@ -103,7 +105,7 @@ def test_tensors_that_differ_between_ranks_are_named_with_both_shapes_and_ranks(
 def test_a_tensor_missing_on_one_rank_is_named():
     def rank(group: Group):
         params = {"a": torch.zeros(2)} | ({"b": torch.zeros(1)} if group.rank else {})
-        hvd.broadcast_parameters(params, process_set=group)
+        hvd.broadcast_parameters(params, process_set=set_of(group))
 
     for outcome in attempt_ranks(2, rank):
         assert isinstance(outcome, hvd.MismatchError)
@@ -112,7 +114,7 @@ def test_a_tensor_missing_on_one_rank_is_named():
 
 def test_roots_that_differ_between_ranks_are_an_error_on_all():
     def rank(group: Group):
-        hvd.broadcast_parameters([torch.zeros(1)], root_rank=group.rank, process_set=group)
+        hvd.broadcast_parameters([torch.zeros(1)], root_rank=group.rank, process_set=set_of(group))
 
     for outcome in attempt_ranks(2, rank):
         assert isinstance(outcome, hvd.MismatchError)
@@ -122,13 +124,13 @@ def test_roots_that_differ_between_ranks_are_an_error_on_all():
 @pytest.mark.parametrize("params", [3, torch.zeros(2)])
 def test_things_that_hold_no_tensors_are_refused(params):
     with pytest.raises(ValueError, match="invalid params of type"):
-        run_ranks(1, lambda group: hvd.broadcast_parameters(params, process_set=group))
+        run_ranks(1, lambda group: hvd.broadcast_parameters(params, process_set=set_of(group)))
 
 
 def test_an_entry_that_is_no_tensor_is_named_and_none_is_left_out():
     with pytest.raises(TypeError, match="'extra' is dict"):
-        run_ranks(1, lambda g: hvd.broadcast_parameters({"extra": {}}, process_set=g))
-    run_ranks(1, lambda g: hvd.broadcast_parameters({"none": None}, process_set=g))
+        run_ranks(1, lambda g: hvd.broadcast_parameters({"extra": {}}, process_set=set_of(g)))
+    run_ranks(1, lambda g: hvd.broadcast_parameters({"none": None}, process_set=set_of(g)))
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
@@ -145,7 +147,7 @@ def test_optimizer_state_is_the_roots_without_a_step_and_without_changing_a_para
                 optimizer.zero_grad()
             optimizer.param_groups[0]["lr"] = 0.77
         before = copy.deepcopy(list(model.parameters()))
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0, process_set=group)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0, process_set=set_of(group))
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         return optimizer.state_dict()
 
@@ -162,8 +164,8 @@ def test_optimizer_state_is_the_roots_without_a_step_and_without_changing_a_para
 def test_an_optimizer_that_has_no_state_yet_stays_without():
     def rank(group: Group):
         optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=0.1 * (1 + group.rank), weight_decay=0.1)
-        wrapped = hvd.DistributedOptimizer(optimizer, process_set=group)
-        hvd.broadcast_optimizer_state(wrapped, process_set=group)
+        wrapped = hvd.DistributedOptimizer(optimizer, process_set=set_of(group))
+        hvd.broadcast_optimizer_state(wrapped, process_set=set_of(group))
         return dict(optimizer.state), optimizer.param_groups[0]["lr"]
 
     assert run_ranks(2, rank) == [({}, 0.1)] * 2
@@ -172,18 +174,18 @@ def test_an_optimizer_that_has_no_state_yet_stays_without():
 def test_optimizers_of_different_shapes_and_lbfgs_are_errors():
     def rank(group: Group):
         params = [nn.Parameter(torch.ones(2 + group.rank))]
-        hvd.broadcast_optimizer_state(torch.optim.SGD(params, lr=1.0), process_set=group)
+        hvd.broadcast_optimizer_state(torch.optim.SGD(params, lr=1.0), process_set=set_of(group))
 
     for outcome in attempt_ranks(2, rank):
         assert isinstance(outcome, hvd.MismatchError)
     with pytest.raises(ValueError, match=r"cannot broadcast torch\.optim\.LBFGS state"):
-        run_ranks(1, lambda g: hvd.broadcast_optimizer_state(torch.optim.LBFGS([torch.ones(1)]), process_set=g))
+        run_ranks(1, lambda g: hvd.broadcast_optimizer_state(torch.optim.LBFGS([torch.ones(1)]), process_set=set_of(g)))
 
 
 def test_optimizers_of_different_classes_are_an_error_on_every_rank():
     def rank(group: Group):
         kind = torch.optim.Adam if group.rank else torch.optim.SGD
-        hvd.broadcast_optimizer_state(kind([nn.Parameter(torch.ones(2))], lr=1.0), process_set=group)
+        hvd.broadcast_optimizer_state(kind([nn.Parameter(torch.ones(2))], lr=1.0), process_set=set_of(group))
 
     for outcome in attempt_ranks(2, rank):
         assert isinstance(outcome, hvd.MismatchError)
@@ -194,8 +196,8 @@ def test_objects_travel_whole(size):
     def rank(group: Group):
         mine = {"rank": group.rank, "text": "ä" * 1000 * group.rank}
         return (
-            hvd.broadcast_object(mine, root_rank=size - 1, process_set=group)["rank"],
-            [item["rank"] for item in hvd.allgather_object(mine, process_set=group)],
+            hvd.broadcast_object(mine, root_rank=size - 1, process_set=set_of(group))["rank"],
+            [item["rank"] for item in hvd.allgather_object(mine, process_set=set_of(group))],
         )
 
     assert run_ranks(size, rank) == [(size - 1, list(range(size)))] * size

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from ranks import counting, run_ranks
+from ranks import counting, run_ranks, set_of
 from torch import nn
 
 import hvdlite as hvd
@@ -46,7 +46,7 @@ def train(model: nn.Module, kind: str, parts: int, group: Group | None, **option
     model = copy.deepcopy(model)
     optimizers = make(kind, model)
     if group is not None:
-        optimizers = [hvd.DistributedOptimizer(o, process_set=group, **options) for o in optimizers]
+        optimizers = [hvd.DistributedOptimizer(o, process_set=set_of(group), **options) for o in optimizers]
     passes = options.get("backward_passes_per_step", 1)
     for step in range(3):
         for optimizer in optimizers:
@@ -90,7 +90,7 @@ def test_once_known_to_be_sparse_a_table_is_in_no_bucket_any_more():
 
     def rank(group: Group):
         own = copy.deepcopy(model)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(own.parameters(), lr=0.1), process_set=group)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(own.parameters(), lr=0.1), process_set=set_of(group))
         per_step = []
         for _ in range(2):
             group.engine.calls.clear()
@@ -108,7 +108,7 @@ def test_a_gradient_that_is_sparse_on_one_rank_and_dense_on_another_is_an_error(
     def rank(group: Group):
         table = nn.Embedding(4, 2, sparse=group.rank == 0)
         optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(table.parameters(), lr=0.1), table.named_parameters(), process_set=group
+            torch.optim.SGD(table.parameters(), lr=0.1), table.named_parameters(), process_set=set_of(group)
         )
         table(torch.tensor([1])).sum().backward()
         if group.rank == 0:

@@ -32,7 +32,6 @@ def train(steps: int = STEPS) -> None:
     model = nn.Linear(4, 2, bias=True)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), bucket_cap_mb=1e-6,
-        process_set=current_world().group,
     )  # fmt: skip
     for _ in range(steps):
         optimizer.zero_grad()

@@ -12,6 +12,7 @@ from hvdlite import world
 from hvdlite.collective import Group
 from hvdlite.connect import make_conductor
 from hvdlite.environment import Environment
+from hvdlite.registry import Registry
 from hvdlite.topology import Topology
 
 PLAIN = Environment(stall_check=False)
@@ -45,12 +46,14 @@ def attempt_worlds(size: int, function: Callable[[int], Any], environment: Envir
 
     def run(group: Group) -> Any:
         conductor = make_conductor(group, ["here"] * group.size, environment, timeout_s=10.0)
-        own = world.World(_topology(group), group, conductor, environment, leave=lambda: None, pid=0)
+        sets = Registry(group, conductor)
+        own = world.World(_topology(group), group, conductor, environment, sets, leave=lambda: None, pid=0)
         shared.enter(own)
         try:
             return function(group.rank)
         finally:
             conductor.close()
+            sets.close()
 
     world._world = shared  # type: ignore[assignment]  # it has all that a world has
     try:
