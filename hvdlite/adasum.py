@@ -90,7 +90,7 @@ def _add_up(rows: Tensor, weights: Tensor, out: Tensor) -> None:
 def _weights(gram: Tensor) -> Tensor:
     """By segment and rank: how much of each rank's vector the result has, from the dot products of all pairs."""
     segment_count, size, _ = gram.shape
-    level = [torch.zeros(segment_count, size, dtype=torch.float64) for _ in range(size)]
+    level = [gram.new_zeros(segment_count, size) for _ in range(size)]
     for rank, weights in enumerate(level):
         weights[:, rank] = 1.0
     while len(level) > 1:

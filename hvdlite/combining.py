@@ -17,12 +17,12 @@ from torch import Tensor
 
 from .collective import Average, ReduceOp, Sum, pieces_of
 from .compression import Compression
-from .fusion import flat_of, fused, own_memory
+from .fusion import flat_of, fused, mark_written, own_memory
 from .handle import Handle
 from .process_set import ProcessSet
 from .reduction import COMPRESSIONS, Reduction
 from .request import Request, Turn
-from .submission import signature, submit, title
+from .submission import check_writable, signature, submit, title
 
 
 def start_allreduce(
@@ -38,6 +38,8 @@ def start_allreduce(
     is_group = kind == "grouped_allreduce"
     for tensor in tensors:
         reduction.check_dtype(tensor, title(kind, name))
+        if in_place:
+            check_writable(tensor, title(kind, name))
     targets = list(tensors)
     sources = [tensor.detach() for tensor in tensors]
 
@@ -53,6 +55,8 @@ def start_allreduce(
                     outputs[number] = own_memory(piece, flat).view(sources[number].shape)
                 elif piece.data_ptr() != sources[number].data_ptr():
                     targets[number].copy_(piece.view(sources[number].shape))
+        if in_place:
+            mark_written(targets)
         return outputs if is_group else outputs[0]
 
     same = {**signature(tensors, is_group=is_group), **reduction.same()}

@@ -6,7 +6,7 @@ Adasum in an optimizer: each rank takes its own step, and what the steps changed
 
 For an optimizer, this takes the place of `reducer`, which combines gradients. The deltas travel in buckets as
 gradients do, one after the other, since none is there before the step; a bucket that no rank has a gradient for does
-not travel.
+not travel. They are dense, also where gradients are sparse.
 """
 
 from __future__ import annotations
@@ -132,9 +132,10 @@ class Deltas(ParamListener):
         if overflows:
             return False
         if grad_scale is not None:
+            inverse = 1.0 / float(grad_scale)
             for param in self._name_of:
                 if param.grad is not None:
-                    param.grad.mul_(1.0 / grad_scale.to(param.grad.device))
+                    param.grad.mul_(inverse)
         return True
 
     @contextmanager

@@ -6,7 +6,7 @@ Several tensors in one buffer, so that they travel as one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -20,6 +20,11 @@ def plain(tensor: Tensor) -> Tensor:
 def is_plain(tensor: Tensor) -> bool:
     """Whether its memory may be written as bytes."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def mark_written(tensors: Iterable[Tensor]) -> None:
+    """Tell autograd that an engine has overwritten them: it refuses to go backward through what it had kept of them."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def fused(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from .collective import Average, Group, as_bytes, pieces_of
-from .fusion import is_plain, plain
+from .fusion import is_plain, mark_written, plain
 from .handle import Handle
 from .process_set import ProcessSet
 from .process_sets import group_of
 from .reduction import Reduction
 from .request import Request, Turn
-from .submission import signature, submit, title
+from .submission import check_writable, signature, submit, title
 
 
 class AllGather:
@@ -73,7 +73,7 @@ class AllToAll:
         output = _joined(parts, self._tensor, self.received)
         if self._given is None:
             return output
-        device = self._given.device if isinstance(self._given, Tensor) else None
+        device = self._given.device if isinstance(self._given, Tensor) else "cpu"
         return output, torch.tensor(self.received, dtype=torch.int32, device=device)
 
 
@@ -96,6 +96,8 @@ def start_broadcast(
 ) -> Handle:
     """Give the tensor of the root, a global rank, to all ranks."""
     root = group_of(process_set, title("broadcast", name)).place_of_root(root_rank)
+    if in_place:
+        check_writable(tensor, title("broadcast", name))
     source = tensor.detach()
 
     def body(turn: Turn) -> Tensor:
@@ -103,6 +105,7 @@ def start_broadcast(
             return tensor if in_place else torch.empty_like(source)
         if in_place and is_plain(source):
             turn.group.broadcast(source, root, turn.what).wait()
+            mark_written([tensor])
             return tensor
         is_root = turn.group.rank == root
         wire = plain(source) if is_root else torch.empty(source.shape, dtype=source.dtype, device=source.device)

@@ -43,7 +43,7 @@ class Recording:
     """One rank's part of a timeline that is to be at ``path``.
 
     ``process`` is what the rank is called there. The common clock is rank 0's, and begins at 0 when this process's
-    reads ``zero_ns``; this one was ``ahead_ns`` of it then.
+    reads ``zero_ns``; this one was ``ahead_ns`` of it then. ``since_ns`` is when it begins, by this clock.
     """
 
     path: Path
@@ -52,6 +52,7 @@ class Recording:
     process: str
     zero_ns: int
     ahead_ns: int
+    since_ns: int
 
 
 class Recorder:
@@ -59,7 +60,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.is_on = False
-        self.since_ns = 0
+        self._since_ns = 0
         self.recording: Recording | None = None
         self.gpu = GpuWatch()
         self._families = itertools.count(1)
@@ -77,7 +78,7 @@ class Recorder:
         self.recording = recording
         self._left = MOST_EVENTS
         self._writer = _Writer(recording)
-        self.since_ns = time.monotonic_ns()
+        self._since_ns = recording.since_ns
         self.is_on = True
 
     def end(self) -> None:
@@ -96,12 +97,15 @@ class Recorder:
             recording.file.close()
 
     def note(self, row: Row, name: str, start_ns: int, stop_ns: int, detail: dict[str, Any] | None = None) -> None:
-        """A span by `time.monotonic_ns`; nothing when off, or when there are too many. ``detail`` is for JSON."""
-        self._put(("X", row, name, start_ns, stop_ns, detail))
+        """A span by `time.monotonic_ns`; nothing when off, or when there are too many. ``detail`` is for JSON.
+
+        What began before the recording did begins with it.
+        """
+        self._put(("X", row, name, max(start_ns, self._since_ns), stop_ns, detail))
 
     def note_waiting(self, name: str, start_ns: int, stop_ns: int) -> None:
         """A span that may overlap with others of its kind, in as many rows as that takes."""
-        self._put(("b", OPERATIONS, name, start_ns, stop_ns, next(self._waits)))
+        self._put(("b", OPERATIONS, name, max(start_ns, self._since_ns), stop_ns, next(self._waits)))
 
     @contextlib.contextmanager
     def span(self, row: Row, name: str, detail: dict[str, Any] | None = None) -> Iterator[None]:

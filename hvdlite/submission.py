@@ -80,6 +80,14 @@ def check_tensors(tensors: object, what: str) -> list[Tensor]:
     return list(tensors)
 
 
+def check_writable(tensor: Tensor, what: str) -> None:
+    """Raise a ValueError if a tensor could not be overwritten; in the middle of an operation the others would hang."""
+    if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise ValueError(f"{what}: elements of the tensor share their memory, as expand() makes them: clone() it")
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{what}: the tensor was made in torch.inference_mode(), and is to change there only")
+
+
 def title(kind: str, name: str | None) -> str:
     """What messages call an operation."""
     return Request(kind, name).describe()

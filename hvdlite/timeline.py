@@ -102,7 +102,8 @@ def _begin(group: Group, recorder: Recorder, path: Path) -> None:
         raise OSError(f"the timeline {str(path)!r} cannot be written on {group.describe_rank(0)}: {problem}")
     ahead_ns = clock_ahead_ns(group, _START)
     file = parts.open_part(path, group.rank)
-    recorder.begin(Recording(path, file, group.rank, group.describe_rank(group.rank), now_ns + ahead_ns, ahead_ns))
+    name = group.describe_rank(group.rank)
+    recorder.begin(Recording(path, file, group.rank, name, now_ns + ahead_ns, ahead_ns, since_ns=time.monotonic_ns()))
 
 
 def _end(group: Group, recorder: Recorder) -> None:

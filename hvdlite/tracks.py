@@ -80,7 +80,7 @@ class Tracks:
         """A step has ended."""
         self._step += 1
         if self._recorder.is_on:
-            began_ns, self._last_step_ns = max(self._last_step_ns, self._recorder.since_ns), time.monotonic_ns()
+            began_ns, self._last_step_ns = self._last_step_ns, time.monotonic_ns()
             self._recorder.note(self._steps, f"step {self._step}", began_ns, self._last_step_ns)
 
 

@@ -30,7 +30,7 @@ def vector(rank: int, numel: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 7, 8])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, *[pytest.param(size, marks=pytest.mark.slow) for size in (5, 6, 8)]])
 def test_any_number_of_ranks_gives_what_the_formula_gives(size):
     def rank(number):
         results = []

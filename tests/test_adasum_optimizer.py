@@ -308,3 +308,17 @@ def test_ranks_that_sit_steps_out_follow_the_others():
         return seen
 
     assert run_ranks(3, train) == [[[0.5, 0.5], [0.0, 0.0]]] * 3
+
+
+def test_sparse_gradients_make_dense_deltas():
+    def train(group: Group) -> list[list[float]]:
+        model = nn.Embedding(3, 1, sparse=True)
+        nn.init.ones_(model.weight)
+        optimizer = wrap(group, model, lambda params: torch.optim.SGD(params, lr=0.5))
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(model(torch.tensor([group.rank, group.rank])).sum()).backward()
+        scaler.step(optimizer)
+        return model.weight.flatten().tolist()
+
+    # Orthogonal: added.
+    assert run_ranks(2, train) == [[0.0, 0.0, 1.0]] * 2

@@ -200,6 +200,21 @@ def test_where_no_gradient_is_wanted_none_is_computed():
     run_worlds(2, rank)
 
 
+@pytest.mark.parametrize(
+    "overwrite",
+    [lambda y: hvd.allreduce_(y, op=hvd.Sum), lambda y: hvd.broadcast_(y, 0)],
+    ids=["allreduce_", "broadcast_"],
+)
+def test_autograd_notices_that_a_tensor_it_needs_has_been_overwritten(overwrite):
+    def rank(number):
+        y = torch.ones(2, requires_grad=True).exp()
+        overwrite(y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+    run_worlds(1, rank)
+
+
 def test_adasum_says_that_it_has_no_gradient():
     x = torch.ones(2, requires_grad=True)
     (outcome,) = attempt_worlds(1, lambda rank: hvd.allreduce(x, name="loss", op=hvd.Adasum).sum().backward())

@@ -158,7 +158,8 @@ def test_nothing_can_be_asked_for_after_the_end():
         world = current_world()
         hvd.barrier()
         world.conductor.close()
-        with pytest.raises(hvd.CommunicationError, match=r"hvd.shutdown\(\) was called"):
+        # Unless the other rank was faster, and its end was heard of first.
+        with pytest.raises(hvd.CommunicationError, match=r"hvd.shutdown\(\) was called|has ended"):
             add_up("a", 1).wait()
 
     run_worlds(2, rank)

@@ -145,4 +145,4 @@ def test_the_fusion_threshold_is_the_cap_of_buckets_unless_one_is_given():
         return [optimizer._reducer.settings.cap_bytes for optimizer in optimizers]
 
     for threshold, expected in ((0, 0), (4096, 4096), (None, 16 << 20)):
-        assert run_worlds(2, caps, Environment(fusion_threshold_bytes=threshold)) == [[expected, 1 << 20]] * 2
+        assert run_worlds(1, caps, Environment(fusion_threshold_bytes=threshold)) == [[expected, 1 << 20]]

@@ -9,6 +9,7 @@ import torch
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
+from hvdlite.environment import Environment
 
 
 def test_a_handle_is_done_when_all_ranks_have_asked_and_not_before():
@@ -56,11 +57,36 @@ def test_what_is_no_handle_is_an_error(stranger):
             asker(stranger)
 
 
-def test_what_goes_wrong_is_raised_by_synchronize():
+def test_what_goes_wrong_is_raised_by_synchronize_as_often_as_one_asks():
     def rank(number):
-        # There is no room for the result in a tensor whose elements share their memory.
-        handle = hvd.allreduce_async_(torch.zeros(1).expand(3), name="shared")
-        return hvd.synchronize(handle)
+        handle = hvd.allreduce_async(torch.zeros(1 + number), name="x")
+        for _ in range(2):
+            with pytest.raises(hvd.MismatchError, match="Mismatched ALLREDUCE tensor shapes"):
+                hvd.synchronize(handle)
+        return hvd.poll(handle)
 
-    for outcome in attempt_worlds(2, rank):
-        assert isinstance(outcome, RuntimeError)
+    assert run_worlds(2, rank) == [True, True]
+
+
+def test_without_the_check_operations_are_done_when_they_are_asked_for():
+    def rank(number):
+        handle = hvd.allreduce_async(torch.tensor(number), op=hvd.Sum)
+        assert hvd.poll(handle)
+        hvd.barrier()
+        gathered = hvd.allgather(torch.full((number,), number))
+        sent, received = hvd.alltoall(torch.arange(3), [1, 2] if number else [2, 1])
+        return hvd.synchronize(handle).item(), gathered.tolist(), sent.tolist(), received.tolist()
+
+    results = run_worlds(2, rank, Environment(check=False))
+    assert results == [(1, [1], [0, 1, 0], [2, 1]), (1, [1], [2, 1, 2], [1, 2])]
+
+
+@pytest.mark.parametrize("operation", [hvd.allreduce_async_, lambda tensor: hvd.broadcast_async_(tensor, 0)])
+def test_what_cannot_be_overwritten_is_refused_before_anything_is_sent(operation):
+    with torch.inference_mode():
+        inferred = torch.ones(1)
+
+    for tensor, words in ((torch.ones(1).expand(2), r"clone\(\) it"), (inferred, "inference_mode")):
+        (outcome,) = attempt_worlds(1, lambda rank, tensor=tensor: operation(tensor))
+        with pytest.raises(ValueError, match=words):
+            raise outcome

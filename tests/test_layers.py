@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ LIBRARY = [
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]
 
 
+@functools.cache
 def sources(package: object) -> dict[str, ast.Module]:
     directory = Path(package.__file__).parent
     return {path.stem: ast.parse(path.read_text()) for path in directory.glob("*.py")}

@@ -263,6 +263,20 @@ def test_who_is_waited_for_in_vain_is_given_up(tmp_path, monkeypatch, caplog):
     assert read_events(tmp_path / "t.json")
 
 
+def test_a_part_whose_directory_is_on_no_disk_of_its_host_travels_too(tmp_path, monkeypatch):
+    part_path = parts.part_path
+    nowhere = tmp_path / "nowhere"
+    monkeypatch.setattr(parts, "part_path", lambda path, rank: part_path(nowhere / "t" if rank else path, rank))
+
+    def record(rank: int) -> None:
+        hvd.start_timeline(tmp_path / "t.json")
+        train()
+        hvd.stop_timeline()
+
+    run_worlds(2, record)
+    assert len(spans(read_events(tmp_path / "t.json"), 1, "optimizer 1", "synchronize")) == STEPS
+
+
 # -- clocks
 
 
@@ -287,14 +301,14 @@ def test_a_difference_is_zero_unless_it_cannot_be():
 def test_a_clock_that_drifts_is_set_right(tmp_path):
     recorder = Recorder()
     file = parts.open_part(tmp_path / "t.json", 0)
-    recorder.begin(Recording(tmp_path / "t.json", file, 0, "rank 0", zero_ns=1000, ahead_ns=0))
-    recorder.note(Row(1, "row"), "early", 2000, 3000)
+    recorder.begin(Recording(tmp_path / "t.json", file, 0, "rank 0", zero_ns=1000, ahead_ns=0, since_ns=1500))
+    recorder.note(Row(1, "row"), "early", 0, 2000)  # it has begun before the recording
     recorder.note(Row(1, "row"), "late", 101_000, 102_000)
     recorder.end()
     data = (tmp_path / "t.json.rank.0.part").read_bytes()
     (tmp_path / "right").write_bytes(b"[\n" + parts.set_right(data, gained_ns=10_000, over_ns=100_000))
     recorder.forget()
-    assert [span["ts"] for span in spans(read_part(tmp_path / "right"), 0)] == [0.9, 90.0]
+    assert [span["ts"] for span in spans(read_part(tmp_path / "right"), 0)] == [0.45, 90.0]
 
 
 # -- the recorder
@@ -303,7 +317,9 @@ def test_a_clock_that_drifts_is_set_right(tmp_path):
 def test_too_many_events_are_said_once_and_not_kept(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(recorder, "MOST_EVENTS", 3)
     own = Recorder()
-    own.begin(Recording(tmp_path / "t", parts.open_part(tmp_path / "t", 0), 0, "rank 0", zero_ns=0, ahead_ns=0))
+    own.begin(
+        Recording(tmp_path / "t", parts.open_part(tmp_path / "t", 0), 0, "rank 0", zero_ns=0, ahead_ns=0, since_ns=0)
+    )
     for number in range(10):
         own.note(Row(1, "row"), f"span {number}", number, number)
     own.forget()
@@ -314,7 +330,9 @@ def test_too_many_events_are_said_once_and_not_kept(tmp_path, monkeypatch, caplo
 def test_events_are_in_the_part_before_the_end(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "_FLUSH_S", 0.01)
     own = Recorder()
-    own.begin(Recording(tmp_path / "t", parts.open_part(tmp_path / "t", 0), 0, "rank 0", zero_ns=0, ahead_ns=0))
+    own.begin(
+        Recording(tmp_path / "t", parts.open_part(tmp_path / "t", 0), 0, "rank 0", zero_ns=0, ahead_ns=0, since_ns=0)
+    )
     own.note_waiting("first", 1, 5)
     own.note_waiting("second", 2, 6)
     with pytest.raises(KeyError), own.span(Row(1, "row"), "failed"):

@@ -1,4 +1,4 @@
-"""Timelines of real processes: HVDLITE_TIMELINE under hvdlite-run, and what is left of one where a rank ends badly."""
+"""Timelines of real processes, begun by hvdlite-run, and what is left of one where a rank ends badly."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ if end != "well":
 def test_however_a_rank_ends_it_is_told_what_all_of_them_did(launch, tmp_path, end, expected):
     program, path = tmp_path / "program.py", tmp_path / "timeline.json"
     program.write_text(PROGRAM)
-    environment = {"HVDLITE_TIMELINE": str(path)}
-    code, _, err = launch("-np", "2", sys.executable, str(program), str(path), end, env=environment).ended()
+    flags, environment = (
+        ([], {"HVDLITE_TIMELINE": str(path)}) if end != "well" else (["--timeline-filename", str(path)], {})
+    )
+    code, _, err = launch("-np", "2", *flags, sys.executable, str(program), str(path), end, env=environment).ended()
     assert code == expected, err.decode()
     of_rank = [events_of(path, rank) for rank in range(2)]
     for rank, events in enumerate(of_rank):

@@ -249,3 +249,40 @@ def test_every_collective_on_two_ranks_that_share_a_gpu(tmp_path):
 def test_the_build_questions_name_the_nccl_that_torch_has():
     assert hvd.cuda_built() or hvd.rocm_built()
     assert hvd.nccl_built() > 20000
+
+
+TIMELINE = """
+import json
+hvd.start_timeline(os.environ["HVDLITE_JOB_DIR"] + "/t.json")
+together()
+hvd.stop_timeline()
+events = json.load(open(os.environ["HVDLITE_JOB_DIR"] + "/t.json"))["traceEvents"]
+for rank in range(hvd.size()):
+    of_rank = {name: [event for event in events if event["pid"] == rank and event["name"] == name]
+               for name in ("ready", "wire", "all-reduce", "wait", "synchronize")}
+    assert len(of_rank["synchronize"]) == 5
+    counts = {len(of_rank[name]) for name in ("ready", "wire", "all-reduce", "wait")}
+    assert len(counts) == 1 and counts.pop() >= 5
+    assert all(event["dur"] > 0 for event in of_rank["all-reduce"])
+"""
+
+
+def test_a_timeline_has_every_bucket_over_nccl(tmp_path):
+    run(tmp_path, 1, "hvd.init()" + TIMELINE)
+
+
+def test_a_timeline_has_every_bucket_on_two_ranks_that_share_a_gpu(tmp_path):
+    run(tmp_path, 2, "share_one_gpu_over_gloo()\nhvd.init()" + TIMELINE)
+
+
+ADASUM = """
+model = together(op=hvd.Adasum)
+assert not any(torch.equal(p, q) for p, q in zip(model.head.parameters(), start.head.parameters()))
+for param in model.parameters():
+    first, *others = hvd.allgather(param.detach().unsqueeze(0))
+    assert all(torch.equal(first, other) for other in others)
+"""
+
+
+def test_adasum_leaves_the_same_parameters_on_two_ranks_that_share_a_gpu(tmp_path):
+    run(tmp_path, 2, "share_one_gpu_over_gloo()\nhvd.init()" + ADASUM)
