@@ -356,8 +356,8 @@ def test_layers_that_wait_for_each_other_are_told_by_name(backward):
 
     for outcome in attempt_worlds(2, rank):
         assert isinstance(outcome, hvd.MismatchError)
-        assert "'left'" in str(outcome)
-        assert "'right'" in str(outcome)
+        assert "'left" in str(outcome)
+        assert "'right" in str(outcome)
 
 
 @pytest.mark.parametrize(
