@@ -345,15 +345,19 @@ def test_without_the_check_ranks_normalize_together_all_the_same():
 
 
 @pytest.mark.slow
-def test_layers_that_wait_for_each_other_are_told_by_name():
+@pytest.mark.parametrize("backward", [False, True])
+def test_layers_that_wait_for_each_other_are_told_by_name(backward):
     def rank(own: int) -> Any:
         layers = [hvd.SyncBatchNorm(3, name=name) for name in ("left", "right")]
-        layers[own](torch.zeros(2, 3))
+        if not backward:
+            layers[own](torch.zeros(2, 3))
+        outputs = [layer(torch.zeros(2, 3, requires_grad=True)) for layer in layers]
+        outputs[own].sum().backward()
 
     for outcome in attempt_worlds(2, rank):
         assert isinstance(outcome, hvd.MismatchError)
-        assert "'left'" in str(outcome)
-        assert "'right'" in str(outcome)
+        assert "'left" in str(outcome)
+        assert "'right" in str(outcome)
 
 
 @pytest.mark.parametrize(

@@ -250,6 +250,24 @@ def test_one_model_may_be_averaged_over_one_set_and_another_over_one_that_overla
     assert run_worlds(3, rank) == [[0.5, 0], [0.5, 1.5], [2, 1.5]]
 
 
+def test_gradients_that_one_optimizer_leaves_for_another_of_another_set_are_known_as_such():
+    """A GAN: the generator's backward passes through the discriminator."""
+
+    def rank(own: int) -> Any:
+        process_set = hvd.add_process_set([0, 1])
+        generator, discriminator = (nn.Parameter(torch.full((2,), 2.0)) for _ in range(2))
+        of_generator = hvd.DistributedOptimizer(torch.optim.SGD([generator], lr=1.0))
+        of_discriminator = hvd.DistributedOptimizer(torch.optim.SGD([discriminator], lr=1.0), process_set=process_set)
+        (generator * discriminator).sum().backward()
+        of_generator.step()
+        of_discriminator.zero_grad()
+        (discriminator.sum() * own).backward()
+        of_discriminator.step()
+        return discriminator[0].item()
+
+    assert run_worlds(3, rank) == [1.5, 1.5, 0]
+
+
 def test_an_optimizer_of_a_set_that_was_removed_says_so():
     def rank(own: int) -> Any:
         process_set = hvd.add_process_set([0, 1])
