@@ -114,7 +114,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
     """What `hvdlite.run` is called with."""
     calls: list[dict[str, object]] = []
 
-    def run(*args: object, **flags: object) -> list[int]:
+    def run(*args: object, horovod: bool, **flags: object) -> list[int]:
+        assert horovod, "workers find it, on whatever host"
         calls.append({"args": args, **{name: value for name, value in flags.items() if value is not None}})
         return [7]
 
