@@ -98,7 +98,9 @@ def allgather_object(
 ) -> list[Any]:
     """Every rank's picklable object, as a list in rank order. ``name`` is what messages call it."""
     what = "allgather_object" if name is None else f"allgather_object of {name!r}"
-    return group_of(process_set, what).all_gather_object(obj, what)
+    group = group_of(process_set, what)
+    group.agree(None, what)
+    return group.all_gather_object(obj, what)
 
 
 def broadcast_tensors(named: list[tuple[str, Tensor]], root: int, group: Group, what: str) -> None:

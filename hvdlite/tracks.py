@@ -16,6 +16,7 @@ the GPU has come to it until it is through, as a thread that waits for it sees t
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -91,8 +92,10 @@ class _RecordedTrack(Track):
         self._row = row
         self._detail: dict[str, Any] = {"of": bucket.plan.describe()}
         self._sent_ns = now_ns = time.monotonic_ns()
-        # Taken out by whoever first sees the end of the all-reduce: a thread of the engine's, or the program.
-        self._under_way: list[int] = []
+        # Whoever first sees the end of the all-reduce notes it, a thread of the engine's or the program, which goes
+        # on when that is done.
+        self._noting = threading.Lock()
+        self._is_under_way = False
         # A bucket that some gradient did not come for is ready when it is no longer waited for.
         recorder.note(row, "ready", now_ns if bucket.full_since_ns is None else bucket.full_since_ns, now_ns)
 
@@ -108,7 +111,7 @@ class _RecordedTrack(Track):
             began = _here_on_gpu()
             work.when_done(lambda: self._follow(began))
         else:
-            self._under_way.append(self._sent_ns)
+            self._is_under_way = True
             work.when_done(self._ended)
 
     @contextlib.contextmanager
@@ -118,9 +121,10 @@ class _RecordedTrack(Track):
         self._ended()
 
     def _ended(self) -> None:
-        now_ns = time.monotonic_ns()
-        with contextlib.suppress(IndexError):
-            self._recorder.note(self._row, "all-reduce", self._under_way.pop(), now_ns, self._detail)
+        with self._noting:
+            if self._is_under_way:
+                self._is_under_way = False
+                self._recorder.note(self._row, "all-reduce", self._sent_ns, time.monotonic_ns(), self._detail)
 
     def _follow(self, began: torch.cuda.Event) -> None:
         # Called at once, in a stream that comes after the all-reduce.

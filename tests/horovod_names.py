@@ -18,13 +18,7 @@ TORCH = """
 NOT_THERE = {"elastic"}
 
 # Made elsewhere, and on their way.
-NOT_YET = set(
-    """
-    ccl_built cuda_built ddl_built gloo_built
-    gloo_enabled mpi_built mpi_enabled mpi_threads_supported nccl_built rocm_built
-    start_timeline stop_timeline is_homogeneous
-    """.split()  # noqa: SIM905  # a list to be read
-)
+NOT_YET: set[str] = set()
 
 # The modules that programs import, and what they import from them.
 MODULES = {

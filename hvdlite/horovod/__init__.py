@@ -14,6 +14,7 @@ touched.
 
 from __future__ import annotations
 
+from . import common  # noqa: F401  # programs reach for it without importing it
 from .finder import install
 from .runner import run
 

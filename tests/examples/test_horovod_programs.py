@@ -16,10 +16,13 @@ PROGRAMS = ROOT / "examples" / "horovod"
 TOLERANCE = 1e-4
 
 
-def run(program: str, *args: object, ranks: int | None = None) -> list[str]:
-    """What rank 0 prints, in so many workers or, without hvdlite-run, in one process."""
+def run(program: str, *args: object, ranks: int | None = None, by_flag: bool = False) -> list[str]:
+    """What rank 0 prints, in so many workers or in one process; ``by_flag`` it is hvdlite-run that brings the shim."""
     launcher = [] if ranks is None else ["-m", "hvdlite_launcher", "-np", str(ranks), sys.executable]
-    done: Done[str] = run_words(*launcher, "-m", "hvdlite.horovod", f"examples/horovod/{program}", *map(str, args))
+    shim = ["-m", "hvdlite.horovod"]
+    if by_flag:
+        launcher, shim = [*launcher[:-1], "--horovod", launcher[-1]], []
+    done: Done[str] = run_words(*launcher, *shim, f"examples/horovod/{program}", *map(str, args))
     require_clean(done)
     if ranks is None:
         return done.stdout.splitlines()
@@ -58,7 +61,8 @@ def test_digits_are_learned_in_mixed_precision_with_gradients_in_half_precision(
 
 
 def test_a_gan_on_two_ranks_comes_to_what_it_comes_to_in_one_process():
-    one, two = run("gan.py", "--double", "--steps", 300), run("gan.py", "--double", "--steps", 300, ranks=2)
+    one = run("gan.py", "--double", "--steps", 300)
+    two = run("gan.py", "--double", "--steps", 300, ranks=2, by_flag=True)
     assert len(one) == len(two) == 4
     assert numbers(two) == pytest.approx(numbers(one), abs=TOLERANCE)
     assert numbers(two)[-2] == pytest.approx(1, abs=0.3), "it has found the ring"

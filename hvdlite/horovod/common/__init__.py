@@ -1,1 +1,3 @@
 """`horovod.common`: what Horovod's frameworks share."""
+
+from . import basics, exceptions, util  # noqa: F401  # programs reach for them without importing them

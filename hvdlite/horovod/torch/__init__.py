@@ -1,9 +1,12 @@
-"""`horovod.torch`: what `hvdlite.torch` has."""
+"""`horovod.torch`: what `hvdlite.torch` has, and Horovod's modules of it."""
 
 from typing import NoReturn
 
 from hvdlite import torch as names
 from hvdlite.torch import *  # noqa: F403  # its __all__ is the list
+
+# Programs reach for hvd.mpi_ops without importing it.
+from . import compression, functions, mpi_ops, optimizer  # noqa: F401
 
 __all__ = names.__all__
 

@@ -54,6 +54,9 @@ def test_horovod_is_hvdlite_in_every_form_of_import():
     assert DistributedOptimizer is hvdlite.torch.DistributedOptimizer
     assert hvd.__all__ == hvdlite.torch.__all__
     assert mpi_ops.rank is hvdlite.torch.rank
+    assert hvd.mpi_ops is mpi_ops
+    assert hvd.compression.Compression is hvd.Compression
+    assert issubclass(horovod.common.exceptions.HorovodInternalError, RuntimeError)
     assert pickle.loads(pickle.dumps(hvd.allreduce)) is hvdlite.torch.allreduce
     assert tuple(map(int, horovod.__version__.partition("+")[0].split("."))) >= (0, 28, 1)
     assert importlib.util.find_spec("horovod.torch") is not None

@@ -1,0 +1,97 @@
+"""What real ranks are told when they do not do the same, when one of them is gone, and when one does not come."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+IMPORTS = "import os, signal, time, torch, hvdlite as hvd\nhvd.init()\n"
+
+
+def run(launch, program: str, *, size: int = 2, **env: str) -> tuple[int, str, str]:
+    job = launch("-np", str(size), "python", "-c", IMPORTS + program, env=env)
+    code, out, err = job.ended()
+    job.assert_gone()
+    return code, out.decode(), err.decode()
+
+
+def test_ranks_that_differ_all_say_the_same_and_the_job_fails(launch):
+    code, _, err = run(launch, "hvd.allreduce(torch.ones(2 + hvd.rank()), name='loss')", size=3)
+    assert code == 1
+    told = set(re.findall(r"\[\d\]<stderr>:.*(Mismatched ALLREDUCE tensor shapes: One rank sent .*)", err))
+    assert len(told) == 1
+    assert "rank 2 (localhost): [4]" in told.pop()
+
+
+def test_ranks_that_wait_for_each_other_are_told_what_both_wait_in(launch):
+    code, _, err = run(launch, "hvd.barrier() if hvd.rank() else hvd.allreduce(torch.ones(2), name='loss')")
+    assert code == 1
+    assert "Mismatched operations" in err
+    assert "rank 0 (localhost): allreduce of 'loss' in the global process set; rank 1 (localhost): barrier" in err
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_is_named_by_the_others_and_by_the_launcher(launch, victim):
+    program = (
+        "hvd.barrier()\n"
+        f"if hvd.rank() == {victim}: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "hvd.allreduce(torch.ones(2), name='loss')"
+    )
+    code, _, err = run(launch, program, size=3)
+    assert code == 128 + 9
+    assert f"rank {victim} on localhost" in err
+    assert f"rank {victim} (localhost) has gone" in err or "another rank has gone" in err
+
+
+def test_a_rank_that_has_ended_by_itself_is_named_by_those_that_still_wait(launch):
+    code, _, err = run(launch, "hvd.barrier()\nif hvd.rank(): hvd.allreduce(torch.ones(2), name='loss')")
+    assert code == 1
+    assert "Horovod has been shut down. allreduce of 'loss' cannot be done, since rank 0 (localhost) has ended" in err
+
+
+def test_a_rank_that_does_not_come_to_the_step_is_named_and_the_job_is_ended_if_that_is_asked_for(launch):
+    program = (
+        "param = torch.nn.Parameter(torch.zeros(2))\n"
+        "optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1), [('fc.weight', param)])\n"
+        "param.sum().backward(); optimizer.step(); optimizer.zero_grad()\n"
+        "if hvd.rank() == 1: time.sleep(1000)\n"
+        "param.sum().backward(); optimizer.step()\n"
+    )
+    code, _, err = run(launch, program, size=3, HVDLITE_STALL_CHECK_TIME_S="1.5", HVDLITE_STALL_SHUTDOWN_S="3")
+    assert code == 1
+    assert "the all-reduce of the gradients of fc.weight" in err
+    assert "rank 1 (localhost), which computes or hangs" in err
+
+
+def test_a_rank_that_does_not_come_to_an_operation_is_told_of_in_the_log(launch):
+    program = "if hvd.rank() == 1: time.sleep(2)\nprint(hvd.allreduce(torch.ones(1), name='loss', op=hvd.Sum).item())\n"
+    code, out, err = run(launch, program, HVDLITE_STALL_CHECK_TIME_S="1")
+    assert code == 0
+    assert out.count("2.0") == 2
+    assert re.search(r"\[0\]<stderr>:.*stalled: allreduce of 'loss' .* missing: rank 1 \(localhost\)", err)
+
+
+def test_names_pair_up_in_any_order_also_with_children_that_were_forked_meanwhile(launch):
+    program = (
+        "loader = torch.utils.data.DataLoader(list(range(8)), num_workers=2, multiprocessing_context='fork')\n"
+        "names = [str(number) for number in range(20)]\n"
+        "order = names if hvd.rank() else names[::-1]\n"
+        "handles = {name: hvd.allreduce_async(torch.tensor(float(name)), name=name, op=hvd.Sum) for name in order}\n"
+        "seen = sum(int(batch) for batch in loader)\n"
+        "print(seen, [hvd.synchronize(handles[name]).item() for name in names] == [2.0 * n for n in range(20)])\n"
+    )
+    code, out, _ = run(launch, program)
+    assert code == 0
+    assert out.count("28 True") == 2
+
+
+def test_the_check_can_be_turned_off_and_must_be_on_all_ranks(launch):
+    assert run(launch, "print(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())", HVDLITE_CHECK="0")[1].count("2.0") == 2
+    program = "import os\nos.environ['HVDLITE_CHECK'] = os.environ['RANK']\n" + IMPORTS
+    job = launch("-np", "2", "python", "-c", program)
+    code, _, err = job.ended()
+    assert code == 1
+    assert b"HVDLITE_CHECK (0 or 1) is False on rank 0 (localhost) and True on rank 1 (localhost)" in err
