@@ -162,7 +162,7 @@ class TorchChannels:
         if len(places) == 1:
             return AloneChannels()
         store = PrefixStore(f"hvdlite.{token}", _get_default_store())
-        return SubsetChannels(store, self._backend, place, len(places), self._timeout)
+        return SubsetChannels(store, self._backend, places, place, self._timeout)
 
 
 class SubsetChannels:
@@ -172,18 +172,18 @@ class SubsetChannels:
     groups that need not by how many a rank has made.
     """
 
-    def __init__(self, store: Store, backend: str, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, backend: str, places: Sequence[int], place: int, timeout: timedelta) -> None:
         self._store = store
         self._backend_of = _backend_by_device(backend)
-        self._rank = rank
-        self._size = size
+        self._places = list(places)
+        self._place = place
         self._timeout = timeout
         self._opened = itertools.count()
         self._open: list[dist.ProcessGroup] = []
 
     def open(self) -> Engine:
         store = PrefixStore(f"channel{next(self._opened)}", self._store)
-        group = dist.ProcessGroup(store, self._rank, self._size)
+        group = dist.ProcessGroup(store, self._place, len(self._places))
         made: dict[str, Any] = {}
         for device, name in self._backend_of.items():
             if name not in made:
@@ -202,11 +202,14 @@ class SubsetChannels:
         raise AssertionError("sets are made of the ranks of the world")
 
     def _make_backend(self, name: str, store: Store) -> Any:
+        size = len(self._places)
         if name == "gloo":
-            return dist.ProcessGroupGloo(store, self._rank, self._size, timeout=self._timeout)
+            return dist.ProcessGroupGloo(store, self._place, size, timeout=self._timeout)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout
-        return dist.ProcessGroupNCCL(store, self._rank, self._size, options)
+        # For what NCCL says when it watches over a collective.
+        options.global_ranks_in_group = self._places
+        return dist.ProcessGroupNCCL(store, self._place, size, options)
 
 
 def _backend_by_device(backend: str) -> dict[str, str]:

@@ -18,7 +18,7 @@ pytestmark = [
 
 
 def test_a_sets_channels_carry_cpu_and_cuda_tensors():
-    channels = SubsetChannels(dist.HashStore(), "cpu:gloo,cuda:nccl", 0, 1, timedelta(seconds=20))
+    channels = SubsetChannels(dist.HashStore(), "cpu:gloo,cuda:nccl", [0], 0, timedelta(seconds=20))
     engines = [channels.open() for _ in range(2)]
     for engine in engines:
         for device in ("cpu", "cuda"):
