@@ -11,11 +11,11 @@ What is public is here, and made elsewhere; modules import only what stands befo
 
     errors < environment < log < launch < client < call < store < topology < address < nodelist < neighbours < pmi
            < pmix < rendezvous < plan < bucket < codec < compression < engine < gpuwatch < recorder < collective
-           < handle < request < conductor < in_order < mailbox < mismatch < negotiation < coordinator < negotiator
-           < connect < clocks < parts < timeline < process_set < registry < farewell < world < process_sets < built
-           < fusion < adasum < reduction < submission < combining < join < moving < asynchronous < gradients < tracing
-           < operations < replicate < sparse < layout < tracks < wire < params < reducer < deltas < arguments < proxy
-           < optimizer < moments < batch_norm < links < communicator
+           < handle < request < conductor < in_order < mailbox < mismatch < pending < stall < callers < negotiation
+           < coordinator < negotiator < connect < clocks < parts < timeline < process_set < registry < farewell
+           < world < process_sets < built < fusion < adasum < reduction < submission < combining < join < moving
+           < asynchronous < gradients < tracing < operations < replicate < sparse < layout < tracks < wire < params
+           < reducer < deltas < arguments < proxy < optimizer < moments < batch_norm < links < communicator
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under
 Horovod's names, and `horovod`, which makes programs find it under these.

@@ -24,8 +24,9 @@ from .environment import Environment
 from .errors import CommunicationError
 from .in_order import InOrder
 from .mailbox import Mailbox
-from .negotiation import Negotiation, StallRules
+from .negotiation import Negotiation
 from .negotiator import WATCH_S, Negotiator
+from .stall import StallRules
 
 
 def make_conductor(group: Group, nodes: Sequence[str], environment: Environment, timeout_s: float) -> Conductor:
@@ -34,7 +35,7 @@ def make_conductor(group: Group, nodes: Sequence[str], environment: Environment,
         return InOrder(group.size)
     if group.rank == 0:
         warn_after_s = environment.stall_warning_s if environment.stall_check else None
-        return _lead(group, nodes, StallRules(warn_after_s, environment.stall_shutdown_s))
+        return _lead(group, nodes, StallRules(warn_after_s, environment.stall_shutdown_s, timeout_s))
     (address, secret), *_ = group.all_gather_object(None, "hvd.init()")
     return _start(Mailbox(_reach(address, secret, group, timeout_s)), group, None)
 

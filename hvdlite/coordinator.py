@@ -31,7 +31,8 @@ from typing import Any
 
 from .log import log
 from .mailbox import Mailbox
-from .negotiation import Ask, Negotiation
+from .negotiation import Negotiation
+from .pending import Ask
 
 # How often time passes for the negotiation, while there is something that may become too late.
 _TICK_S = 0.5

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 _numbers = itertools.count(1)
@@ -30,21 +31,19 @@ class Handle(int):
         self._ended = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
-        # Called when somebody has been blocked on it for a while: so the ranks can tell who waits for whom.
-        self.while_waiting: Callable[[], None] | None = None
+        # Around a wait that takes more than a moment: so the ranks can tell who waits for whom.
+        self.while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         # What the thread that takes the result does first: its stream waits for the one that the result is made on.
         self.before_taking: Callable[[], None] | None = None
 
     def succeed(self, result: Any) -> None:
         """The operation is done; whoever waits goes on."""
         self._result = result
-        self.while_waiting = None
         self._ended.set()
 
     def fail(self, error: BaseException) -> None:
         """The operation is over; whoever waits gets this error."""
         self._error = error
-        self.while_waiting = None
         self._ended.set()
 
     def is_ended(self) -> bool:
@@ -54,10 +53,8 @@ class Handle(int):
     def wait(self) -> Any:
         """Block until the operation is over, without burning a core; what it came to, as often as one asks."""
         if not self._ended.wait(_PATIENCE_S):
-            while_waiting = self.while_waiting
-            if while_waiting is not None:
-                while_waiting()
-            self._ended.wait()
+            with self.while_waiting():
+                self._ended.wait()
         if self._error is not None:
             raise self._error
         if self.before_taking is not None:

@@ -11,64 +11,18 @@ idea is); how their words come and go is in `coordinator`. Answers are left in `
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from .mismatch import first_difference, name_ranks, words_of_deadlock, words_of_difference
+from .pending import Ask, Id, Pending, Refusal, stuck_ranks
+from .stall import Scene, StallRules, StallWatch
 
 # Between a difference and its error, so that the error can tell what all ranks did; and between the time that ranks
 # seem to wait for each other and the error, so that what is on its way arrives.
 SETTLING_S = 1.0
 
-# How many operations, or ranks, a message names.
-_SHOWN = 8
-
 # The operations that a rank which has called join() takes part in, with nothing to give.
 _WITH_JOIN = frozenset({"allreduce", "grouped_allreduce"})
-
-Id = tuple[int, str]  # the process set's number, the operation's key
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What one rank has said of an operation; `kind`, `same` and `own` as in `Request`."""
-
-    set_id: int
-    key: str
-    kind: str
-    what: str
-    members: tuple[int, ...]
-    same: dict[str, Any]
-    own: Any
-
-    @property
-    def of_set(self) -> str:
-        return "the global process set" if self.set_id == 0 else f"process set {list(self.members)}"
-
-
-@dataclass(frozen=True, slots=True)
-class StallRules:
-    """When a wait is told of, and when it is ended; seconds, None for never."""
-
-    warn_after_s: float | None
-    end_after_s: float | None
-
-
-@dataclass(slots=True)
-class _Refusal:
-    kind: str  # the name of the error's class
-    words: str
-    told: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class _Pending:
-    first: Ask
-    since_s: float
-    asks: dict[int, Ask] = field(default_factory=dict)
-    differs_since_s: float | None = None
-    warned_at_s: float | None = None
-    refusal: _Refusal | None = None
 
 
 class Negotiation:
@@ -78,22 +32,19 @@ class Negotiation:
         self.outbox: list[tuple[int, list[Any]]] = []
         self.warnings: list[str] = []
         self._hosts = hosts
-        self._stall = stall
-        self._pending: dict[Id, _Pending] = {}
+        self._stall = StallWatch(hosts, stall)
+        self._pending: dict[Id, Pending] = {}
         # What each rank is blocked in. One that is waits for nothing else, and will ask for nothing else.
         self._waiting: dict[int, set[Id]] = {}
         self._stuck_since_s: tuple[frozenset[int], float] | None = None
         # By rank, in the order of their coming: whether averages are to be over the others alone.
         self._joined: dict[int, bool] = {}
         self._ended: dict[int, str] = {}
-        # Waits that are no operation's: what for, since when.
-        self._busy: dict[int, tuple[str, float]] = {}
-        self._busy_warned_at_s: float | None = None
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing can happen by the mere passing of time."""
-        return not (self._pending or self._busy)
+        return not self._pending and self._stall.is_idle
 
     @property
     def first_end(self) -> str:
@@ -104,7 +55,7 @@ class Negotiation:
 
     def ask(self, rank: int, ask: Ask, now_s: float) -> None:
         """``rank`` asks for an operation."""
-        pending = self._pending.setdefault((ask.set_id, ask.key), _Pending(ask, now_s))
+        pending = self._pending.setdefault(ask.id_, Pending(ask, now_s))
         pending.asks[rank] = ask
         self._consider(pending, now_s)
 
@@ -131,17 +82,14 @@ class Negotiation:
 
     def busy(self, rank: int, what: str | None, since_s: float) -> None:
         """``rank`` has been waiting for other ranks in ``what``, which is no operation of here; None: no more."""
-        if what is None:
-            self._busy.pop(rank, None)
-        else:
-            self._busy[rank] = (what, since_s)
+        self._stall.busy(rank, what, since_s)
 
     def end(self, rank: int, by_itself: bool, now_s: float) -> None:
         """``rank`` takes part in nothing any more."""
         how = "has ended" if by_itself else "has gone"
         self._ended.setdefault(rank, f"{name_ranks([rank], self._hosts)} {how}")
         self._waiting.pop(rank, None)
-        self._busy.pop(rank, None)
+        self._stall.busy(rank, None, now_s)
         for pending in list(self._pending.values()):
             self._consider(pending, now_s)
         if self._joined and rank not in self._joined:
@@ -157,7 +105,7 @@ class Negotiation:
         self._find_deadlock(now_s)
         self._find_stalls(now_s)
 
-    def _consider(self, pending: _Pending, now_s: float) -> None:
+    def _consider(self, pending: Pending, now_s: float) -> None:
         """Begin the operation, refuse it, or leave it as it is."""
         first = pending.first
         if pending.refusal is not None:
@@ -183,7 +131,7 @@ class Negotiation:
             words = words_of_difference(first.kind, first.what, asked, key, self._hosts)
             self._refuse(pending, "MismatchError", words)
 
-    def _begin(self, pending: _Pending) -> None:
+    def _begin(self, pending: Pending) -> None:
         first = pending.first
         owns = [pending.asks[rank].own if rank in pending.asks else None for rank in first.members]
         absent = [rank for rank in first.members if rank not in pending.asks]
@@ -198,11 +146,11 @@ class Negotiation:
 
     # -- what cannot be
 
-    def _refuse(self, pending: _Pending, kind: str, words: str) -> None:
-        pending.refusal = _Refusal(kind, words)
+    def _refuse(self, pending: Pending, kind: str, words: str) -> None:
+        pending.refusal = Refusal(kind, words)
         self._tell_refusal(pending)
 
-    def _tell_refusal(self, pending: _Pending) -> None:
+    def _tell_refusal(self, pending: Pending) -> None:
         """Tell those who have asked, once each; forget the operation once there is nobody left to tell."""
         refusal, first = pending.refusal, pending.first
         assert refusal is not None, "called for what is refused"
@@ -210,7 +158,7 @@ class Negotiation:
             self.outbox.append((rank, ["no", first.set_id, first.key, refusal.kind, refusal.words]))
             del pending.asks[rank]
             refusal.told.add(rank)
-            self._stop_waiting(rank, (first.set_id, first.key))
+            self._stop_waiting(rank, first.id_)
         for each in [each for each in self._pending.values() if each.refusal is refusal]:
             members = each.first.members
             if all(rank in refusal.told or rank in self._ended or rank in self._joined for rank in members):
@@ -237,7 +185,8 @@ class Negotiation:
         return f"{horovods} ({first.what}, while {name_ranks(ranks, self._hosts)} joined)"
 
     def _find_deadlock(self, now_s: float) -> None:
-        stuck = self._stuck_ranks()
+        missing = {id_: pending.missing(self._joined) for id_, pending in self._pending.items()}
+        stuck = stuck_ranks(self._waiting, missing)
         if not stuck:
             self._stuck_since_s = None
             return
@@ -250,86 +199,25 @@ class Negotiation:
             {rank: [(ask.kind, ask.what, ask.of_set) for ask in asks] for rank, asks in waits.items()}, self._hosts
         )
         # One refusal for all of them: who is told of one of these operations knows of the others.
-        refusal = _Refusal("MismatchError", words)
-        for id_ in {(ask.set_id, ask.key) for asks in waits.values() for ask in asks}:
+        refusal = Refusal("MismatchError", words)
+        for id_ in {ask.id_ for asks in waits.values() for ask in asks}:
             self._pending[id_].refusal = refusal
         for pending in [pending for pending in self._pending.values() if pending.refusal is refusal]:
             self._tell_refusal(pending)
 
-    def _stuck_ranks(self) -> frozenset[int]:
-        """Those that wait for operations which need ranks that wait too, and so on, in a circle."""
-        stuck = {rank for rank, waits in self._waiting.items() if waits}
-        while True:
-            freed = {
-                rank
-                for rank in stuck
-                if any(not self._missing(self._pending[wait]) & stuck for wait in self._waiting[rank])
-            }
-            if not freed:
-                return frozenset(stuck)
-            stuck -= freed
-
-    def _missing(self, pending: _Pending) -> set[int]:
-        return {rank for rank in pending.first.members if rank not in pending.asks and rank not in self._joined}
-
     def _find_stalls(self, now_s: float) -> None:
-        limit_s, end_s = self._stall.warn_after_s, self._stall.end_after_s
-        if limit_s is None:
-            return
-        for pending in list(self._pending.values()):
-            waited_s = now_s - pending.since_s
-            if pending.refusal is not None:
-                continue
-            if end_s is not None and waited_s >= end_s:
-                self._refuse(pending, "CommunicationError", self._words_of_stall(pending, waited_s))
-            elif now_s - (pending.warned_at_s or pending.since_s) >= limit_s:
-                pending.warned_at_s = now_s
-                self.warnings.append(self._words_of_stall(pending, waited_s))
-        self._find_stalled_waits(now_s, limit_s, end_s)
-
-    def _find_stalled_waits(self, now_s: float, limit_s: float, end_s: float | None) -> None:
-        long = {rank: what for rank, (what, since_s) in self._busy.items() if now_s - since_s >= limit_s}
-        if not long:
-            self._busy_warned_at_s = None
-            return
-        waited_s = now_s - min(self._busy[rank][1] for rank in long)
-        what = next(iter(long.values()))
-        elsewhere = [rank for rank in range(len(self._hosts)) if rank not in self._busy]
-        words = (
-            f"stalled: {name_ranks(sorted(long), self._hosts)} have waited {waited_s:.0f} s in {what}, for ranks that "
-            "have not come there. Elsewhere, or hanging: "
-            + "; ".join(f"{name_ranks([rank], self._hosts)}{self._whereabouts(rank)}" for rank in elsewhere[:_SHOWN])
-        )
-        if end_s is not None and waited_s >= end_s:
-            self.outbox += [(rank, ["end", words]) for rank in long]
-        elif self._busy_warned_at_s is None or now_s - self._busy_warned_at_s >= limit_s:
-            self._busy_warned_at_s = now_s
-            self.warnings.append(words)
-
-    def _words_of_stall(self, pending: _Pending, waited_s: float) -> str:
-        missing = sorted(self._missing(pending))
-        return (
-            f"stalled: {pending.first.what} in {pending.first.of_set} has been waiting {waited_s:.0f} s. "
-            f"{name_ranks(sorted(pending.asks), self._hosts)} called it; missing: "
-            + "; ".join(f"{name_ranks([rank], self._hosts)}{self._whereabouts(rank)}" for rank in missing[:_SHOWN])
-            + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
-        )
-
-    def _whereabouts(self, rank: int) -> str:
-        if rank in self._busy:
-            return f", which waits in {self._busy[rank][0]}"
-        waits = [self._pending[wait].first.what for wait in sorted(self._waiting.get(rank, ()))]
-        if waits:
-            return f", which waits in {', '.join(waits[:_SHOWN])}"
-        asked = [pending.first.what for pending in self._pending.values() if rank in pending.asks]
-        if asked:
-            return f", which has called {', '.join(asked[:_SHOWN])}"
-        return ", which computes or hangs"
+        scene = Scene(self._pending, self._waiting, self._joined)
+        warnings, ends = self._stall.too_long(scene, now_s)
+        words, ranks = self._stall.too_long_elsewhere(scene, now_s)
+        self.warnings += warnings + words
+        self.outbox += [(rank, ["end", *words]) for rank in ranks]
+        for pending, why in ends:
+            self._refuse(pending, "CommunicationError", why)
 
     # -- bookkeeping
 
-    def _forget(self, pending: _Pending) -> None:
-        id_ = (pending.first.set_id, pending.first.key)
+    def _forget(self, pending: Pending) -> None:
+        id_ = pending.first.id_
         self._pending.pop(id_, None)
         for rank in pending.first.members:
             self._stop_waiting(rank, id_)

@@ -17,14 +17,17 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from .callers import Callers
 from .collective import Group
 from .conductor import Body, StandIn
 from .coordinator import Coordinator
 from .errors import CommunicationError, HvdliteError, MismatchError, PeerLostError
 from .handle import Handle
 from .mailbox import Mailbox
+from .pending import Id
 from .recorder import OPERATIONS
 from .request import Request, Turn
 
@@ -34,8 +37,6 @@ WATCH_S = 1.0
 _ERRORS: dict[str, type[HvdliteError]] = {
     error.__name__: error for error in (MismatchError, CommunicationError, PeerLostError)
 }
-
-_Id = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +58,11 @@ class Negotiator:
         self._coordinator = coordinator
         self._group = group
         self._lock = threading.Lock()
-        self._asked: dict[_Id, _Asked] = {}
+        self._asked: dict[Id, _Asked] = {}
         self._unnamed: dict[tuple[int, str], int] = {}
         self._channels: dict[int, Group] = {}
         self._joining: tuple[Handle, StandIn] | None = None
+        self._callers = Callers(lambda id_: self._say(["wait", *id_]))
         # Why nothing can be carried out any more.
         self._over: str | None = None
         self._reported: str | None = None
@@ -101,7 +103,8 @@ class Negotiator:
                     f"tensor name. ({what})"
                 )
             self._asked[id_] = _Asked(handle, body)
-            handle.while_waiting = lambda: self._say(["wait", group.set_id, key])
+            handle.while_waiting = partial(self._callers.blocked_in, id_)
+            self._callers.called()
         members = None if group.set_id == 0 else group.ranks
         self._say(["ask", group.set_id, key, request.kind, what, members, request.same, request.own])
         return handle
@@ -159,6 +162,7 @@ class Negotiator:
                 if now_s - last_look_s >= WATCH_S:
                     last_look_s = now_s
                     self._report_wait(now_s)
+                    self._callers.look()
         except (OSError, EOFError):
             pass
         finally:
@@ -182,7 +186,7 @@ class Negotiator:
             case _:
                 raise AssertionError(f"rank 0 says {message!r}")
 
-    def _go(self, id_: _Id, owns: list[Any], divisor: int, of_others: list[Any]) -> None:
+    def _go(self, id_: Id, owns: list[Any], divisor: int, of_others: list[Any]) -> None:
         channel = self._channels[id_[0]]
         if of_others:
             kind, what, same = of_others
@@ -192,7 +196,7 @@ class Negotiator:
             asked = self._pop(id_)
         _carry_out(asked, Turn(channel, asked.handle.what, owns, divisor))
 
-    def _pop(self, id_: _Id) -> _Asked:
+    def _pop(self, id_: Id) -> _Asked:
         with self._lock:
             return self._asked.pop(id_)
 

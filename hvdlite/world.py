@@ -39,7 +39,8 @@ from .rendezvous import meet
 from .store import LauncherStore
 from .topology import Seat, Topology, read_seat, seats_to_topology
 
-DEFAULT_TIMEOUT_S = 300.0
+# As torch.distributed's own: rank 0 may evaluate or save for long while the others wait; stalls are told of before.
+DEFAULT_TIMEOUT_S = 1800.0
 
 _GIVING_UP = timedelta(seconds=1)  # for saying so
 
@@ -77,7 +78,7 @@ def init(timeout_s: float | None = None, *, process_sets: Iterable[ProcessSet] |
     tensors over gloo.
 
     ``timeout_s``: a collective that another rank does not join for this long raises
-    `CommunicationError`. Unless given, it is ``HVDLITE_GLOO_TIMEOUT_SECONDS``, or 300.
+    `CommunicationError`. Unless given, it is ``HVDLITE_GLOO_TIMEOUT_SECONDS``, or 1800.
 
     ``process_sets``: those to register at once, equal on all ranks; more can be added at any time, with or without
     Horovod's word for that, ``"dynamic"``.

@@ -13,10 +13,11 @@ import torch
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
+from hvdlite import coordinator, handle, negotiation
 from hvdlite.environment import Environment
 from hvdlite.handle import Handle
 from hvdlite.request import Request, Turn
-from hvdlite.world import current_world
+from hvdlite.world import World, current_world
 
 
 def total(value: int, turn: Turn) -> int:
@@ -26,8 +27,8 @@ def total(value: int, turn: Turn) -> int:
     return int(tensor)
 
 
-def add_up(name: str | None, value: int, **same) -> Handle:
-    world = current_world()
+def add_up(name: str | None, value: int, world: World | None = None, **same) -> Handle:
+    world = world or current_world()
     return world.conductor.submit(world.group, Request("add_up", name, same, own=value), partial(total, value))
 
 
@@ -176,6 +177,56 @@ def test_who_waits_for_an_operation_when_shutdown_is_called_is_let_go():
             closing.join()
 
     run_worlds(2, rank)
+
+
+def test_a_rank_whose_other_thread_may_still_call_is_not_stuck(monkeypatch):
+    for module, seconds in ((handle, "_PATIENCE_S"), (negotiation, "SETTLING_S"), (coordinator, "_TICK_S")):
+        monkeypatch.setattr(module, seconds, 0.02)
+    # Each rank's first thread waits for what the other's second one calls only when it is told to.
+    go = threading.Event()
+
+    def rank(own: int) -> list[int]:
+        names = ["a", "b"] if own == 0 else ["b", "a"]
+        world = current_world().here
+
+        def second() -> None:
+            add_up(f"warm up {own}", 0, world)
+            go.wait()
+            results.append(add_up(names[1], 1, world).wait())
+
+        results: list[int] = []
+        thread = threading.Thread(target=second)
+        thread.start()
+        waiting = add_up(names[0], 1)
+        if own == 1:
+            # Long enough for an error to come, if one were to.
+            waiting.ended_within(0.3)
+            go.set()
+        results.append(waiting.wait())
+        thread.join()
+        return results
+
+    assert run_worlds(2, rank) == [[2, 2], [2, 2]]
+
+
+def test_a_rank_all_of_whose_threads_wait_is_stuck():
+    def rank(own: int) -> list[type]:
+        world = current_world().here
+
+        def wait_for(name: str) -> None:
+            with pytest.raises(hvd.MismatchError):
+                add_up(name, 1, world).wait()
+            seen.append(name)
+
+        seen: list[str] = []
+        threads = [threading.Thread(target=wait_for, args=(f"{own} {number}",)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sorted(seen)
+
+    assert run_worlds(2, rank) == [["0 0", "0 1"], ["1 0", "1 1"]]
 
 
 def test_a_handle_is_a_number_unlike_any_other_and_gives_its_result_as_often_as_one_asks():

@@ -16,12 +16,12 @@ import hvdlite
 LIBRARY = [
     "errors", "environment", "log", "launch", "client", "call", "store", "topology", "address", "nodelist",
     "neighbours", "pmi", "pmix", "rendezvous", "plan", "bucket", "codec", "compression", "engine", "gpuwatch",
-    "recorder", "collective", "handle", "request", "conductor", "in_order", "mailbox", "mismatch", "negotiation",
-    "coordinator", "negotiator", "connect", "clocks", "parts", "timeline", "process_set", "registry", "farewell",
-    "world", "process_sets", "built", "fusion", "adasum", "reduction", "submission", "combining", "join", "moving",
-    "asynchronous", "gradients", "tracing", "operations", "replicate", "sparse", "layout", "tracks", "wire", "params",
-    "reducer", "deltas", "arguments", "proxy", "optimizer", "moments", "batch_norm", "links", "communicator",
-    "__init__", "torch",
+    "recorder", "collective", "handle", "request", "conductor", "in_order", "mailbox", "mismatch", "pending",
+    "stall", "callers", "negotiation", "coordinator", "negotiator", "connect", "clocks", "parts", "timeline",
+    "process_set", "registry", "farewell", "world", "process_sets", "built", "fusion", "adasum", "reduction",
+    "submission", "combining", "join", "moving", "asynchronous", "gradients", "tracing", "operations", "replicate",
+    "sparse", "layout", "tracks", "wire", "params", "reducer", "deltas", "arguments", "proxy", "optimizer",
+    "moments", "batch_norm", "links", "communicator", "__init__", "torch",
 ]  # fmt: skip
 LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]
 

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.negotiation import SETTLING_S, Ask, Negotiation, StallRules
+from hvdlite.negotiation import SETTLING_S, Negotiation
+from hvdlite.pending import Ask
+from hvdlite.stall import StallRules
 
 HOSTS = ("node1", "node1", "node2", "node2")
 
@@ -16,10 +18,10 @@ HOSTS = ("node1", "node1", "node2", "node2")
 class Play:
     """Ranks that say things to a negotiation, at times that the test chooses."""
 
-    def __init__(self, size: int = 3, warn_after_s: float | None = None, end_after_s: float | None = None) -> None:
+    def __init__(self, size: int = 3, **stall: float) -> None:
         self.size = size
         self.now_s = 0.0
-        self.negotiation = Negotiation(HOSTS[:size], StallRules(warn_after_s, end_after_s))
+        self.negotiation = Negotiation(HOSTS[:size], StallRules(**stall))
 
     def ask(self, rank: int, name: str, kind: str = "allreduce", *, members=None, own=None, set_id=0, **same) -> None:
         ranks = tuple(range(self.size)) if members is None else members
@@ -315,6 +317,15 @@ def test_a_stall_ends_as_an_error_if_that_is_asked_for():
     assert error == "CommunicationError"
     assert "allreduce of 'a'" in text
     assert "missing: rank 1 (node1)" in text
+
+
+def test_without_a_stall_check_an_operation_ends_after_its_timeout():
+    play = Play(2, timeout_s=10.0)
+    play.call(0, "a")
+    play.negotiation.busy(1, "a bucket", 0.0)
+    assert play.after(9.0) == []
+    assert one_error(play.after(1.0), [0])[0] == "CommunicationError"
+    assert play.negotiation.warnings == []
 
 
 def test_a_wait_for_gradients_is_told_too_and_ended_with_the_process():

@@ -27,6 +27,12 @@ class WorldOfThread:
     def enter(self, own: world.World) -> None:
         self._here.world = own
 
+    @property
+    def here(self) -> world.World:
+        """For the threads that a rank starts itself."""
+        own: world.World = self._here.world
+        return own
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._here.world, name)
 

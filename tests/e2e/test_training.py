@@ -165,7 +165,8 @@ def test_a_rank_that_does_not_come_is_reported_after_the_timeout(launch, tmp_pat
     """
     code, _, err = launch("-np", "2", sys.executable, program(tmp_path, body)).ended()
     assert code == 1
-    assert b"CommunicationError: allreduce of 'loss' failed on rank 0 (localhost)" in err
+    assert b"CommunicationError: stalled: allreduce of 'loss' in the global process set has been waiting 2 s. " in err
+    assert b"missing: rank 1 (localhost), which computes or hangs" in err
 
 
 @pytest.mark.slow

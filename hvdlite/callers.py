@@ -1,0 +1,58 @@
+"""
+Which threads of this process call operations, and whether all of them are blocked in one.
+
+    called ── a thread that may ask for more ── blocked_in ── all that live are: this rank asks for nothing else
+
+Only a rank that asks for nothing else can be part of a circle of waiting ranks: while one thread waits, another may
+still come with what the other ranks wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from .pending import Id
+
+
+class Callers:
+    """Tells of the operations that this rank is blocked in, once no thread of it can ask for others."""
+
+    def __init__(self, tell: Callable[[Id], None]) -> None:
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._threads: set[int] = set()
+        self._blocked: dict[int, Id] = {}
+        self._told: set[Id] = set()
+
+    def called(self) -> None:
+        """The current thread calls operations."""
+        self._threads.add(threading.get_ident())
+
+    @contextmanager
+    def blocked_in(self, id_: Id) -> Iterator[None]:
+        """The current thread waits for this operation, inside."""
+        own = threading.get_ident()
+        with self._lock:
+            self._blocked[own] = id_
+        self.look()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._blocked[own]
+                self._told.discard(id_)
+
+    def look(self) -> None:
+        """Tell what has not been told; now and then, since a thread that ends asks for nothing any more."""
+        if not self._blocked:
+            return
+        alive = {thread.ident for thread in threading.enumerate()}
+        with self._lock:
+            if not self._threads & alive <= self._blocked.keys():
+                return
+            untold = set(self._blocked.values()) - self._told
+            self._told |= untold
+        for id_ in untold:
+            self._tell(id_)

@@ -1,0 +1,70 @@
+"""
+What some ranks have asked for and others not yet: the values that the rules of `negotiation` are about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+Id = tuple[int, str]
+"""An operation: the process set's number, and the operation's key in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What one rank has said of an operation; `kind`, `same` and `own` as in `Request`."""
+
+    set_id: int
+    key: str
+    kind: str
+    what: str
+    members: tuple[int, ...]
+    same: dict[str, Any]
+    own: Any
+
+    @property
+    def id_(self) -> Id:
+        return self.set_id, self.key
+
+    @property
+    def of_set(self) -> str:
+        return "the global process set" if self.set_id == 0 else f"process set {list(self.members)}"
+
+
+@dataclass(slots=True)
+class Refusal:
+    """Why one or several operations will not be; ``kind`` is the name of the error's class."""
+
+    kind: str
+    words: str
+    told: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Pending:
+    """An operation, from the first rank that asks for it on; times are seconds of whatever clock."""
+
+    first: Ask
+    since_s: float
+    asks: dict[int, Ask] = field(default_factory=dict)
+    differs_since_s: float | None = None
+    warned_at_s: float | None = None
+    refusal: Refusal | None = None
+
+    def missing(self, joined: Collection[int]) -> set[int]:
+        """The members that have neither asked nor joined."""
+        return {rank for rank in self.first.members if rank not in self.asks and rank not in joined}
+
+
+def stuck_ranks(waiting: Mapping[int, Iterable[Id]], missing: Mapping[Id, Set[int]]) -> frozenset[int]:
+    """Those that wait for operations which need ranks that wait too, and so on, in a circle.
+
+    ``waiting``: by rank, what it is blocked in; it goes on as soon as one of these can be. ``missing``: the ranks that
+    each of them still needs.
+    """
+    stuck = set(waiting)
+    while freed := {rank for rank in stuck if any(not missing[wait] & stuck for wait in waiting[rank])}:
+        stuck -= freed
+    return frozenset(stuck)
