@@ -56,7 +56,10 @@ def stop(group: Group, conductor: Conductor) -> None:
 
 
 def leave(group: Group, conductor: Conductor) -> None:
-    """`stop`, if the other ranks come to it soon, else `save`. Raises nothing."""
+    """`stop`, if the other ranks come to it soon, else `save`. Raises nothing.
+
+    Soon is a few seconds; where the conductor carries out what it is asked for at once, the engine's timeout.
+    """
     if group.recorder.recording is None:
         return
     try:

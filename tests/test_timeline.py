@@ -124,6 +124,30 @@ def test_adasum_has_its_rows(tmp_path):
         assert combining["name"] == "the Adasum of the deltas of bias, weight"
 
 
+def test_what_a_process_set_does_is_there(tmp_path):
+    def record(rank: int) -> None:
+        some = hvd.add_process_set([0, 2])
+        hvd.start_timeline(tmp_path / "t.json")
+        if rank != 1:
+            for op in (hvd.Average, hvd.Adasum):
+                model = nn.Linear(4, 2)
+                optimizer = hvd.DistributedOptimizer(
+                    torch.optim.SGD(model.parameters()), model.named_parameters(), op=op, process_set=some
+                )
+                model(torch.ones(1, 4)).sum().backward()
+                optimizer.step()
+            hvd.allreduce(torch.ones(1), name="loss", process_set=some)
+        hvd.stop_timeline()
+
+    run_worlds(3, record)
+    events = read_events(tmp_path / "t.json")
+    for rank, expected in enumerate([1, 0, 1]):
+        steps = [len(spans(events, rank, f"optimizer {number}", "step 1")) for number in (1, 2)]
+        assert steps == [expected, expected]
+        turns = [span["name"] for span in spans(events, rank, "operations")]
+        assert ("allreduce of 'loss'" in turns) == bool(expected)
+
+
 def test_a_timeline_may_follow_another(tmp_path):
     def record(rank: int) -> None:
         for number in range(2):
