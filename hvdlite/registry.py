@@ -53,6 +53,11 @@ class Registry:
         self._conductor.submit(self._all_ranks, request, lambda turn: self._unregister(set_id)).wait()
         return True
 
+    def groups(self) -> list[Group]:
+        """Of the sets that this rank is a member of."""
+        memberships = [process_set.membership() for process_set in self._sets.values()]
+        return [membership.group for membership in memberships if membership.group is not None]
+
     def close(self) -> None:
         """Forget all sets. Waits for nobody."""
         for set_id in list(self._sets):

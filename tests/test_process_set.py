@@ -250,6 +250,31 @@ def test_one_model_may_be_averaged_over_one_set_and_another_over_one_that_overla
     assert run_worlds(3, rank) == [[0.5, 0], [0.5, 1.5], [2, 1.5]]
 
 
+@pytest.mark.parametrize("average", ["all", "active"])
+def test_ranks_that_have_joined_sit_out_the_steps_of_their_sets(average):
+    steps_of = [1, 2, 3, 2]
+
+    def rank(own: int) -> Any:
+        process_set = hvd.add_process_set([0, 1, 2])
+        weight = nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), process_set=process_set)
+        for _ in range(steps_of[own]):
+            optimizer.zero_grad()
+            (weight.sum() * (own + 1)).backward()
+            optimizer.step()
+            if process_set.included():
+                hvd.allreduce(weight.detach(), process_set=process_set)
+        last = hvd.join(average=average)
+        return -weight[0].item(), hvd.allgather_object(last, process_set=process_set) if own < 3 else None
+
+    # Of ranks 0 to 2, whose gradients are 1 to 3, the first takes one step, the second two, the third three.
+    sums, counts = [6, 5, 3], [3, 2, 1]
+    moves = [total / (3 if average == "all" else count) for total, count in zip(sums, counts, strict=True)]
+    for own, (moved, lasts) in enumerate(run_worlds(4, rank)):
+        assert moved == pytest.approx(sum(moves[: steps_of[own]]) if own < 3 else 8)
+        assert own == 3 or len(set(lasts)) == 1
+
+
 def test_gradients_that_one_optimizer_leaves_for_another_of_another_set_are_known_as_such():
     """A GAN: the generator's backward passes through the discriminator."""
 
@@ -296,7 +321,10 @@ def test_outsiders_open_no_channel_and_members_one_that_only_they_use():
         if process_set.included():
             assert process_set.require_group("it").all_gather_object(group.rank, "it") == [1, 2]
             process_set.require_group("it").duplicate()
-        return len(group.engine.calls) - before
+        used = len(group.engine.calls) - before
+        sets.close()
+        assert process_set.process_set_id is None
+        return used
 
     assert run_ranks(3, rank, counting) == [0, 2, 2]
 
