@@ -82,7 +82,7 @@ class ProcessSet:
             # But for the ranks, Horovod's words.
             raise ValueError(
                 f"{what[:1].upper()}{what[1:]}: Rank {membership.own_rank} is not a member of the provided "
-                f"process set. Its ranks are {self.ranks}: only these may call it, as under `if process_set.included():`"
+                f"process set. Its ranks are {self.ranks}: only these may call it, under `if process_set.included():`"
             )
         return membership.group
 
