@@ -39,9 +39,9 @@ def own_address(towards: Iterable[str]) -> str | None:
 
 
 def address_of(interface: str) -> str | None:
-    """The first address of the interface of this name; None where there is no such interface, or it has none."""
-    found = (str(own) for find in (_interfaces_v4, _interfaces_v6) for name, own in find() if name == interface)
-    return next(found, None)
+    """The first address of the interface of this name that is more than link-local; None where there is none."""
+    found = ((name, own) for find in (_interfaces_v4, _interfaces_v6) for name, own in find())
+    return next((str(own) for name, own in found if name == interface and not own.is_link_local), None)
 
 
 def interface_of(address: str) -> str | None:

@@ -133,7 +133,7 @@ def _names_of_groups(groups: Sequence[Sequence[Tensor]], name_of: dict[Tensor, s
         names = []
         for member in members:
             if not isinstance(member, Tensor):
-                raise ValueError(f"groups must consist of torch.Tensor: group {number} holds {member!r}")
+                raise ValueError(f"groups must consist of torch.Tensor. Group {number} holds {member!r}")
             name = name_of.get(member)
             if name is None:
                 raise ValueError(
@@ -142,7 +142,7 @@ def _names_of_groups(groups: Sequence[Sequence[Tensor]], name_of: dict[Tensor, s
                 )
             if name in seen:
                 raise ValueError(
-                    f"A parameter can only appear once in groups: {name!r} appears again in group {number}"
+                    f"A parameter can only appear once in groups. {name!r} appears again in group {number}"
                 )
             seen.add(name)
             names.append(name)
@@ -176,7 +176,7 @@ def _require_all_named(optimizer: torch.optim.Optimizer, name_of: dict[Tensor, s
     ]
     if missing:
         raise ValueError(
-            "named_parameters was specified, but one or more model parameters were not named: "
+            "named_parameters was specified, but one or more model parameters were not named. Without a name: "
             + "; ".join(missing)
             + ". Pass the named_parameters() of every module that the optimizer trains"
         )

@@ -10,7 +10,7 @@ Parameters and optimizer state keep their dtype; only what travels is smaller.
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ class Compressor(Protocol):
     def decompress(self, wire: Tensor, out: Tensor) -> None:
         """Write the summed wire into ``out``, the buffer that ``compress`` was given."""
         ...
+
+
+# What users may pass: one of these, or of Horovod's manner, as its class or an object of it.
+AnyCompression: TypeAlias = Compressor | HorovodCompressor | type[HorovodCompressor]
 
 
 class NoCompression:

@@ -3,8 +3,9 @@ How every rank comes to a connection to rank 0, and so to its conductor.
 
     rank 0 listens ── its address and a secret, to all by the group ── the others connect ── Negotiator
 
-The port is the system's choice, on loopback where all ranks are on one host, else on the address by which gloo is
-reached; it is closed when all ranks have come. The secret travels as gradients do.
+Under hvdlite-run on one host it is a Unix socket in the job's private directory. Else it is a port that the system
+chooses, on loopback where all ranks are on one host, on the address by which gloo is reached where they are not; it is
+closed when all ranks have come. The secret travels as gradients do.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def make_conductor(group: Group, nodes: Sequence[str], environment: Environment,
 def _lead(group: Group, nodes: Sequence[str], stall: StallRules) -> Negotiator:
     listener = _listen(group, nodes)
     secret = secrets.token_hex(16)
-    group.all_gather_object((listener.getsockname()[:2], secret), "hvd.init()")
+    group.all_gather_object((listener.getsockname(), secret), "hvd.init()")
     own_end, other_end = socket.socketpair()
     own_end.settimeout(WATCH_S)
     coordinator = Coordinator(Negotiation(group.hosts, stall), group.size, listener, secret)
@@ -58,9 +59,18 @@ def _start(mailbox: Mailbox, group: Group, coordinator: Coordinator | None) -> N
 
 
 def _listen(group: Group, nodes: Sequence[str]) -> socket.socket:
-    address = LOOPBACK if len(set(nodes)) == 1 else _address_for_others(group.hosts)
+    backlog = max(128, group.size)
+    is_one_host = len(set(nodes)) == 1
+    job_dir = os.environ.get("HVDLITE_JOB_DIR", "")
+    if is_one_host and os.path.isdir(job_dir):
+        # No longer than the name of the store's socket beside it, which is known to fit.
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(os.path.join(job_dir, secrets.token_hex(3)[:5]))
+        listener.listen(backlog)
+        return listener
+    address = LOOPBACK if is_one_host else _address_for_others(group.hosts)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, 0), family=family, backlog=max(128, group.size))
+    return socket.create_server((address, 0), family=family, backlog=backlog)
 
 
 def _address_for_others(hosts: Sequence[str]) -> str:
@@ -70,15 +80,20 @@ def _address_for_others(hosts: Sequence[str]) -> str:
     return chosen or socket.gethostbyname(socket.gethostname())
 
 
-def _reach(address: Sequence[Any], secret: str, group: Group, timeout_s: float) -> socket.socket:
+def _reach(address: Any, secret: str, group: Group, timeout_s: float) -> socket.socket:
     try:
-        connection = socket.create_connection((address[0], address[1]), timeout_s)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if isinstance(address, str):
+            connection = socket.socket(socket.AF_UNIX)
+            connection.settimeout(timeout_s)
+            connection.connect(address)
+        else:
+            connection = socket.create_connection(address[:2], timeout_s)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         Mailbox(connection).send([group.rank, secret])
     except OSError as error:
         raise CommunicationError(
-            f"hvd.init() failed on {group.describe_rank(group.rank)}: rank 0 cannot be reached at {address[0]}, port "
-            f"{address[1]} ({error}): set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts"
+            f"hvd.init() failed on {group.describe_rank(group.rank)}: rank 0 cannot be reached at {address} ({error}): "
+            "set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts"
         ) from error
     connection.settimeout(WATCH_S)
     return connection

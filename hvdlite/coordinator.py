@@ -132,7 +132,8 @@ class Coordinator:
             (rank, secret), *messages = mailbox.receive()
             self._check(rank, secret)
             connection.settimeout(None)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if connection.family != socket.AF_UNIX:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except (OSError, EOFError, ValueError, TypeError) as error:
             log.warning("a connection to rank 0 was not one of this job's ranks: %s", error)
             connection.close()

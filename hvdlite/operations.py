@@ -26,7 +26,7 @@ from torch import Tensor
 from . import gradients
 from .collective import Average, ReduceOp
 from .combining import start_allreduce
-from .compression import Compression, Compressor
+from .compression import AnyCompression, Compression
 from .handle import Handle
 from .moving import check_splits, start_barrier, start_broadcast
 from .process_set import ProcessSet
@@ -39,7 +39,7 @@ def allreduce(
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: Compressor = Compression.none,
+    compression: AnyCompression = Compression.none,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -81,7 +81,7 @@ def grouped_allreduce(
     tensors: Sequence[Tensor],
     average: bool | None = None,
     name: str | None = None,
-    compression: Compressor = Compression.none,
+    compression: AnyCompression = Compression.none,
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -114,7 +114,7 @@ def grouped_allreduce_(
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
-    compression: Compressor = Compression.none,
+    compression: AnyCompression = Compression.none,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,
@@ -134,7 +134,7 @@ def reducescatter(
 def grouped_reducescatter(
     tensors: Sequence[Tensor],
     name: str | None = None,
-    compression: Compressor = Compression.none,
+    compression: AnyCompression = Compression.none,
     op: ReduceOp = Average,
     process_set: ProcessSet = global_process_set,
     prescale_factor: float = 1.0,

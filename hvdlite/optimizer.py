@@ -29,7 +29,7 @@ from .arguments import (
     names_of_added_group,
 )
 from .collective import Adasum, Average, Group, ReduceOp
-from .compression import Compression, Compressor, check_compression
+from .compression import AnyCompression, Compression, check_compression
 from .deltas import Deltas
 from .errors import GradientError
 from .process_set import ProcessSet
@@ -88,7 +88,7 @@ class DistributedOptimizer(OptimizerProxy):
         self,
         optimizer: torch.optim.Optimizer,
         named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-        compression: Compressor = Compression.none,
+        compression: AnyCompression = Compression.none,
         backward_passes_per_step: int = 1,
         op: ReduceOp = Average,
         gradient_predivide_factor: float = 1.0,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .adasum import adasum_all_reduce
 from .collective import Adasum, Average, Group, Max, Min, Product, ReduceOp, Sum, as_bytes
-from .compression import Compression, Compressor, check_compression
+from .compression import AnyCompression, Compression, Compressor, check_compression
 
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -176,7 +176,7 @@ def make_reduction(
     op: object,
     prescale_factor: float,
     postscale_factor: float,
-    compression: Compressor = Compression.none,
+    compression: AnyCompression = Compression.none,
 ) -> Reduction:
     """The user's arguments, checked; ``average`` is how ``op`` was said before it was there."""
     if average is not None:

@@ -17,9 +17,6 @@ TORCH = """
 # What is not there, by decision.
 NOT_THERE = {"elastic"}
 
-# Made elsewhere, and on their way.
-NOT_YET: set[str] = set()
-
 # The modules that programs import, and what they import from them.
 MODULES = {
     "horovod": ["run", "__version__"],

@@ -105,7 +105,7 @@ def test_parameters_without_a_name_are_told_by_the_optimizers_own_names_if_it_ha
 
 def test_groups_that_overlap_are_an_error_that_names_the_parameter():
     a, b = weight(), weight()
-    with pytest.raises(ValueError, match="only appear once in groups: 'b' appears again in group 1"):
+    with pytest.raises(ValueError, match=r"only appear once in groups\. 'b' appears again in group 1"):
         run_ranks(1, lambda g: wrap(g, [a, b], named_parameters=[("a", a), ("b", b)], groups=[[a, b], [b]]))
 
 

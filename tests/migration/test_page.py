@@ -54,7 +54,7 @@ def test_a_state_that_is_not_same_comes_with_a_word():
 
 @pytest.mark.parametrize("name", horovod.TORCH)
 def test_a_name_is_there_unless_it_is_said_not_to_be(name):
-    assert hasattr(hvd, name) == (STATE_OF[name] != "not there" and name not in horovod.NOT_YET)
+    assert hasattr(hvd, name) == (STATE_OF[name] != "not there")
 
 
 def test_the_optimizers_arguments_and_methods_are_there():
@@ -72,7 +72,7 @@ def test_runs_arguments_are_there():
 @pytest.mark.parametrize("name", sorted(MODULES))
 def test_a_module_is_there_unless_it_is_said_not_to_be(name):
     is_there = importlib.util.find_spec(f"hvdlite.{name}") is not None
-    assert is_there == (STATE_OF[name] == "same" and name not in horovod.NOT_YET)
+    assert is_there == (STATE_OF[name] == "same")
 
 
 @pytest.mark.parametrize("name", horovod.FLAGS)

@@ -79,6 +79,8 @@ def run(
         output_filename=output_filename,
         verbose=None if verbose is None else bool(verbose),
         network_interface=interfaces if interfaces is None or isinstance(interfaces, str) else ",".join(interfaces),
+        # On another host the shim may lie elsewhere than where this process's environment has it.
+        horovod=True,
     )
 
 

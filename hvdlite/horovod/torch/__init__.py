@@ -6,7 +6,7 @@ from hvdlite import torch as names
 from hvdlite.torch import *  # noqa: F403  # its __all__ is the list
 
 # Programs reach for hvd.mpi_ops without importing it.
-from . import compression, functions, mpi_ops, optimizer  # noqa: F401
+from . import compression, functions, mpi_ops, optimizer, sync_batch_norm  # noqa: F401
 
 __all__ = names.__all__
 
