@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .collective import Group
-from .moments import Moments, computed_in, measure, merge
+from .moments import Moments, computed_in, gradient_sums, input_gradient, measure, merge
 from .process_set import ProcessSet, check_process_set
 from .process_sets import global_process_set
 from .request import Request, Turn
@@ -175,11 +175,11 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, mean, variance = ctx.saved_tensors
         needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        own_sum, own_dot = _sums(grad, input, mean, variance, ctx.eps)
+        own_sum, own_dot = gradient_sums(grad, input, mean, variance, ctx.eps)
         grad_input = None
         if needs_input:
             totals = _add_up(torch.stack([own_sum, own_dot]).double(), ctx.forward_name, ctx.process_set)
-            grad_input = _input_gradient(grad, input, weight, mean, variance, ctx.eps, totals / max(1, ctx.count))
+            grad_input = input_gradient(grad, input, weight, mean, variance, ctx.eps, totals / max(1, ctx.count))
         return (
             grad_input,
             own_dot.to(weight.dtype) if needs_weight else None,
@@ -188,40 +188,12 @@ class _Normalize(torch.autograd.Function):
         )
 
 
-def _sums(grad: Tensor, input: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Over this rank's batch: of the output's gradient, and of its products with the normalized input."""
-    if input.numel() == 0:
-        return torch.zeros_like(mean), torch.zeros_like(mean)
-    # As if the statistics were constants: the gradients of bias and weight are these sums.
-    _, dot, total = torch.ops.aten.native_batch_norm_backward(
-        grad, input, None, mean, variance, None, None, False, eps, [False, True, True]
-    )
-    return total, dot
-
-
 def _add_up(sums: Tensor, forward_name: str, process_set: ProcessSet) -> Tensor:
     def body(turn: Turn) -> Tensor:
         turn.group.all_reduce(sums, turn.what).wait()
         return sums
 
     return cast("Tensor", submit(Request("sync_batch_norm_backward", forward_name), process_set, [sums], body).wait())
-
-
-def _input_gradient(
-    grad: Tensor, input: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float, averages: Tensor
-) -> Tensor:
-    """``averages``, over all values of all ranks, are of what `_sums` sums."""
-    shape = [1, -1] + [1] * (input.dim() - 2)
-    inverse = (variance.double() + eps).rsqrt()
-    scale = inverse if weight is None else inverse * weight.double()
-    of_grad, of_dot = averages
-
-    def spread_out(value: Tensor) -> Tensor:
-        return value.to(mean.dtype).view(shape)
-
-    result = input.to(mean.dtype) - spread_out(mean)
-    result.mul_(spread_out(-of_dot * inverse * scale)).addcmul_(grad.to(mean.dtype), spread_out(scale))
-    return result.sub_(spread_out(of_grad * scale)).to(input.dtype)
 
 
 def _like(parameter: Tensor | None, mean: Tensor) -> Tensor | None:

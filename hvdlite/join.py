@@ -45,7 +45,8 @@ def join(device: int = -1, average: str = _OF_ALL) -> int:
     handle = world.conductor.join(average_of_active=average_of_active, stand_in=_StandIn(device))
     threads = [
         threading.Thread(target=_sit_out, args=(reducer, average_of_active, handle), daemon=True)
-        for reducer in (world.group.reducers if world.group.size > 1 else ())
+        for group in (world.group, *world.sets.groups())
+        for reducer in (group.reducers if group.size > 1 else ())
     ]
     for thread in threads:
         thread.start()

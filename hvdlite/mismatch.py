@@ -37,6 +37,8 @@ def words_of_difference(
             f"Mismatched prescale and/or postscale factors: One rank had {key}={one}, but another rank {another}.",
         ),
     }.get(key, f"Mismatched {key.replace('_', ' ')}: One rank had {one}, but another rank had {another}.")
+    if kind == "add_process_set":
+        first = "Attempted to register process set with mismatching values on different ranks: " + first
     return f"{first} ({what}: {_by_value(values, hosts)})"
 
 

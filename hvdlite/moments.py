@@ -1,7 +1,8 @@
 """
-Mean and variance of each channel of a batch that lies in parts, each measured where it is, and merged.
+The numbers of batch normalization, of a batch that lies in parts: each measured where it is, and brought together.
 
     measure(part) ── Moments (count, mean, spread) ── merge ── Moments of the whole
+    gradient_sums(part) ── added up, over the count ── input_gradient(part)
 
 Pure functions of tensors; the parts come together in `batch_norm`. In float64 where it costs nothing, that is once
 there is one number for each channel, and without differences of large sums: as exact as the values themselves.
@@ -67,3 +68,31 @@ def merge(parts: Sequence[Moments]) -> Moments:
 def computed_in(dtype: torch.dtype) -> torch.dtype:
     """What a batch of this dtype is normalized in."""
     return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def gradient_sums(grad: Tensor, input: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Over this rank's batch: of the output's gradient, and of its products with the normalized input."""
+    if input.numel() == 0:
+        return torch.zeros_like(mean), torch.zeros_like(mean)
+    # As if the statistics were constants: the gradients of bias and weight are these sums.
+    _, dot, total = torch.ops.aten.native_batch_norm_backward(
+        grad, input, None, mean, variance, None, None, False, eps, [False, True, True]
+    )
+    return total, dot
+
+
+def input_gradient(
+    grad: Tensor, input: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float, averages: Tensor
+) -> Tensor:
+    """``averages``, over all values of all ranks, are of what `gradient_sums` sums."""
+    shape = [1, -1] + [1] * (input.dim() - 2)
+    inverse = (variance.double() + eps).rsqrt()
+    scale = inverse if weight is None else inverse * weight.double()
+    of_grad, of_dot = averages
+
+    def spread_out(value: Tensor) -> Tensor:
+        return value.to(mean.dtype).view(shape)
+
+    result = input.to(mean.dtype) - spread_out(mean)
+    result.mul_(spread_out(-of_dot * inverse * scale)).addcmul_(grad.to(mean.dtype), spread_out(scale))
+    return result.sub_(spread_out(of_grad * scale)).to(input.dtype)

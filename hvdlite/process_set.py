@@ -57,7 +57,14 @@ class ProcessSet:
 
     def rank(self) -> int:
         """This rank's place among the members, from 0; a ValueError if it is none."""
-        return self.require_group("ProcessSet.rank()").rank
+        group = self.membership().group
+        if group is None:
+            # The first words are Horovod's.
+            raise ValueError(
+                f"Process is not part of provided process set. Its ranks are {self.ranks}: ask for a place only where "
+                "process_set.included()"
+            )
+        return group.rank
 
     def membership(self) -> Membership:
         """What the set is to this rank, or a ValueError that says to register it."""
@@ -74,8 +81,8 @@ class ProcessSet:
         if membership.group is None:
             # But for the ranks, Horovod's words.
             raise ValueError(
-                f"{what}: Rank {membership.own_rank} is not a member of the provided process set. Its ranks are "
-                f"{self.ranks}: only these may call it, as under `if process_set.included():`"
+                f"{what[:1].upper()}{what[1:]}: Rank {membership.own_rank} is not a member of the provided "
+                f"process set. Its ranks are {self.ranks}: only these may call it, under `if process_set.included():`"
             )
         return membership.group
 

@@ -49,9 +49,14 @@ class Registry:
         set_id = process_set.process_set_id
         if set_id is None or self._sets.get(set_id) is not process_set:
             return False
-        request = Request("remove_process_set", same={"ranks": process_set.ranks, "process_set_id": set_id})
+        request = Request("remove_process_set", same={"process_set_id": set_id})
         self._conductor.submit(self._all_ranks, request, lambda turn: self._unregister(set_id)).wait()
         return True
+
+    def groups(self) -> list[Group]:
+        """Of the sets that this rank is a member of."""
+        memberships = [process_set.membership() for process_set in self._sets.values()]
+        return [membership.group for membership in memberships if membership.group is not None]
 
     def close(self) -> None:
         """Forget all sets. Waits for nobody."""

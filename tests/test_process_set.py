@@ -134,9 +134,11 @@ def test_only_members_may_use_a_set_and_only_while_it_is_registered():
         hvd.remove_process_set(hvd.add_process_set([0]))
         if own == 1:
             return hvd.allgather_object("x", process_set=process_set)
-        words = r"^allgather_object of .state.: Rank 0 is not a member of the provided process set\. Its ranks are"
+        words = r"^Allgather_object of .state.: Rank 0 is not a member of the provided process set\. Its ranks are"
         with pytest.raises(ValueError, match=words):
             hvd.allgather_object("x", "state", process_set=process_set)
+        with pytest.raises(ValueError, match=r"^Process is not part of provided process set\."):
+            process_set.rank()
         return "refused"
 
     assert run_worlds(2, rank) == ["refused", ["x"]]
@@ -184,7 +186,8 @@ def test_messages_name_global_ranks_and_their_hosts():
 
 def test_ranks_that_add_or_remove_different_sets_are_told_and_may_go_on():
     def rank(own: int) -> Any:
-        with pytest.raises(hvd.MismatchError, match=r"One rank had \[0, 1\], but another rank had \[1, 2\].*rank 2"):
+        words = r"^Attempted to register process set with mismatching values on different ranks: .*\[0, 1\], but"
+        with pytest.raises(hvd.MismatchError, match=words + r" another rank had \[1, 2\].*rank 2"):
             hvd.add_process_set([1, 2] if own == 2 else [0, 1])
         sets = [hvd.add_process_set([0]), hvd.add_process_set([1])]
         with pytest.raises(hvd.MismatchError, match="remove_process_set"):
@@ -250,6 +253,31 @@ def test_one_model_may_be_averaged_over_one_set_and_another_over_one_that_overla
     assert run_worlds(3, rank) == [[0.5, 0], [0.5, 1.5], [2, 1.5]]
 
 
+@pytest.mark.parametrize("average", ["all", "active"])
+def test_ranks_that_have_joined_sit_out_the_steps_of_their_sets(average):
+    steps_of = [1, 2, 3, 2]
+
+    def rank(own: int) -> Any:
+        process_set = hvd.add_process_set([0, 1, 2])
+        weight = nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], lr=1.0), process_set=process_set)
+        for _ in range(steps_of[own]):
+            optimizer.zero_grad()
+            (weight.sum() * (own + 1)).backward()
+            optimizer.step()
+            if process_set.included():
+                hvd.allreduce(weight.detach(), process_set=process_set)
+        last = hvd.join(average=average)
+        return -weight[0].item(), hvd.allgather_object(last, process_set=process_set) if own < 3 else None
+
+    # Of ranks 0 to 2, whose gradients are 1 to 3, the first takes one step, the second two, the third three.
+    sums, counts = [6, 5, 3], [3, 2, 1]
+    moves = [total / (3 if average == "all" else count) for total, count in zip(sums, counts, strict=True)]
+    for own, (moved, lasts) in enumerate(run_worlds(4, rank)):
+        assert moved == pytest.approx(sum(moves[: steps_of[own]]) if own < 3 else 8)
+        assert own == 3 or len(set(lasts)) == 1
+
+
 def test_gradients_that_one_optimizer_leaves_for_another_of_another_set_are_known_as_such():
     """A GAN: the generator's backward passes through the discriminator."""
 
@@ -296,7 +324,10 @@ def test_outsiders_open_no_channel_and_members_one_that_only_they_use():
         if process_set.included():
             assert process_set.require_group("it").all_gather_object(group.rank, "it") == [1, 2]
             process_set.require_group("it").duplicate()
-        return len(group.engine.calls) - before
+        used = len(group.engine.calls) - before
+        sets.close()
+        assert process_set.process_set_id is None
+        return used
 
     assert run_ranks(3, rank, counting) == [0, 2, 2]
 
@@ -370,7 +401,10 @@ def test_collectives_in_overlapping_sets_are_among_their_members_alone():
                     result = call(x, each)
                     seen[name, each.process_set_id] = None if result is None else result.tolist()
                 else:
-                    with pytest.raises(ValueError, match=rf"^{name}: Rank {own} is not a member of the provided"):
+                    with pytest.raises(
+                        ValueError,
+                        match=rf"^{name.capitalize()}: Rank {own} is not a member of the provided process set\.",
+                    ):
                         call(x, each)
         return seen
 
