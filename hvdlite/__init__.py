@@ -7,21 +7,32 @@ hvdlite: two lines around an optimizer, and its gradients are averaged over all 
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
-What is public is here, and made elsewhere; modules import only what stands before them:
+What is public is here, and made elsewhere. Packages and modules import only what stands before them, and within a
+package its own docstring has the order:
 
-    errors < environment < log < launch < client < call < store < topology < address < nodelist < neighbours < pmi
-           < pmix < rendezvous < plan < bucket < codec < compression < engine < gpuwatch < recorder < collective
-           < handle < request < conductor < in_order < mailbox < mismatch < pending < stall < callers < negotiation
-           < coordinator < negotiator < connect < clocks < parts < timeline < process_set < registry < farewell
-           < world < process_sets < built < fusion < adasum < reduction < submission < combining < join < moving
-           < asynchronous < gradients < tracing < operations < replicate < sparse < layout < tracks < wire < params
-           < reducer < deltas < arguments < proxy < optimizer < moments < batch_norm < links < communicator
+    errors < environment < log < launch < meeting < call < channels < agreement < timeline < process_set
+           < registry < farewell < world < process_sets < built < tracing < collectives < gradients < links
+           < communicator
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under
 Horovod's names, and `horovod`, which makes programs find it under these.
 """
 
-from .asynchronous import (
+from .agreement.handle import Handle
+from .built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
+from .channels.collective import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from .collectives.asynchronous import (
     allgather_async,
     allreduce_async,
     allreduce_async_,
@@ -35,34 +46,10 @@ from .asynchronous import (
     reducescatter_async,
     sparse_allreduce_async,
 )
-from .batch_norm import SyncBatchNorm
-from .built import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from .collective import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from .compression import Compression, Compressor
-from .errors import (
-    CommunicationError,
-    GradientError,
-    HvdliteError,
-    LaunchEnvironmentError,
-    MismatchError,
-    NotInitializedError,
-    PeerLostError,
-)
-from .handle import Handle
-from .join import join
-from .launch import run
-from .operations import (
+from .collectives.batch_norm import SyncBatchNorm
+from .collectives.compression import Compression, Compressor
+from .collectives.join import join
+from .collectives.operations import (
     allgather,
     allreduce,
     allreduce_,
@@ -78,15 +65,25 @@ from .operations import (
     reducescatter,
     synchronize,
 )
-from .optimizer import DistributedOptimizer
-from .process_set import ProcessSet
-from .process_sets import add_process_set, global_process_set, remove_process_set
-from .replicate import (
+from .collectives.replicate import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from .errors import (
+    CommunicationError,
+    GradientError,
+    HvdliteError,
+    LaunchEnvironmentError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
+)
+from .gradients.optimizer import DistributedOptimizer
+from .launch import run
+from .process_set import ProcessSet
+from .process_sets import add_process_set, global_process_set, remove_process_set
 from .tracing import start_timeline, stop_timeline
 from .world import (
     cross_rank,

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 
-from .client import Operation, StoreClient
+from .meeting.client import Operation, StoreClient
 
 
 def main(environ: Mapping[str, str] = os.environ) -> None:

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from .client import StoreClient
 from .errors import LaunchEnvironmentError
-from .store import LauncherStore
-from .topology import read_seat
+from .meeting.client import StoreClient
+from .meeting.store import LauncherStore
+from .meeting.topology import read_seat
 
 _TRY_S, _TRIES = 3.0, 5  # gloo gives up connecting after so many
 CONNECT_S = _TRY_S * _TRIES

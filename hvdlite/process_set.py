@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from .collective import Group
+from .channels.collective import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .collective import Group
+from .channels.collective import Group
 from .process_set import Membership, ProcessSet, check_process_set
 from .world import current_world, is_initialized
 

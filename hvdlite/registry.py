@@ -12,11 +12,11 @@ import itertools
 import uuid
 from functools import partial
 
-from .collective import Group
-from .conductor import Conductor
+from .agreement.conductor import Conductor
+from .agreement.request import Request, Turn
+from .channels.collective import Group
 from .errors import CommunicationError
 from .process_set import Membership, ProcessSet
-from .request import Request, Turn
 
 
 class Registry:

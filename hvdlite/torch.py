@@ -82,10 +82,10 @@ from . import (
     synchronize,
     world,
 )
-from .codec import Compression
+from .collectives.codec import Compression
 from .communicator import check_comm
 from .errors import HvdliteError
-from .topology import read_seat
+from .meeting.topology import read_seat
 
 # Whatever goes wrong between the ranks is one of these, and is caught under Horovod's name.
 HorovodInternalError = HvdliteError

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 
-from . import timeline
 from .log import log
+from .timeline import session as timeline
 from .world import current_world
 
 

@@ -23,21 +23,21 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from . import timeline
-from .client import Operation, StoreClient
-from .collective import Group
-from .conductor import Conductor
-from .connect import make_conductor
-from .engine import AloneChannels, Channels, TorchChannels
+from .agreement.conductor import Conductor
+from .agreement.connect import make_conductor
+from .channels.collective import Group
+from .channels.engine import AloneChannels, Channels, TorchChannels
 from .environment import DYNAMIC, Environment, read_environment
 from .errors import CommunicationError, LaunchEnvironmentError, MismatchError, NotInitializedError
 from .farewell import say_farewell
 from .log import log, open_log
+from .meeting.client import Operation, StoreClient
+from .meeting.rendezvous import meet
+from .meeting.store import LauncherStore
+from .meeting.topology import Seat, Topology, read_seat, seats_to_topology
 from .process_set import ProcessSet, check_first_sets
 from .registry import Registry
-from .rendezvous import meet
-from .store import LauncherStore
-from .topology import Seat, Topology, read_seat, seats_to_topology
+from .timeline import session as timeline
 
 # As torch.distributed's own: rank 0 may evaluate or save for long while the others wait; stalls are told of before.
 DEFAULT_TIMEOUT_S = 1800.0

@@ -5,7 +5,7 @@
 
 The keys are a contract with `hvdlite.call`: ``call`` is what to call, ``return/RANK`` what came of it there, and
 ``returned`` the ranks that have left that, with a blank after each. The first two are large values, as
-`hvdlite.client` sets and gets them.
+`hvdlite.meeting.client` sets and gets them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from ranks import set_of
 from torch import Tensor, nn
 
 import hvdlite as hvd
-from hvdlite.collective import Group
+from hvdlite.channels.collective import Group
 
 FEATURES, CLASSES = 6, 4
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hvdlite.collective import Group
+from hvdlite.channels.collective import Group
 from hvdlite.process_set import Membership, ProcessSet
 
 TIMEOUT = timedelta(seconds=20)

@@ -9,7 +9,7 @@ from torch import Tensor
 from worlds import run_worlds
 
 import hvdlite as hvd
-from hvdlite.adasum import adasum_all_reduce
+from hvdlite.collectives.adasum import adasum_all_reduce
 
 
 def pair(a: Tensor, b: Tensor) -> Tensor:

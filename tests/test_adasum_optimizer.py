@@ -14,7 +14,7 @@ from ranks import attempt_ranks, counting, run_ranks, set_of
 from torch import Tensor, nn
 
 import hvdlite as hvd
-from hvdlite.collective import Group
+from hvdlite.channels.collective import Group
 
 
 def adasum(vectors: list[Tensor]) -> Tensor:

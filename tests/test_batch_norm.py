@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
+from hvdlite.collectives.moments import measure, merge
 from hvdlite.environment import Environment
-from hvdlite.moments import measure, merge
 
 SHAPES = {2: (), 3: (5,), 4: (3, 4), 5: (2, 3, 2)}
 # How many samples each rank has.

@@ -13,10 +13,10 @@ import torch
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
-from hvdlite import coordinator, handle, negotiation
+from hvdlite.agreement import coordinator, handle, negotiation
+from hvdlite.agreement.handle import Handle
+from hvdlite.agreement.request import Request, Turn
 from hvdlite.environment import Environment
-from hvdlite.handle import Handle
-from hvdlite.request import Request, Turn
 from hvdlite.world import World, current_world
 
 

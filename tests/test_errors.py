@@ -8,7 +8,7 @@ from ranks import attempt_ranks, run_ranks, set_of
 from torch import nn
 
 import hvdlite as hvd
-from hvdlite.collective import Group
+from hvdlite.channels.collective import Group
 
 
 def wrap(group: Group, params, **options):

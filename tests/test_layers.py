@@ -9,21 +9,8 @@ import sys
 from pathlib import Path
 
 import hvdlite_launcher
-import pytest
 
 import hvdlite
-
-LIBRARY = [
-    "errors", "environment", "log", "launch", "client", "call", "store", "topology", "address", "nodelist",
-    "neighbours", "pmi", "pmix", "rendezvous", "plan", "bucket", "codec", "compression", "engine", "gpuwatch",
-    "recorder", "collective", "handle", "request", "conductor", "in_order", "mailbox", "mismatch", "pending",
-    "stall", "callers", "negotiation", "coordinator", "negotiator", "connect", "clocks", "parts", "timeline",
-    "process_set", "registry", "farewell", "world", "process_sets", "built", "fusion", "adasum", "reduction",
-    "submission", "combining", "join", "moving", "asynchronous", "gradients", "tracing", "operations", "replicate",
-    "sparse", "layout", "tracks", "wire", "params", "reducer", "deltas", "arguments", "proxy", "optimizer",
-    "moments", "batch_norm", "links", "communicator", "__init__", "torch",
-]  # fmt: skip
-LAUNCHER_ORDER = ["hosts", "plan", "remote", "agent", "output", "supervise", "cli"]
 
 
 @functools.cache
@@ -32,12 +19,38 @@ def sources(package: object) -> dict[str, ast.Module]:
     return {path.stem: ast.parse(path.read_text()) for path in directory.glob("*.py")}
 
 
-def own_imports(tree: ast.Module) -> set[str]:
-    return {
-        node.module.split(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module
-    }
+def stated_order(docstring: str | None) -> list[str]:
+    """The names of ``a < b < c`` in a docstring."""
+    blocks = [block for block in (docstring or "").split("\n\n") if " < " in block]
+    return " ".join(blocks).replace("<", " ").split()
+
+
+@functools.cache
+def library() -> dict[str, ast.Module]:
+    """Every module of the library but the shim, by its dotted name, in the order that the docstrings state."""
+    directory = Path(hvdlite.__file__).parent
+    ordered = {}
+    for name in [*stated_order(hvdlite.__doc__), "__init__", "torch"]:
+        if (directory / name).is_dir():
+            package = ast.parse((directory / name / "__init__.py").read_text())
+            names = [f"{name}.{module}" for module in stated_order(ast.get_docstring(package))]
+        else:
+            names = [name]
+        ordered |= {each: ast.parse((directory / f"{each.replace('.', '/')}.py").read_text()) for each in names}
+    return ordered
+
+
+def own_imports(name: str, tree: ast.Module) -> set[str]:
+    """The modules of the library that one imports, by their dotted names."""
+    package = name.split(".")[:-1]
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+            base = [part for part in base if part]
+            names = [".".join(base)] if ".".join(base) in library() else [".".join([*base, a.name]) for a in node.names]
+            found |= set(names)
+    return found
 
 
 def foreign_imports(tree: ast.Module) -> set[str]:
@@ -51,18 +64,17 @@ def foreign_imports(tree: ast.Module) -> set[str]:
 
 
 def test_every_module_of_the_library_has_its_place_in_the_order():
-    assert sorted(sources(hvdlite)) == sorted(LIBRARY)
+    directory = Path(hvdlite.__file__).parent
+    there = {path.relative_to(directory).with_suffix("") for path in directory.rglob("*.py")}
+    modules = {".".join(path.parts) for path in there if path.parts[0] != "horovod"}
+    packages = {f"{package}.__init__" for package in stated_order(hvdlite.__doc__)}
+    assert modules - packages == set(library())
 
 
-@pytest.mark.parametrize("module", LIBRARY)
-def test_a_module_of_the_library_imports_only_what_stands_before_it(module):
-    before = set(LIBRARY[: LIBRARY.index(module)])
-    assert own_imports(sources(hvdlite)[module]) <= before
-
-
-def test_the_order_that_the_library_states_is_the_tested_one():
-    stated = hvdlite.__doc__.split("stand before them:" if "stand before them:" in hvdlite.__doc__ else "before them:")
-    assert stated[1].partition("\n\nNone")[0].replace("<", " ").split() == LIBRARY[: LIBRARY.index("__init__")]
+def test_modules_of_the_library_import_only_what_stands_before_them():
+    order = list(library())
+    for place, (name, tree) in enumerate(library().items()):
+        assert own_imports(name, tree) <= {*order[:place], *hvdlite.__all__}, name
 
 
 def test_the_shim_imports_what_hvdlite_has_and_torch():
@@ -74,15 +86,9 @@ def test_the_shim_imports_what_hvdlite_has_and_torch():
 def test_the_library_imports_torch_and_the_standard_library_alone():
     # The one crossing to the launcher, and what brings a caller's own classes to a worker; both when they are used.
     exceptions = {"launch": {"hvdlite_launcher"}, "call": {"cloudpickle"}}
-    for module, tree in sources(hvdlite).items():
+    for module, tree in library().items():
         allowed = {"torch", *exceptions.get(module, ())}
         assert foreign_imports(tree) <= allowed | sys.stdlib_module_names, module
-
-
-@pytest.mark.parametrize("module", LAUNCHER_ORDER)
-def test_the_launcher_keeps_its_one_direction(module):
-    after = set(LAUNCHER_ORDER[LAUNCHER_ORDER.index(module) + 1 :])
-    assert not own_imports(sources(hvdlite_launcher)[module]) & after
 
 
 def test_the_launcher_imports_neither_torch_nor_hvdlite():

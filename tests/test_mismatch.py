@@ -9,7 +9,7 @@ import torch
 from worlds import attempt_worlds
 
 import hvdlite as hvd
-from hvdlite import coordinator, handle, negotiation
+from hvdlite.agreement import coordinator, handle, negotiation
 
 # Ways to call something that differ from each other in one thing, or in several; all with the same name but for one.
 CALLS = {

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.negotiation import SETTLING_S, Negotiation
-from hvdlite.pending import Ask
-from hvdlite.stall import StallRules
+from hvdlite.agreement.negotiation import SETTLING_S, Negotiation
+from hvdlite.agreement.pending import Ask
+from hvdlite.agreement.stall import StallRules
 
 HOSTS = ("node1", "node1", "node2", "node2")
 

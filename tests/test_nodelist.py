@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hvdlite as hvd
-from hvdlite.nodelist import expand_nodelist
+from hvdlite.meeting.nodelist import expand_nodelist
 
 
 @pytest.mark.parametrize(

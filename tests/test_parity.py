@@ -23,7 +23,7 @@ from ranks import run_ranks, set_of
 from torch import nn
 
 import hvdlite as hvd
-from hvdlite.collective import Group
+from hvdlite.channels.collective import Group
 
 SIZES = [1, 2, 3, 4]
 

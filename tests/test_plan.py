@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvdlite.plan import ParamSpec, first_difference, plan_buckets
+from hvdlite.gradients.plan import ParamSpec, first_difference, plan_buckets
 
 DTYPES = [torch.float16, torch.float32, torch.float64, torch.complex64]
 

@@ -13,9 +13,9 @@ from torch import nn
 from worlds import run_worlds
 
 import hvdlite as hvd
-from hvdlite.collective import Group
+from hvdlite.agreement.in_order import InOrder
+from hvdlite.channels.collective import Group
 from hvdlite.environment import Environment
-from hvdlite.in_order import InOrder
 from hvdlite.registry import Registry
 
 SIZES = [1, 2, 3, 4]

@@ -11,7 +11,7 @@ from ranks import attempt_ranks, counting, run_ranks, set_of
 from torch import nn
 
 import hvdlite as hvd
-from hvdlite.collective import Group
+from hvdlite.channels.collective import Group
 
 
 @pytest.mark.parametrize("form", ["state_dict", "named_parameters", "list of parameters", "list of pairs"])
@@ -70,7 +70,7 @@ def test_a_model_of_300_tensors_is_a_handful_of_broadcasts():
 
 
 def test_packs_larger_than_one_buffer_arrive_whole(monkeypatch):
-    monkeypatch.setattr("hvdlite.replicate.PACK_BYTES", 100)
+    monkeypatch.setattr("hvdlite.collectives.replicate.PACK_BYTES", 100)
 
     def rank(group: Group):
         tensors = [torch.arange(size) + group.rank for size in (1, 40, 3, 7, 0, 20)]

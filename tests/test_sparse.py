@@ -10,7 +10,7 @@ from ranks import counting, run_ranks, set_of
 from torch import nn
 
 import hvdlite as hvd
-from hvdlite.collective import Group
+from hvdlite.channels.collective import Group
 
 ROWS = 7
 

@@ -17,9 +17,9 @@ from hvdlite_launcher.messages import GaveUp, Joined, Joining
 from local_store import local_agents
 
 import hvdlite as hvd
-from hvdlite.client import MAX_REQUEST_BYTES, Operation, StoreClient
 from hvdlite.errors import says_peer_lost
-from hvdlite.store import LauncherStore
+from hvdlite.meeting.client import MAX_REQUEST_BYTES, Operation, StoreClient
+from hvdlite.meeting.store import LauncherStore
 
 TIMEOUT = timedelta(seconds=10)
 

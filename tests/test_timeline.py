@@ -16,11 +16,13 @@ from torch import nn
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
-from hvdlite import parts, recorder, timeline
-from hvdlite.clocks import between, clock_ahead_ns
-from hvdlite.collective import Group
-from hvdlite.gpuwatch import GpuWatch
-from hvdlite.recorder import Recorder, Recording, Row
+from hvdlite.channels import recorder
+from hvdlite.channels.collective import Group
+from hvdlite.channels.gpuwatch import GpuWatch
+from hvdlite.channels.recorder import Recorder, Recording, Row
+from hvdlite.timeline import parts
+from hvdlite.timeline import session as timeline
+from hvdlite.timeline.clocks import between, clock_ahead_ns
 from hvdlite.world import current_world
 
 STEPS, BUCKETS = 3, 2

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hvdlite as hvd
-from hvdlite.topology import Seat, read_seat, seats_to_topology
+from hvdlite.meeting.topology import Seat, read_seat, seats_to_topology
 
 HVDLITE = {
     "HVDLITE_RANK": "1", "HVDLITE_SIZE": "4", "HVDLITE_LOCAL_RANK": "1", "HVDLITE_LOCAL_SIZE": "2",

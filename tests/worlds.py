@@ -9,11 +9,11 @@ from typing import Any
 from ranks import attempt_ranks
 
 from hvdlite import world
-from hvdlite.collective import Group
-from hvdlite.connect import make_conductor
+from hvdlite.agreement.connect import make_conductor
+from hvdlite.channels.collective import Group
 from hvdlite.environment import Environment
+from hvdlite.meeting.topology import Topology
 from hvdlite.registry import Registry
-from hvdlite.topology import Topology
 
 PLAIN = Environment(stall_check=False)
 

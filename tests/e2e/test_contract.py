@@ -10,7 +10,7 @@ from hvdlite_launcher.hosts import Host
 from hvdlite_launcher.plan import HostFacts, plan_slots, slot_environment, variables_set
 
 from hvdlite.environment import Environment, read_environment
-from hvdlite.topology import read_seat
+from hvdlite.meeting.topology import read_seat
 
 TRAINING = """
 import os, signal, sys

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from gpu.test_cuda import run
 
-from hvdlite.engine import SubsetChannels
+from hvdlite.channels.engine import SubsetChannels
 
 pytestmark = [
     pytest.mark.gpu,

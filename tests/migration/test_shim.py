@@ -295,7 +295,11 @@ def test_every_child_process_finds_it_too(tmp_path):
     done = python(*SHIM, "program.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        *(line for method in ("spawn", "forkserver", "fork") for line in (f"{method} hvdlite.codec", "[True]")),
+        *(
+            line
+            for method in ("spawn", "forkserver", "fork")
+            for line in (f"{method} hvdlite.collectives.codec", "[True]")
+        ),
         "b'hvdlite.world\\n'",
         "b'hvdlite.horovod\\n'",
     ]

@@ -1,5 +1,5 @@
 """`horovod.torch.compression`: the base class to derive from, and the compressions there are."""
 
-from hvdlite.codec import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
+from hvdlite.collectives.codec import BF16Compressor, Compression, Compressor, FP16Compressor, NoneCompressor
 
 __all__ = ["BF16Compressor", "Compression", "Compressor", "FP16Compressor", "NoneCompressor"]

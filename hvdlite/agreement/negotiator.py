@@ -1,0 +1,245 @@
+"""
+The conductor that asks: one rank's end of the connection to rank 0, and the thread that carries operations out.
+
+    submit ── ask ──► coordinator ──► go ── body(turn), one after the other, in the order of the goes ── handle
+                                      no ── the handle's error
+
+What is said over the connection is listed in `coordinator`; the order of the goes is the same on all ranks, which
+is what makes collectives on one engine pair up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ..channels.collective import Group
+from ..channels.recorder import OPERATIONS
+from ..errors import CommunicationError, HvdliteError, MismatchError, PeerLostError
+from .callers import Callers
+from .conductor import Body, StandIn
+from .coordinator import Coordinator
+from .handle import Handle
+from .mailbox import Mailbox
+from .pending import Id
+from .request import Request, Turn
+
+# How often this process looks whether it is blocked elsewhere, and from when on it says so.
+WATCH_S = 1.0
+
+_ERRORS: dict[str, type[HvdliteError]] = {
+    error.__name__: error for error in (MismatchError, CommunicationError, PeerLostError)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    handle: Handle
+    body: Body
+    since_ns: int = field(default_factory=time.monotonic_ns)
+
+
+class Negotiator:
+    """Carries out what all ranks have asked for, on a thread of its own."""
+
+    def __init__(self, mailbox: Mailbox, group: Group, coordinator: Coordinator | None) -> None:
+        """``mailbox`` leads to the coordinator, and its socket's timeout is `WATCH_S`; ``group`` are all ranks.
+
+        ``coordinator`` is the one of rank 0, to be closed with this.
+        """
+        self._mailbox = mailbox
+        self._coordinator = coordinator
+        self._group = group
+        self._lock = threading.Lock()
+        self._asked: dict[Id, _Asked] = {}
+        self._unnamed: dict[tuple[int, str], int] = {}
+        self._channels: dict[int, Group] = {}
+        self._joining: tuple[Handle, StandIn] | None = None
+        self._callers = Callers(lambda id_: self._say(["wait", *id_]))
+        # Why nothing can be carried out any more.
+        self._over: str | None = None
+        self._reported: str | None = None
+        self._thread = threading.Thread(target=self._run, name="hvdlite-operations", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def open_channel(self, group: Group) -> None:
+        self._channels[group.set_id] = group.duplicate()
+
+        def exchange(what: str, digest: str) -> list[str]:
+            owns: list[str] = self.submit(group, Request(what, own=digest), lambda turn: turn.owns).wait()
+            return owns
+
+        group.exchange = exchange
+
+    def close_channel(self, group: Group) -> None:
+        group.exchange = None
+        self._channels.pop(group.set_id).close()
+
+    # -- from any thread
+
+    def submit(self, group: Group, request: Request, body: Body) -> Handle:
+        what = request.describe()
+        handle = Handle(what)
+        if group.size == 1:
+            _carry_out(_Asked(handle, body), Turn(group, what, [request.own], 1))
+            return handle
+        with self._lock:
+            key = self._key(group, request)
+            id_ = (group.set_id, key)
+            if id_ in self._asked:
+                # Horovod's words.
+                raise ValueError(
+                    "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor "
+                    "that is currently being processed.  If you want to request another tensor, use a different "
+                    f"tensor name. ({what})"
+                )
+            self._asked[id_] = _Asked(handle, body)
+            handle.while_waiting = partial(self._callers.blocked_in, id_)
+            self._callers.called()
+        members = None if group.set_id == 0 else group.ranks
+        self._say(["ask", group.set_id, key, request.kind, what, members, request.same, request.own])
+        return handle
+
+    def join(self, *, average_of_active: bool, stand_in: StandIn) -> Handle:
+        handle = Handle("join")
+        with self._lock:
+            if self._joining is not None:
+                raise RuntimeError("hvd.join() has been called already, and all ranks have not joined yet")
+            self._joining = (handle, stand_in)
+        self._say(["join", average_of_active])
+        return handle
+
+    def close(self) -> None:
+        with self._lock:
+            self._over = self._over or "hvd.shutdown() was called"
+        with contextlib.suppress(OSError):
+            self._mailbox.send(["bye"])
+            self._mailbox.hang_up()
+        if threading.current_thread() is not self._thread:
+            # Not for long: it may be in an operation that another rank has left.
+            self._thread.join(WATCH_S)
+        if self._coordinator is not None:
+            self._coordinator.close()
+
+    def _key(self, group: Group, request: Request) -> str:
+        if request.name is not None:
+            return f"{request.kind}.{request.name}"
+        number = self._unnamed.get((group.set_id, request.kind), 0) + 1
+        self._unnamed[(group.set_id, request.kind)] = number
+        return f"{request.kind}#{number}"
+
+    def _say(self, message: list[Any]) -> None:
+        if self._over is None:
+            with contextlib.suppress(OSError):
+                self._mailbox.send(message)
+                return
+        # The thread may be past its end, and nobody else would tell who has asked since.
+        self._fail_all()
+
+    # -- its own thread
+
+    def _run(self) -> None:
+        why = f"{self._group.describe_rank(0)} has gone"
+        last_look_s = 0.0
+        try:
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    for message in self._mailbox.receive():
+                        if message[0] == "over":
+                            why = message[1]
+                        else:
+                            self._take(message)
+                now_s = time.monotonic()
+                if now_s - last_look_s >= WATCH_S:
+                    last_look_s = now_s
+                    self._report_wait(now_s)
+                    self._callers.look()
+        except (OSError, EOFError):
+            pass
+        finally:
+            with self._lock:
+                self._over = self._over or why
+            self._fail_all()
+            self._mailbox.close()
+
+    def _take(self, message: list[Any]) -> None:
+        match message:
+            case ["go", set_id, key, owns, divisor, *of_others]:
+                self._go((set_id, key), owns, divisor, of_others)
+            case ["no", 0, "join", error, words]:
+                self._end_join().fail(_ERRORS[error](words))
+            case ["no", set_id, key, error, words]:
+                self._pop((set_id, key)).handle.fail(_ERRORS[error](words))
+            case ["joined", last_rank]:
+                self._end_join().succeed(last_rank)
+            case ["end", words]:
+                _end_process(f"hvdlite: {self._group.describe_rank(self._group.rank)} is ended: {words}")
+            case _:
+                raise AssertionError(f"rank 0 says {message!r}")
+
+    def _go(self, id_: Id, owns: list[Any], divisor: int, of_others: list[Any]) -> None:
+        channel = self._channels[id_[0]]
+        if of_others:
+            kind, what, same = of_others
+            assert self._joining is not None, "only who has joined is told of what it has not asked for"
+            asked = _Asked(Handle(what), self._joining[1](kind, same))
+        else:
+            asked = self._pop(id_)
+        _carry_out(asked, Turn(channel, asked.handle.what, owns, divisor))
+
+    def _pop(self, id_: Id) -> _Asked:
+        with self._lock:
+            return self._asked.pop(id_)
+
+    def _end_join(self) -> Handle:
+        with self._lock:
+            assert self._joining is not None, "rank 0 answers what was asked"
+            (handle, _), self._joining = self._joining, None
+        return handle
+
+    def _fail_all(self) -> None:
+        with self._lock:
+            asked, self._asked = list(self._asked.values()), {}
+            joining, self._joining = self._joining, None
+        why = self._over or f"{self._group.describe_rank(0)} has gone"
+        error = PeerLostError if why.endswith("has gone") else CommunicationError
+        for handle in [*(each.handle for each in asked), *([joining[0]] if joining else [])]:
+            # The first words are Horovod's.
+            handle.fail(error(f"Horovod has been shut down. {handle.what} cannot be done, since {why}"))
+
+    def _report_wait(self, now_s: float) -> None:
+        """Let rank 0 know what this process is blocked in, if that is none of the operations here."""
+        current = self._group.waits.current
+        what = current[0] if current is not None and now_s - current[1] >= WATCH_S else None
+        if what != self._reported:
+            self._reported = what
+            self._mailbox.send(["busy", what, 0.0 if current is None else now_s - current[1]])
+
+
+def _carry_out(asked: _Asked, turn: Turn) -> None:
+    recorder = turn.group.recorder
+    if recorder.is_on:
+        recorder.note_waiting(turn.what, asked.since_ns, time.monotonic_ns())
+    try:
+        with recorder.span(OPERATIONS, turn.what):
+            result = asked.body(turn)
+        # Only now: whoever waits may end the timeline next.
+        asked.handle.succeed(result)
+    except Exception as error:  # noqa: BLE001 - it is raised by whoever waits for the handle
+        asked.handle.fail(error)
+
+
+def _end_process(words: str) -> None:
+    # Nothing else reaches a thread that is blocked in the engine.
+    print(words, file=sys.stderr, flush=True)
+    logging.shutdown()
+    os._exit(1)

@@ -1,0 +1,343 @@
+"""
+The ranks that communicate together, and the collectives that all else is made of.
+
+    Group (rank, size, hosts) ── an operation on its engine ── Work (wait, or what went wrong)
+
+A group is handed to whoever communicates; nothing here is global. Which group is the whole job's is
+known to `world`. Errors of the engine leave here as hvdlite's own, with the rank, the host and what was
+under way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from itertools import accumulate
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllToAllOptions
+
+from ..errors import CommunicationError, MismatchError, PeerLostError, says_peer_lost
+from .engine import AloneChannels, Channels, ClosedEngine, Engine, EngineWork
+from .recorder import Recorder
+
+
+class ReduceOp(IntEnum):
+    """How an all-reduce combines the ranks; the numbers are Horovod's."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+
+Average = ReduceOp.Average
+Sum = ReduceOp.Sum
+Adasum = ReduceOp.Adasum
+Min = ReduceOp.Min
+Max = ReduceOp.Max
+Product = ReduceOp.Product
+
+# What engines can do by themselves; the rest is made of it.
+_OP_OF_ENGINE = {
+    Sum: dist.ReduceOp(dist.ReduceOp.SUM),
+    Min: dist.ReduceOp(dist.ReduceOp.MIN),
+    Max: dist.ReduceOp(dist.ReduceOp.MAX),
+    Product: dist.ReduceOp(dist.ReduceOp.PRODUCT),
+}
+
+
+class SitsOut(Protocol):
+    """Takes part in the steps of other ranks with nothing to give."""
+
+    def sit_out(self, average_of_active: bool) -> bool: ...
+
+
+class Waits:
+    """What this process is blocked in, an engine's collective, and since when (`time.monotonic`): for who watches."""
+
+    current: tuple[str, float] | None = None
+
+
+class Work:
+    """A collective under way. `wait` returns when its tensors may be read, or raises what went wrong."""
+
+    def __init__(self, group: Group, work: EngineWork, what: str) -> None:
+        self._group = group
+        self._work = work
+        self._what = what
+
+    def wait(self) -> None:
+        """Block until done; on a GPU the current stream waits instead of the host."""
+        waits = self._group.waits
+        waits.current = (self._what, time.monotonic())
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            if "DataLoader worker" in str(error):
+                # Raised by a signal handler of PyTorch's wherever the program happens to be.
+                raise
+            raise self._group.error_of(self._what, error) from error
+        finally:
+            waits.current = None
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._work.is_completed()
+
+    def when_done(self, callback: Callable[[], None]) -> None:
+        """Have it called, by a thread of the engine's, when it is done or has failed; at once where it is.
+
+        For NCCL at once in any case, with the current stream being one that waits for it.
+        """
+        self._work.get_future().add_done_callback(lambda _: callback())
+
+
+class Group:
+    """Ranks that call the same collectives in the same order.
+
+    Every method must be called by all ranks of the group; those that return a `Work` return at once,
+    the others wait for all ranks.
+    """
+
+    def __init__(
+        self,
+        channels: Channels,
+        rank: int,
+        size: int,
+        hosts: Sequence[str],
+        *,
+        set_id: int = 0,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """``rank`` and ``hosts`` are by place in this group; ``ranks`` are the global ranks, all if not given.
+
+        ``set_id`` is the number of the process set that these ranks are, 0 of all.
+        """
+        self._channels = channels
+        self.engine: Engine = channels.open()
+        self._duplicates: WeakSet[Group] = WeakSet()
+        self.rank = rank
+        self.size = size
+        self.hosts = tuple(hosts)
+        self.set_id = set_id
+        self.ranks = tuple(range(size)) if ranks is None else tuple(ranks)
+        self.waits = Waits()
+        # How ranks show each other a digest, once there is a conductor: (what for, mine) -> everybody's.
+        self.exchange: Callable[[str, str], list[str]] | None = None
+        # Backward passes (autograd's numbers) whose gradients some optimizer has stepped with. A GAN's
+        # two optimizers share a group: what one generator step leaves behind in the discriminator is
+        # recognised by it. A few suffice: gradients do not stay pending for long.
+        self.stepped_backwards: deque[int] = deque(maxlen=64)
+        # What happens when on this rank, for a timeline.
+        self.recorder = Recorder()
+
+        # Who averages gradients among these ranks; `join` sits out steps for them.
+        self.reducers: WeakSet[SitsOut] = WeakSet()
+
+    def duplicate(self) -> Group:
+        """The same ranks over an engine of its own (as MPI's Comm_dup). Every rank must call it.
+
+        Collectives pair up by their order within an engine alone. Whoever launches them at times that may
+        differ by rank, as a `Reducer` does, needs one that nobody else uses.
+        """
+        group = Group(self._channels, self.rank, self.size, self.hosts, set_id=self.set_id, ranks=self.ranks)
+        self._share_with(group)
+        self._duplicates.add(group)
+        return group
+
+    def among(self, ranks: Sequence[int], *, set_id: int, token: str) -> Group:
+        """Some of the ranks, this one among them, over engines of their own. Only these ranks must call it.
+
+        ``token`` names their meeting place: equal on these ranks, and never used before.
+        """
+        places = [self.ranks.index(rank) for rank in ranks]
+        channels = self._channels.among(places, places.index(self.rank), token)
+        hosts = [self.hosts[place] for place in places]
+        group = Group(channels, places.index(self.rank), len(places), hosts, set_id=set_id, ranks=ranks)
+        self._share_with(group)
+        return group
+
+    def alone(self) -> Group:
+        """This rank by itself."""
+        group = Group(AloneChannels(), 0, 1, [self.hosts[self.rank]], ranks=[self.ranks[self.rank]])
+        self._share_with(group)
+        return group
+
+    def _share_with(self, group: Group) -> None:
+        """Give another group of this rank what is the rank's own."""
+        group.stepped_backwards = self.stepped_backwards
+        group.waits = self.waits
+        group.recorder = self.recorder
+
+    def close(self) -> None:
+        """Give the engine back, and those of the duplicates. Waits for nobody.
+
+        No reference to an engine may outlive this: gloo aborts if the interpreter goes before its threads.
+        """
+        for duplicate in list(self._duplicates):
+            duplicate.close()
+        self._channels.close(self.engine)
+        self.engine = ClosedEngine()
+
+    def describe_rank(self, rank: int) -> str:
+        """The global rank of the group's ``rank``, and its host, such as ``rank 3 (node2)``."""
+        return f"rank {self.ranks[rank]} ({self.hosts[rank]})"
+
+    def error_of(self, what: str, error: BaseException) -> CommunicationError:
+        """The engine's error as hvdlite's own."""
+        where = f"{what} failed on {self.describe_rank(self.rank)}"
+        if "timed out" in str(error).lower():
+            return CommunicationError(
+                f"{where} because another rank did not take part in time: it hangs, or the ranks call different "
+                f"things; raise hvd.init(timeout_s=...) if it is only slow. ({_first_line(error)})"
+            )
+        if says_peer_lost(error):
+            return PeerLostError(
+                f"{where} because another rank has gone; what ended that rank is the cause, "
+                f"look for its own error. ({_first_line(error)})"
+            )
+        return CommunicationError(f"{where}: {_first_line(error)}")
+
+    def place_of_root(self, root_rank: object) -> int:
+        """The place in this group of a root that a user named by its global rank; a ValueError if it has none."""
+        if isinstance(root_rank, bool) or not isinstance(root_rank, int) or root_rank not in self.ranks:
+            if self.set_id == 0:
+                members = f"the {self.size} ranks, 0 to {self.size - 1}"
+            else:
+                members = f"the ranks of the process set, {', '.join(map(str, self.ranks))}"
+            raise ValueError(f"root_rank={root_rank!r} is not one of {members}")
+        return self.ranks.index(root_rank)
+
+    def all_reduce(self, tensor: Tensor, what: str, op: ReduceOp = Sum) -> Work:
+        """Combine a contiguous tensor over all ranks, in place; of a dtype and an op that engines know.
+
+        These are Sum, Min, Max and Product, of integers (not int16) and floats; others are `reduction`'s.
+        """
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OP_OF_ENGINE[op]
+        try:
+            work = self.engine.allreduce([tensor], options)
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        return Work(self, work, what)
+
+    def broadcast(self, tensor: Tensor, root_rank: int, what: str) -> Work:
+        """Overwrite a contiguous tensor with the root's; any dtype, since it travels as bytes."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root_rank
+        options.rootTensor = 0
+        try:
+            work = self.engine.broadcast([as_bytes(tensor)], options)
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        return Work(self, work, what)
+
+    def all_gather(self, tensor: Tensor, what: str, counts: Sequence[int] | None = None) -> list[Tensor]:
+        """The flat bytes of every rank's contiguous tensor, in rank order; sizes may differ.
+
+        ``counts`` are their bytes, where all ranks know them already; else they are exchanged first.
+        """
+        mine = as_bytes(tensor)
+        if counts is None:
+            sizes = self._all_gather_even(torch.tensor([mine.numel()], dtype=torch.int64), what)
+            counts = [int(size.item()) for size in sizes]
+        longest = max(counts)
+        padded = mine
+        if mine.numel() < longest:
+            padded = mine.new_zeros(longest)
+            padded[: mine.numel()].copy_(mine)
+        if longest == 0:
+            return [mine.new_empty(0) for _ in counts]
+        gathered = self._all_gather_even(padded, what)
+        return [part[:count] for part, count in zip(gathered, counts, strict=True)]
+
+    def all_to_all(
+        self, tensor: Tensor, sent_bytes: Sequence[int], received_bytes: Sequence[int], what: str
+    ) -> list[Tensor]:
+        """Give each rank its part of a flat tensor of bytes; what each rank gave this one, in rank order.
+
+        ``sent_bytes`` are the parts' sizes by rank, and ``received_bytes`` those that the others send here.
+        """
+        output = tensor.new_empty(sum(received_bytes))
+        options = AllToAllOptions()
+        try:
+            work = self.engine.alltoall_base(output, tensor, list(received_bytes), list(sent_bytes), options)
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        Work(self, work, what).wait()
+        return pieces_of(output, received_bytes)
+
+    def all_gather_object(self, value: object, what: str) -> list[Any]:
+        """Every rank's picklable object, in rank order. Only ranks of the same job are ever unpickled."""
+        data = pickle.dumps(value)
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return [unpickle(part) for part in self.all_gather(mine, what)]
+
+    def agree(self, value: object, what: str) -> list[Any] | None:
+        """None if every rank passed an equal value (by its repr), else all values in rank order.
+
+        Costs 32 bytes per rank where all agree, which is always but for a mistake.
+        """
+        digest = hashlib.sha256(repr(value).encode())
+        if self.exchange is not None:
+            digests = self.exchange(what, digest.hexdigest())
+            all_equal = all(other == digests[0] for other in digests)
+        else:
+            parts = self._all_gather_even(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8), what)
+            all_equal = all(torch.equal(part, parts[0]) for part in parts)
+        if all_equal:
+            return None
+        return self.all_gather_object(value, what)
+
+    def require_agreement(self, value: object, what: str, argument: str) -> None:
+        """Raise a MismatchError on every rank unless all of them passed an equal value."""
+        values = self.agree(value, what)
+        if values is not None:
+            other = next(i for i, item in enumerate(values) if repr(item) != repr(values[0]))
+            raise MismatchError(
+                f"{what}: {argument} is {values[0]!r} on {self.describe_rank(0)} and {values[other]!r} on "
+                f"{self.describe_rank(other)}: every rank must pass the same"
+            )
+
+    def _all_gather_even(self, tensor: Tensor, what: str) -> list[Tensor]:
+        outputs = [torch.empty_like(tensor) for _ in range(self.size)]
+        try:
+            work = self.engine.allgather([outputs], [tensor])
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        Work(self, work, what).wait()
+        return outputs
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor's memory as a flat tensor of bytes, without a copy."""
+    # Not reshape(-1), which keeps the stride of a tensor of one element, whatever that is.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def pieces_of(flat: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Views of a tensor's elements (or rows), as many as each of the counts says, one after the other."""
+    stops = list(accumulate(counts))
+    return [flat[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
+
+
+def unpickle(data: Tensor) -> Any:
+    """The object in a flat tensor of bytes on the CPU."""
+    # Without numpy, which torch does not require, and without a Python int per byte.
+    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

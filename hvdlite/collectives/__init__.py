@@ -1,0 +1,10 @@
+"""
+The collectives as users call them, and what they are made of.
+
+    operations, asynchronous ── submission ── combining (with reduction, adasum) or moving ── channels.collective
+
+Modules import only what stands before them:
+
+    codec < compression < fusion < adasum < reduction < submission < combining < join < moving < asynchronous
+        < autograd < operations < replicate < moments < batch_norm
+"""

@@ -1,0 +1,148 @@
+"""
+Operations that make one tensor of all ranks': all-reduce, reduce-scatter, of one tensor or of a group.
+
+    tensors ── fused, one buffer per dtype and device ── Reduction ── results of the tensors' shapes
+
+What a rank does whose turn it is, and what one does that has joined. How tensors are summed is in `reduction`; the
+functions that users call are in `asynchronous` and `operations`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..agreement.handle import Handle
+from ..agreement.request import Request, Turn
+from ..channels.collective import Average, ReduceOp, Sum, pieces_of
+from ..process_set import ProcessSet
+from .compression import Compression
+from .fusion import flat_of, fused, mark_written, own_memory
+from .reduction import COMPRESSIONS, Reduction
+from .submission import check_writable, signature, submit, title
+
+
+def start_allreduce(
+    kind: str,
+    tensors: Sequence[Tensor],
+    reduction: Reduction,
+    name: str | None,
+    process_set: ProcessSet,
+    *,
+    in_place: bool = False,
+) -> Handle:
+    """All-reduce one tensor, or a group of them as one operation."""
+    is_group = kind == "grouped_allreduce"
+    for tensor in tensors:
+        reduction.check_dtype(tensor, title(kind, name))
+        if in_place:
+            check_writable(tensor, title(kind, name))
+    targets = list(tensors)
+    sources = [tensor.detach() for tensor in tensors]
+
+    def body(turn: Turn) -> Any:
+        _check_stand_ins(reduction, turn)
+        outputs = list(targets)
+        for members in fused(sources):
+            flat = flat_of([sources[number] for number in members], may_share=in_place)
+            counts = [sources[number].numel() for number in members]
+            reduction.all_reduce(turn.group, flat, counts, turn.divisor, turn.what)
+            for number, piece in zip(members, pieces_of(flat, counts), strict=True):
+                if not in_place:
+                    outputs[number] = own_memory(piece, flat).view(sources[number].shape)
+                elif piece.data_ptr() != sources[number].data_ptr():
+                    targets[number].copy_(piece.view(sources[number].shape))
+        if in_place:
+            mark_written(targets)
+        return outputs if is_group else outputs[0]
+
+    same = {**signature(tensors, is_group=is_group), **reduction.same()}
+    return submit(Request(kind, name, same, own=reduction.own()), process_set, tensors, body)
+
+
+def start_reducescatter(
+    kind: str,
+    tensors: Sequence[Tensor],
+    reduction: Reduction,
+    name: str | None,
+    process_set: ProcessSet,
+    rows: Sequence[Sequence[int]] | None = None,
+) -> Handle:
+    """Reduce-scatter one tensor, or a group of them as one operation.
+
+    ``rows`` are how many rows each rank gets of each tensor, where they are not to be spread evenly.
+    """
+    what = title(kind, name)
+    is_group = kind == "grouped_reducescatter"
+    if reduction.op not in (Average, Sum):
+        # Horovod's words.
+        raise ValueError(f"Reducescatter currently only supports AVERAGE and SUM. ({what}: hvd.{reduction.op.name})")
+    for tensor in tensors:
+        reduction.check_dtype(tensor, what)
+        if tensor.dim() == 0:
+            raise ValueError(f"{what}: a scalar has no rows to scatter: pass a tensor of at least one dimension")
+    sources = [tensor.detach() for tensor in tensors]
+
+    def body(turn: Turn) -> Any:
+        size = turn.group.size
+        row_counts = rows if rows is not None else [spread_rows(len(source), size) for source in sources]
+        outputs = list(sources)
+        for members in fused(sources):
+            slices = [pieces_of(sources[number], row_counts[number]) for number in members]
+            parts = [flat_of([pieces[place] for pieces in slices]) for place in range(size)]
+            flat = reduction.reduce_scatter(turn.group, parts, turn.divisor, turn.what)
+            mine = [pieces[turn.group.rank] for pieces in slices]
+            for number, piece, like in zip(members, pieces_of(flat, [m.numel() for m in mine]), mine, strict=True):
+                outputs[number] = own_memory(piece, flat).view(like.shape)
+        return outputs if is_group else outputs[0]
+
+    same = {**signature(tensors, is_group=is_group), **reduction.same()}
+    if rows is not None:
+        same["rows"] = [list(counts) for counts in rows]
+    return submit(Request(kind, name, same), process_set, tensors, body)
+
+
+def stand_in(kind: str, same: Any) -> Callable[[Turn], None]:
+    """The body for a rank that has called `join`: it takes part, and changes nothing.
+
+    ``same`` is that of the other ranks' request of this kind, which is ``allreduce`` or ``grouped_allreduce``; on a
+    GPU it must be called, and carried out, with the rank's own as the current device.
+    """
+    is_group = kind == "grouped_allreduce"
+    dtypes, shapes, devices = ([same[key]] if not is_group else same[key] for key in ("dtype", "shape", "device"))
+    # Not to be scaled before: that would make a lowest number of the highest one.
+    reduction = Reduction(
+        ReduceOp[same["op"]],
+        compression=COMPRESSIONS.get(same["compression"], Compression.none),
+    )
+
+    def body(turn: Turn) -> None:
+        _check_stand_ins(reduction, turn)
+        with torch.no_grad():
+            sources = []
+            for dtype_name, shape, device in zip(dtypes, shapes, devices, strict=True):
+                dtype = getattr(torch, dtype_name.removeprefix("torch."))
+                sources.append(torch.full(shape, reduction.neutral(dtype), dtype=dtype, device=device))
+            for members in fused(sources):
+                flat = flat_of([sources[number] for number in members])
+                counts = [sources[number].numel() for number in members]
+                reduction.all_reduce(turn.group, flat, counts, turn.divisor, turn.what)
+
+    return body
+
+
+def spread_rows(count: int, size: int) -> list[int]:
+    """How many of the rows each rank gets: the first ones get one more where they do not come out even."""
+    return [count // size + (rank < count % size) for rank in range(size)]
+
+
+def _check_stand_ins(reduction: Reduction, turn: Turn) -> None:
+    """A compression of the user's own is not known to a rank that has joined; all ranks notice it alike."""
+    if any(own is not None for own in turn.owns) and any(own is None for own in turn.owns):
+        raise ValueError(
+            f"{turn.what}: a rank that has joined cannot stand in where compression={reduction.compression!r}: "
+            "use one of hvd.Compression's, or no hvd.join()"
+        )

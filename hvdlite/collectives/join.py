@@ -1,0 +1,81 @@
+"""
+Ranks with fewer batches than others: they join, and take part in the others' steps with nothing to give.
+
+    join ── all-reduces of the others: stand in, by the conductor          ──┐
+         ── steps of the others: one thread for each optimizer sits them out ┴─ until all have joined
+
+A step that is sat out costs no collective of its own: every bucket carries the count of ranks that take part (see
+`plan`), and one in which nobody does is the last.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..agreement.handle import Handle
+from ..agreement.request import Turn
+from ..channels.collective import SitsOut
+from ..world import current_world
+from .combining import stand_in
+
+_OF_ALL, _OF_ACTIVE = "all", "active"
+
+
+def join(device: int = -1, average: str = _OF_ALL) -> int:
+    """Say that this rank has no more batches; wait until all ranks say so, and return the last one's rank.
+
+    Meanwhile the others may call ``step()`` of their optimizers and the all-reduces, in which this rank has zeros to
+    give (to a minimum, maximum or product: nothing). Other collectives raise an error on the ranks that call them.
+    When all have joined, all may go on; gradients of this rank are gone then.
+
+    ``average``: with ``"all"``, as in Horovod, averages are over all ranks, those that joined counting as zero; with
+    ``"active"`` they are over the others alone, so that late batches weigh as much as early ones. All ranks pass the
+    same.
+
+    ``device``: the GPU for what this rank gives to all-reduces of CUDA tensors; -1 is the current one.
+    """
+    if average not in (_OF_ALL, _OF_ACTIVE):
+        raise ValueError(f"join: average={average!r} is neither {_OF_ALL!r} nor {_OF_ACTIVE!r}")
+    world = current_world()
+    average_of_active = average == _OF_ACTIVE
+    handle = world.conductor.join(average_of_active=average_of_active, stand_in=_StandIn(device))
+    threads = [
+        threading.Thread(target=_sit_out, args=(reducer, average_of_active, handle), daemon=True)
+        for group in (world.group, *world.sets.groups())
+        for reducer in (group.reducers if group.size > 1 else ())
+    ]
+    for thread in threads:
+        thread.start()
+    last_rank: int = handle.wait()
+    for thread in threads:
+        thread.join()
+    # What has gone wrong in one of them, if anything.
+    handle.wait()
+    return last_rank
+
+
+def _sit_out(reducer: SitsOut, average_of_active: bool, handle: Handle) -> None:
+    try:
+        while reducer.sit_out(average_of_active):
+            pass
+    except Exception as error:  # noqa: BLE001 - it is raised by join
+        handle.fail(error)
+
+
+class _StandIn:
+    """`combining.stand_in` on this rank's own GPU: the conductor's thread has another current one."""
+
+    def __init__(self, device: int) -> None:
+        is_current = device < 0 and torch.cuda.is_available()
+        self._device = torch.cuda.current_device() if is_current else device
+
+    def __call__(self, kind: str, same: Mapping[str, Any]) -> Any:
+        def body(turn: Turn) -> None:
+            with torch.cuda.device(self._device):
+                stand_in(kind, same)(turn)
+
+        return body

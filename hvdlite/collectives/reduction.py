@@ -1,0 +1,220 @@
+"""
+How the tensors of several ranks become one: the ops and the dtypes that engines do not know included.
+
+    flat tensor ── scale ── compress ── all ranks combined ── decompress ── scale ── in place
+
+An average of floats is scaled before the sum, so that it overflows no sooner than its terms; one of integers is
+added up in wider ones and truncated towards zero. Of booleans, a sum and a maximum are "any", a product and a
+minimum "all", and so is an average. Which ranks, and when, is the caller's to say; nothing here knows of names.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..channels.collective import Adasum, Average, Group, Max, Min, Product, ReduceOp, Sum, as_bytes
+from .adasum import adasum_all_reduce
+from .compression import AnyCompression, Compression, Compressor, check_compression
+
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+_FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+DTYPES = frozenset((*_WHOLE, *_FRACTIONS))
+
+COMPRESSIONS: dict[str, Compressor] = {
+    repr(known): known for known in (Compression.none, Compression.fp16, Compression.bf16)
+}
+
+_OP_OF_BOOLEANS = {Sum: Max, Max: Max, Min: Min, Product: Min}
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What is done to the tensors of all ranks; equal on all of them."""
+
+    op: ReduceOp
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    compression: Compressor = Compression.none
+
+    def check_dtype(self, tensor: Tensor, what: str) -> None:
+        """Raise a ValueError if such a tensor cannot be reduced so."""
+        if tensor.dtype not in DTYPES:
+            # Horovod's words.
+            raise ValueError(f"Tensor type {tensor.type()} is not supported. ({what})")
+        if tensor.is_complex() and self.op in (Min, Max):
+            raise ValueError(f"{what}: complex numbers have no order: op=hvd.{self.op.name} is for real ones")
+        if self.op is Adasum and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(f"{what}: op=hvd.Adasum is for floats, and the tensor is {tensor.dtype}: use hvd.Sum")
+
+    def all_reduce(self, group: Group, flat: Tensor, segments: Sequence[int], divisor: int, what: str) -> None:
+        """Replace a flat contiguous tensor, in place, by what comes of all ranks'.
+
+        ``segments`` are the elements of each of the tensors that it is made of, which Adasum keeps apart. An
+        average is the sum divided by ``divisor``. The result's bits are the same on every rank.
+        """
+        if flat.numel() == 0:
+            return
+        values = self._as_real(flat)
+        scale(values, self._factor_before(values, divisor))
+        if self.op is Average and not _divides_before(values):
+            total = values.to(_wide(values.dtype))
+            group.all_reduce(total, what).wait()
+            values.copy_(total.div_(divisor, rounding_mode="trunc"))
+        else:
+            wire = self._compress(values)
+            self._combine(group, wire, [count * values.numel() // flat.numel() for count in segments], what)
+            self._decompress(wire, values)
+        scale(values, self.postscale_factor)
+
+    def reduce_scatter(self, group: Group, parts: Sequence[Tensor], divisor: int, what: str) -> Tensor:
+        """What comes of all ranks' tensors for this rank, as a sum or an average; the parts are overwritten.
+
+        ``parts`` are flat and contiguous, one for each rank, the same numbers of elements on all ranks. Each rank
+        adds up its own in rank order, in float32 where they are narrower.
+        """
+        values = [self._as_real(part) for part in parts]
+        for value in values:
+            scale(value, self._factor_before(value, divisor))
+        wires = [self._compress(value) for value in values]
+        mine = wires[group.rank]
+        sent = torch.cat([as_bytes(wire) for wire in wires])
+        received = group.all_to_all(sent, [wire.nbytes for wire in wires], [mine.nbytes] * group.size, what)
+        total = received[0].view(mine.dtype).to(_wide(mine.dtype))
+        for part in received[1:]:
+            total += part.view(mine.dtype)
+        if self.op is Average and not _divides_before(mine):
+            total.div_(divisor, rounding_mode="trunc")
+        mine.copy_(total)
+        self._decompress(mine, values[group.rank])
+        scale(values[group.rank], self.postscale_factor)
+        return parts[group.rank]
+
+    def alone(self, tensor: Tensor) -> Tensor:
+        """What would come of a floating-point tensor if this rank were the only one."""
+        values = tensor.detach().reshape(-1).clone()
+        scale(values, self.prescale_factor)
+        self._decompress(self._compress(values), values)
+        scale(values, self.postscale_factor)
+        return values.view(tensor.shape)
+
+    def same(self) -> dict[str, Any]:
+        """What ranks compare; a compression of the user's own by its words, or else its type."""
+        return {
+            "op": self.op.name,
+            "prescale_factor": self.prescale_factor,
+            "postscale_factor": self.postscale_factor,
+            "compression": self._compression_name(),
+        }
+
+    def own(self) -> str | None:
+        """What a rank tells besides: the name of a compression that only those who use it know."""
+        name = self._compression_name()
+        return None if name in COMPRESSIONS else name
+
+    def neutral(self, dtype: torch.dtype) -> float | int | bool:
+        """The number that changes nothing where a rank has none to give; not to be scaled."""
+        if self.op is Product:
+            return 1
+        if self.op not in (Min, Max):
+            return 0
+        if dtype is torch.bool:
+            return self.op is Min
+        if dtype.is_floating_point:
+            return float("inf") if self.op is Min else float("-inf")
+        limits = torch.iinfo(dtype)
+        return limits.max if self.op is Min else limits.min
+
+    def _compression_name(self) -> str:
+        own_words = type(self.compression).__repr__ is not object.__repr__
+        return repr(self.compression) if own_words else type(self.compression).__qualname__
+
+    def _as_real(self, tensor: Tensor) -> Tensor:
+        """Complex numbers as pairs of real ones, in the same memory, but for a product."""
+        return torch.view_as_real(tensor).view(-1) if tensor.is_complex() and self.op is not Product else tensor
+
+    def _factor_before(self, values: Tensor, divisor: int) -> float:
+        if self.op is Average and _divides_before(values):
+            return self.prescale_factor / divisor
+        return self.prescale_factor
+
+    def _compress(self, values: Tensor) -> Tensor:
+        return self.compression.compress(values) if values.is_floating_point() else values
+
+    def _decompress(self, wire: Tensor, values: Tensor) -> None:
+        if values.is_floating_point():
+            self.compression.decompress(wire, values)
+
+    def _combine(self, group: Group, wire: Tensor, segments: Sequence[int], what: str) -> None:
+        if self.op is Adasum:
+            if sum(segments) != wire.numel():
+                raise ValueError(f"{what}: op=hvd.Adasum needs a compression that keeps the number of elements")
+            adasum_all_reduce(group, wire, segments, what)
+        elif wire.dtype is torch.bool:
+            group.all_reduce(wire.view(torch.uint8), what, _OP_OF_BOOLEANS[self.op]).wait()
+        elif wire.dtype is torch.int16:
+            total = wire.to(torch.int32)
+            group.all_reduce(total, what, self.op).wait()
+            wire.copy_(total)
+        elif wire.is_complex():
+            parts = group.all_gather(wire, what, [wire.nbytes] * group.size)
+            wire.fill_(1)
+            for part in parts:
+                wire.mul_(part.view(wire.dtype))
+        else:
+            group.all_reduce(wire, what, Sum if self.op is Average else self.op).wait()
+
+
+def make_reduction(
+    what: str,
+    average: bool | None,
+    op: object,
+    prescale_factor: float,
+    postscale_factor: float,
+    compression: AnyCompression = Compression.none,
+) -> Reduction:
+    """The user's arguments, checked; ``average`` is how ``op`` was said before it was there."""
+    if average is not None:
+        # Horovod's words, both.
+        if op is not None:
+            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        warnings.warn(
+            "Parameter `average` has been replaced with `op` and will be removed in v1.0",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        op = Average if average else Sum
+    try:
+        known = Average if op is None else ReduceOp(op)  # type: ignore[arg-type]  # what is no number is refused by it
+    except ValueError:
+        names = ", ".join(f"hvd.{member.name}" for member in ReduceOp)
+        raise ValueError(f"{what}: op={op!r} is not one of {names}") from None
+    return Reduction(known, float(prescale_factor), float(postscale_factor), check_compression(compression))
+
+
+def scale(values: Tensor, factor: float) -> None:
+    """Multiply in place; integers are truncated towards zero."""
+    if factor == 1.0:
+        return
+    if _divides_before(values):
+        values.mul_(factor)
+    else:
+        values.copy_((values.double() * factor).to(torch.int64))
+
+
+def _divides_before(values: Tensor) -> bool:
+    return values.is_floating_point() or values.is_complex()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Where many of these can be added up."""
+    if dtype.is_floating_point:
+        return dtype if dtype.itemsize > 2 else torch.float32
+    if dtype.is_complex:
+        return dtype
+    return torch.int32 if dtype.itemsize <= 2 else torch.int64

@@ -1,0 +1,9 @@
+"""
+From gradients to averages, inside an optimizer.
+
+    optimizer ── reducer ── layout of buckets (plan) ── wire ── averages; deltas instead, for Adasum
+
+Modules import only what stands before them:
+
+    plan < bucket < sparse < layout < tracks < wire < params < reducer < deltas < arguments < proxy < optimizer
+"""

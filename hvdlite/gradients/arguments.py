@@ -1,0 +1,199 @@
+"""
+What a user passes to DistributedOptimizer, checked: numbers, names of parameters, groups of them.
+
+Pure functions of their arguments; errors are ValueErrors, in Horovod's words where it has them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..channels.collective import Adasum, Average, ReduceOp, Sum
+
+MEBIBYTE = 2**20
+
+Named = list[tuple[str, Tensor]]
+
+
+def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
+    """The optimizer, if it is one whose gradients can be averaged."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "torch.optim.LBFGS cannot be wrapped: it calls its closure a varying number of times per step, and "
+            "every call would have to be averaged on all ranks; use SGD, AdamW or another first-order optimizer"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
+    return optimizer
+
+
+def check_op(op: object) -> ReduceOp:
+    """The operation, if gradients can be combined by it."""
+    for known in (Average, Sum, Adasum):
+        if op == known:
+            return known
+    raise ValueError(f"op={op!r} is not one that gradients can be combined by: use hvd.Average, hvd.Sum or hvd.Adasum")
+
+
+def check_predivide(factor: float, op: ReduceOp) -> float:
+    """The factor, if it is positive and there is an average to divide."""
+    if not isinstance(factor, (int, float)) or not factor > 0:
+        raise ValueError(f"gradient_predivide_factor={factor!r} is not a positive number")
+    if factor != 1.0 and op != Average:
+        # Horovod's words.
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    return float(factor)
+
+
+def check_cap(bucket_cap_mb: float | None, default_bytes: int) -> int:
+    """The cap in bytes."""
+    if bucket_cap_mb is None:
+        return default_bytes
+    if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
+        raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not a positive number of MiB")
+    return max(1, int(bucket_cap_mb * MEBIBYTE))
+
+
+def check_positive_int(value: object, argument: str) -> None:
+    """Raise a ValueError unless the value is an int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{argument} must be > 0: {value!r} is not a whole number of at least 1")
+
+
+def check_named_parameters(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
+) -> Named:
+    """The optimizer's parameters with their names, in the order of the names.
+
+    Names of parameters that the optimizer does not have are left out; a parameter under several names has
+    the first.
+    """
+    if named_parameters is None:
+        return _own_names(optimizer, set())
+    pairs = _check_pairs(named_parameters)
+    name_of: dict[Tensor, str] = {}
+    for name, param in pairs:
+        name_of.setdefault(param, name)
+    members = {param for entry in optimizer.param_groups for param in entry["params"]}
+    _require_all_named(optimizer, name_of)
+    return [(name, param) for param, name in name_of.items() if param in members]
+
+
+def names_of_added_group(optimizer: torch.optim.Optimizer, taken: Sequence[str]) -> Named:
+    """The parameters of the last parameter group, with names that are not among those taken."""
+    number = len(optimizer.param_groups) - 1
+    return _names_of_group(optimizer, number, set(taken))
+
+
+def groups_of(
+    num_groups: int, groups: int | Sequence[Sequence[Tensor]] | None
+) -> int | Sequence[Sequence[Tensor]] | None:
+    """The groups, where they may also be said in Horovod's older way: a number of them, or 0."""
+    if num_groups == 0:
+        return groups
+    if groups is not None:
+        raise ValueError(f"num_groups={num_groups!r} and groups={groups!r} say the same: give groups alone")
+    warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=3)
+    return num_groups
+
+
+def check_groups(groups: int | Sequence[Sequence[Tensor]] | None, named: Named) -> list[list[str]]:
+    """The names of each group's parameters; as many even chunks of neighbours where a number is given."""
+    if groups is None:
+        return []
+    if isinstance(groups, int) and not isinstance(groups, bool) and groups > 0:
+        count = min(groups, len(named))
+        names = [name for name, _ in named]
+        bounds = [len(names) * number // count for number in range(count + 1)]
+        return [names[start:stop] for start, stop in pairwise(bounds)]
+    if isinstance(groups, (str, int)) or not isinstance(groups, Sequence):
+        # Horovod's words, for 0 too.
+        raise ValueError(
+            f"groups should be a non-negative integer or a list of list of torch.Tensor. Not {groups!r}; leave it "
+            "out to have gradients grouped by size"
+        )
+    return _names_of_groups(groups, {param: name for name, param in named})
+
+
+def _names_of_groups(groups: Sequence[Sequence[Tensor]], name_of: dict[Tensor, str]) -> list[list[str]]:
+    seen: set[str] = set()
+    result = []
+    for number, members in enumerate(groups):
+        if not isinstance(members, (list, tuple)):
+            raise ValueError(
+                "groups should be a non-negative integer or a list of list of torch.Tensor. Entry "
+                f"{number} is {type(members).__name__}"
+            )
+        names = []
+        for member in members:
+            if not isinstance(member, Tensor):
+                raise ValueError(f"groups must consist of torch.Tensor. Group {number} holds {member!r}")
+            name = name_of.get(member)
+            if name is None:
+                raise ValueError(
+                    f"groups: group {number} holds a tensor of shape {tuple(member.shape)} that is not a "
+                    "parameter of the optimizer"
+                )
+            if name in seen:
+                raise ValueError(
+                    f"A parameter can only appear once in groups. {name!r} appears again in group {number}"
+                )
+            seen.add(name)
+            names.append(name)
+        result.append(names)
+    return result
+
+
+def _check_pairs(named_parameters: Iterable[tuple[str, Tensor]]) -> Named:
+    pairs = list(named_parameters)
+    for item in pairs:
+        if not (
+            isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) and isinstance(item[1], Tensor)
+        ):
+            shown = f"{type(item).__name__} of shape {tuple(item.shape)}" if isinstance(item, Tensor) else repr(item)
+            raise ValueError(
+                "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+                f"model.named_parameters(). Found {shown}"
+            )
+    counts = Counter(name for name, _ in pairs)
+    repeated = sorted(name for name, count in counts.items() if count > 1)
+    if repeated:
+        raise ValueError("Parameter names in named_parameters must be unique. Found duplicates: " + ", ".join(repeated))
+    return pairs
+
+
+def _require_all_named(optimizer: torch.optim.Optimizer, name_of: dict[Tensor, str]) -> None:
+    missing = [
+        f"{own_name!r}, shape {tuple(param.shape)}"
+        for own_name, param in _own_names(optimizer, set())
+        if param not in name_of
+    ]
+    if missing:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named. Without a name: "
+            + "; ".join(missing)
+            + ". Pass the named_parameters() of every module that the optimizer trains"
+        )
+
+
+def _own_names(optimizer: torch.optim.Optimizer, taken: set[str]) -> Named:
+    named: Named = []
+    for number in range(len(optimizer.param_groups)):
+        named += _names_of_group(optimizer, number, taken | {name for name, _ in named})
+    return named
+
+
+def _names_of_group(optimizer: torch.optim.Optimizer, number: int, taken: set[str]) -> Named:
+    """By the names that the optimizer was built with, if it was, else by their places."""
+    entry = optimizer.param_groups[number]
+    places = [f"param_groups[{number}]['params'][{place}]" for place in range(len(entry["params"]))]
+    names = [
+        place if name in taken else name for name, place in zip(entry.get("param_names", places), places, strict=True)
+    ]
+    return list(zip(names, entry["params"], strict=True))

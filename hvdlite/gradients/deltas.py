@@ -1,0 +1,223 @@
+"""
+Adasum in an optimizer: each rank takes its own step, and what the steps changed is combined.
+
+    parameters ── copied ── the optimizer's own step, with this rank's gradients ── difference: the delta
+               ── compress ── Adasum of all ranks' deltas ── decompress ── added to the copies ── parameters
+
+For an optimizer, this takes the place of `reducer`, which combines gradients. The deltas travel in buckets as
+gradients do, one after the other, since none is there before the step; a bucket that no rank has a gradient for does
+not travel. They are dense, also where gradients are sparse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from ..channels.collective import Group
+from ..collectives.adasum import adasum_all_reduce
+from ..collectives.fusion import flat_of
+from ..errors import GradientError
+from .params import ParamListener, listen, require_same_model, take_over
+from .plan import Description, ParamSpec, plan_buckets
+from .tracks import Tracks
+from .wire import Settings
+
+
+class Deltas(ParamListener):
+    """Combines what the steps of an optimizer change on the ranks of a group.
+
+    All ranks must take equally many steps. Their parameters, if equal before the first, are equal after each.
+    """
+
+    def __init__(self, group: Group, settings: Settings, backward_passes_per_step: int = 1) -> None:
+        self.settings = settings
+        self.size = group.size
+        self.backward_passes_per_step = backward_passes_per_step
+        self._ranks = group
+        self._tracks = Tracks(group.recorder)
+        self._group: Group | None = None
+        self._is_closed = False
+        self._uncompared: list[Description] = []
+        self._buckets: list[_Bucket] = []
+        self._name_of: dict[Tensor, str] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._passes: dict[Tensor, int] = {}
+        self._only_accumulating = False
+
+    def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
+        """Take in parameters, after those there are."""
+        params = dict(named_params)
+        take_over(params.values())
+        specs = [ParamSpec.of(name, param) for name, param in params.items()]
+        self._uncompared.append([(spec.name, spec.describe()) for spec in specs])
+        for plan in plan_buckets(specs, cap_bytes=self.settings.cap_bytes, groups=groups):
+            members = [params[piece.spec.name] for piece in plan.slices]
+            self._buckets.append(_Bucket(members, plan.describe().replace("gradients of", "the deltas of", 1)))
+        self._name_of.update((param, name) for name, param in params.items())
+        self._hooks += [listen(param, self._on_gradient) for param in params.values()]
+
+    def meet(self) -> Group:
+        """The channel to the other ranks; the first call opens it and compares the models, and waits for all."""
+        while self._uncompared:
+            require_same_model(self._ranks, self._uncompared.pop(0))
+        if self._group is None:
+            self._group = self._ranks.duplicate()
+            self._ranks.reducers.add(self)
+        return self._group
+
+    def close(self) -> None:
+        """Combine nothing any more."""
+        self._is_closed = True
+        self._ranks.reducers.discard(self)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+    # -- backward passes, which here are only counted
+
+    def _on_gradient(self, param: Tensor) -> None:
+        if self._only_accumulating:
+            return
+        passes = self._passes[param] = self._passes.get(param, 0) + 1
+        if passes > self.backward_passes_per_step:
+            raise GradientError(
+                f"gradients of {self._name_of[param]!r} were computed more than backward_passes_per_step="
+                f"{self.backward_passes_per_step} times before step(): to accumulate over several backward "
+                "passes, raise backward_passes_per_step or wrap all but the last in `with optimizer.no_sync():`"
+            )
+
+    @contextmanager
+    def only_accumulating(self) -> Iterator[None]:
+        """Do not count the backward passes inside."""
+        earlier, self._only_accumulating = self._only_accumulating, True
+        try:
+            yield
+        finally:
+            self._only_accumulating = earlier
+
+    @property
+    def has_arrivals(self) -> bool:
+        """False: gradients stay where they are."""
+        return False
+
+    def synchronize(self) -> None:
+        """Nothing: each rank steps with its own gradients."""
+
+    def require_nothing_pending(self, action: str, way_out: str) -> None:
+        """Nothing is under way between two steps; what was accumulated is about to be dropped."""
+        self._passes.clear()
+
+    # -- the step
+
+    def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
+        """Divide the gradients by GradScaler's scale, unless some rank has found one that is not finite.
+
+        Then none steps. Every rank must call it before `stepping`, with None where there is no GradScaler.
+        """
+        if self._is_closed:
+            raise GradientError(
+                "this DistributedOptimizer combines nothing any more: it was closed, or another one was made over "
+                "the same parameters since; step with that one, or with the optimizer that was wrapped"
+            )
+        self._passes.clear()
+        _, overflows = self._count([1, 0 if found_inf is None else int(found_inf.item() > 0)])
+        if overflows:
+            return False
+        if grad_scale is not None:
+            inverse = 1.0 / float(grad_scale)
+            for param in self._name_of:
+                if param.grad is not None:
+                    param.grad.mul_(inverse)
+        return True
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Let the wrapped optimizer step inside; then combine what that has changed."""
+        if self.size > 1:
+            for bucket in self._buckets:
+                bucket.remember()
+        yield
+        if self.size > 1:
+            self._combine()
+        self._tracks.stepped()
+
+    def sit_out(self, average_of_active: bool) -> bool:
+        """Take part in one step of the other ranks with nothing to give; False if they all sat out as well.
+
+        For `join`. The parameters become what theirs become.
+        """
+        active, overflows = self._count([0, 0])
+        if active and not overflows:
+            for param in self._name_of:
+                param.grad = None
+            self._combine()
+        return active > 0
+
+    def _combine(self) -> None:
+        group = self.meet()
+        needed = self._count([bucket.has_gradients for bucket in self._buckets])
+        with self._tracks.synchronizing():
+            for place, (bucket, count) in enumerate(zip(self._buckets, needed, strict=True)):
+                if count:
+                    with self._tracks.combining(place, bucket.what):
+                        bucket.combine(group, self.settings)
+                bucket.forget()
+
+    def _count(self, own: Sequence[int]) -> list[int]:
+        """The sums over all ranks."""
+        counts = torch.tensor(own, dtype=torch.int32)
+        if self.size > 1:
+            self.meet().all_reduce(counts, "an Adasum step").wait()
+        return [int(count) for count in counts.tolist()]
+
+
+class _Bucket:
+    """Parameters of one dtype and device whose deltas travel together."""
+
+    def __init__(self, params: Sequence[Tensor], what: str) -> None:
+        self._params = params
+        self.what = f"the Adasum of {what}"
+        self._before: Tensor | None = None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether this rank's step may have changed it."""
+        return any(param.grad is not None for param in self._params)
+
+    def remember(self) -> None:
+        """Copy the parameters, before a step."""
+        if any(param.requires_grad or param.grad is not None for param in self._params):
+            self._before = flat_of(self._params)
+
+    def forget(self) -> None:
+        """Give the copies back."""
+        self._before = None
+
+    @torch.no_grad()
+    def combine(self, group: Group, settings: Settings) -> None:
+        """Make of the parameters what they were, and the Adasum of what the ranks have added to them since."""
+        before = flat_of(self._params) if self._before is None else self._before
+        delta = flat_of(self._params).sub_(before)
+        parts = 2 if delta.is_complex() else 1
+        out = torch.view_as_real(delta).view(-1) if delta.is_complex() else delta
+        wire = settings.compression.compress(out)
+        if wire.numel() != out.numel() or not wire.is_floating_point():
+            raise ValueError(
+                f"op=hvd.Adasum: {settings.compression!r} makes {wire.numel()} numbers of {wire.dtype} out of "
+                f"{out.numel()} of {out.dtype}: use one that keeps each number a floating-point number of its own"
+            )
+        adasum_all_reduce(group, wire, [param.numel() * parts for param in self._params], self.what)
+        settings.compression.decompress(wire, out)
+        after = before.add_(delta)
+        start = 0
+        for param in self._params:
+            param.copy_(after[start : start + param.numel()].view(param.shape))
+            start += param.numel()

@@ -1,0 +1,326 @@
+"""
+Gradients in, averaged gradients out.
+
+    hook(param) ── slice of a bucket ── compress ── all-reduce ──┐      inside backward
+    step        ── wait, in plan order ── decompress ── param.grad      inside synchronize
+
+A gradient lives in a *slice* of a *bucket*; a full bucket becomes a *wire*, and the sum of all ranks'
+wires, scaled, is the *average*. A parameter has *arrived* when its gradient is complete for this step,
+that is after `backward_passes_per_step` backward passes.
+
+What lies where is decided in `plan` and kept in `layout`, what happens to a bucket on its way in `wire`;
+sparse gradients take the way of `sparse`. Whether a user's calls
+come in an order that loses nothing is checked here, since only here is known what is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from ..channels.collective import Average, Group
+from ..errors import GradientError, MismatchError
+from .bucket import Bucket, Slot
+from .layout import Layout
+from .params import ParamListener, listen, require_same_model, take_over
+from .plan import Description
+from .tracks import Tracks
+from .wire import InFlight, Settings, weight_of
+
+
+class Reducer(ParamListener):
+    """Averages the gradients of some parameters over the ranks of a group.
+
+    Knows neither optimizer nor world. `synchronize` must be called by all ranks equally often; everything
+    between two of those calls may differ by rank, the parameters used and the order of their gradients
+    included.
+    """
+
+    def __init__(self, group: Group, settings: Settings, backward_passes_per_step: int = 1) -> None:
+        self.settings = settings
+        self.size = group.size
+        self._ranks = group
+        # A channel of our own between the same ranks, opened when they first meet.
+        self._group: Group | None = None
+        self.backward_passes_per_step = backward_passes_per_step
+        self._hooks: list[RemovableHandle] = []
+        self._tracks = Tracks(group.recorder)
+        self._is_closed = False
+        self._layout = Layout(
+            cap_bytes=settings.cap_bytes, scale=settings.scales(group.size)[0], densify=settings.sparse_as_dense
+        )
+        self._uncompared: list[Description] = []
+        # What is under way in this step.
+        self._collecting = False
+        self._synchronized = False
+        self._launched: list[Bucket] = []
+        self._in_flight: list[InFlight] = []
+        self._only_accumulating = False
+        # Autograd's numbers of the backward passes since the last step.
+        self._backwards: set[int] = set()
+
+    # -- the plan
+
+    def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
+        """Take in parameters: plan their buckets, after those there are, and hook their gradients."""
+        params = dict(named_params)
+        take_over(params.values())
+        self._uncompared.append(self._layout.add(params, groups))
+        self._hooks += [listen(param, self._on_gradient) for param in params.values()]
+
+    def meet(self) -> Group:
+        """The channel to the other ranks; the first call opens it and compares the models.
+
+        Every rank must call it before the first gradient, or leave it to that. A MismatchError on every
+        rank if one has other parameters than another.
+        """
+        while self._uncompared:
+            require_same_model(self._ranks, self._uncompared.pop(0))
+        if self._group is None:
+            self._group = self._ranks.duplicate()
+            self._ranks.reducers.add(self)
+        return self._group
+
+    def close(self) -> None:
+        """Remove every hook. Gradients stay where they are; what is under way is not waited for."""
+        self._is_closed = True
+        self._ranks.reducers.discard(self)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._group is not None and not self._collecting:
+            self._group.close()
+            self._group = None
+
+    # -- inside backward
+
+    def _on_gradient(self, param: Tensor) -> None:
+        slot = self._layout.slots[param]
+        if not self._collecting:
+            self._begin_step()
+        elif slot.arrived:
+            self._require_surplus(slot)
+            self._discard()
+            self._begin_step()
+        self._backwards.add(torch._C._current_graph_task_id())
+        if param.grad is not slot.view:
+            # A gradient that was None before: what earlier passes left in it, the user has thrown away.
+            slot.passes = 0
+        slot.passes += 0 if self._only_accumulating else 1
+        last_pass = not self._only_accumulating and slot.passes >= self.backward_passes_per_step
+        slot.home.take(slot, last_pass)
+        if last_pass:
+            slot.home.arrive(slot)
+            self._launch_full_buckets()
+
+    def _launch_full_buckets(self) -> None:
+        # In plan order, not as buckets fill: ranks may fill them in different orders, and collectives
+        # pair up by the order of their launch alone.
+        for bucket in self._layout.awake()[len(self._launched) :]:
+            if not bucket.full:
+                break
+            self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        track = self._tracks.of(len(self._launched), bucket)
+        self._launched.append(bucket)
+        self._in_flight.append(InFlight(bucket, self.meet(), self.settings, track))
+        # Those that are done give their wires back, so that memory holds few of them at a time.
+        while self._in_flight[0].is_completed() and len(self._in_flight) > 1:
+            self._in_flight.pop(0).finish()
+
+    # -- between backward and step
+
+    def synchronize(self) -> None:
+        """Wait for all ranks; leave the averages in the gradients. Nothing if that has been done already.
+
+        A parameter that no rank used keeps ``grad = None``; one that some ranks used is averaged over all
+        of them, the others counting as zero.
+        """
+        if self._is_closed:
+            raise GradientError(
+                "this DistributedOptimizer averages nothing any more: it was closed, or another one was made over "
+                "the same parameters since; step with that one, or with the optimizer that was wrapped"
+            )
+        if self._synchronized:
+            return
+        if not self._collecting:
+            self._begin_step()
+        # Not at the end of backward, which would be too early: ranks that did not use every parameter launch
+        # the rest only here, and may wait for each other in other collectives before.
+        try:
+            with self._tracks.synchronizing():
+                self._reduce_everything()
+                self._give_back()
+        finally:
+            self._end_step()
+        self._synchronized = True
+
+    def sit_out(self, average_of_active: bool) -> bool:
+        """Take part in one step of the other ranks with nothing to give; False if they all sat out as well.
+
+        Gradients that are complete already go with that step. For `join`; afterwards no parameter has a gradient.
+        """
+        if self.has_arrivals:
+            self.synchronize()
+            self.stepped()
+            return True
+        self._begin_step()
+        self._drop_gradients()
+        for bucket in self._layout.buckets:
+            bucket.sit_out(average_of_active)
+        try:
+            self._reduce_everything()
+            active, _ = self._launched[0].presence.tolist()
+            self._give_back()
+        finally:
+            self._end_step()
+        self._drop_gradients()
+        return bool(active > 0)
+
+    def _drop_gradients(self) -> None:
+        for param in self._layout.slots:
+            param.grad = None
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Let the optimizer use the gradients inside."""
+        yield
+        self.stepped()
+
+    def stepped(self) -> None:
+        """The optimizer has used the gradients."""
+        self._ranks.stepped_backwards.extend(self._backwards)
+        self._backwards.clear()
+        self._synchronized = False
+        self._tracks.stepped()
+
+    def require_nothing_pending(self, action: str, way_out: str) -> None:
+        """Raise a GradientError if gradients that nobody has waited for would be lost by this action.
+
+        Unless they are surplus (see `_is_surplus`): then wait, and drop them. A half accumulation is dropped.
+        """
+        if self._collecting:
+            arrived = next((slot for slot in self._layout.slots.values() if slot.arrived), None)
+            if arrived is not None:
+                if not self._is_surplus():
+                    raise GradientError(
+                        f"{action} while gradients are on their way between the ranks (the first: "
+                        f"{arrived.name!r}): {way_out}"
+                    )
+                self._discard()
+            self._end_step()
+        self._backwards.clear()
+        self._synchronized = False
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether some gradient is complete and has not been synchronized."""
+        return self._collecting and any(slot.arrived for slot in self._layout.slots.values())
+
+    @contextmanager
+    def only_accumulating(self) -> Iterator[None]:
+        """Let backward passes inside add to the gradients, without counting and without communication."""
+        earlier, self._only_accumulating = self._only_accumulating, True
+        try:
+            yield
+        finally:
+            self._only_accumulating = earlier
+
+    # -- how it is done
+
+    def _begin_step(self) -> None:
+        self.meet()
+        self._collecting = True
+        self._synchronized = False
+        for bucket in self._layout.buckets:
+            bucket.expect()
+
+    def _end_step(self) -> None:
+        self._collecting = False
+        self._launched.clear()
+        self._in_flight.clear()
+        for slot in self._layout.slots.values():
+            slot.forget()
+
+    def _reduce_everything(self) -> None:
+        for bucket in self._layout.awake()[len(self._launched) :]:
+            self._launch(bucket)
+        self._finish_all()
+        # A call to wake travels in a bucket that has just come back, so all ranks hear it at the same time.
+        carriers = [bucket for bucket in self._launched if any(sleeper.asleep for sleeper in bucket.sleepers)]
+        for carrier in carriers:
+            for sleeper, needed in zip(carrier.sleepers, carrier.read_wake(), strict=True):
+                if needed and sleeper.asleep:
+                    sleeper.asleep = False
+                    self._launch(sleeper)
+        self._finish_all()
+
+    def _finish_all(self) -> None:
+        for in_flight in self._in_flight:
+            in_flight.finish()
+        self._in_flight.clear()
+
+    def _give_back(self) -> None:
+        """Set the gradients that this rank does not have but others do, and learn which are sparse."""
+        for bucket in list(self._launched):
+            if bucket.locally_complete:
+                continue
+            newly_sparse = [slot for slot, used, sparse in bucket.read_flags() if self._settle(slot, used, sparse)]
+            if newly_sparse:
+                self._layout.move_out(bucket, newly_sparse)
+        group = self.meet()
+        before, after = self.settings.scales(group.size)
+        if self._layout.sparse and self.settings.op is Average:
+            after *= weight_of(self._launched[0].presence, group.size)
+        for home in self._layout.sparse:
+            home.reduce(group, before, after)
+
+    def _settle(self, slot: Slot, used: bool, sparse: bool) -> bool:
+        """Leave in one gradient what the flags of all ranks say; whether it is to be gathered instead."""
+        if self.settings.sparse_as_dense:
+            if sparse and slot.view is not None:
+                slot.param.grad = slot.view.to_sparse(1)
+            elif used and not slot.arrived:
+                slot.param.grad = slot.view
+            return False
+        if used and sparse:
+            raise MismatchError(
+                f"parameter {slot.name!r} has a sparse gradient on some ranks and a dense one on others: build "
+                "the same model on every rank, or wrap the optimizer with sparse_as_dense=True"
+            )
+        if used and not slot.arrived:
+            slot.param.grad = slot.view
+        return sparse
+
+    def _is_surplus(self) -> bool:
+        """Whether another optimizer has stepped with every backward pass that these gradients come from.
+
+        So it is with a GAN's discriminator after the generator's step: the generator's backward passes
+        through it and leaves gradients that nobody asked for.
+        """
+        return bool(self._backwards) and self._backwards <= set(self._ranks.stepped_backwards)
+
+    def _require_surplus(self, slot: Slot) -> None:
+        if not self._is_surplus():
+            # The first two sentences are Horovod's.
+            raise GradientError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+                "backward_passes_per_step to accumulate gradients locally. (The first: those of "
+                f"{slot.name!r}, with backward_passes_per_step={self.backward_passes_per_step}. Or wrap all backward "
+                "passes but the last in `with optimizer.no_sync():`)"
+            )
+
+    def _discard(self) -> None:
+        """Let what is under way come to its end on all ranks, and begin anew."""
+        for bucket in self._layout.buckets:
+            bucket.give_up()
+        try:
+            self._reduce_everything()
+        finally:
+            self._end_step()
+            self._backwards.clear()

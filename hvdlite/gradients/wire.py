@@ -1,0 +1,109 @@
+"""
+From a full bucket to its average: compress, all-reduce, decompress, as one object that is under way.
+
+    bucket.seal (scaled before) ── compress ── all-reduce ── wait ── decompress ── scaled after ── bucket
+
+An algorithm that needs collectives of its own replaces `InFlight` as a whole. When a bucket is launched,
+and when it is waited for, is decided in `reducer`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..channels.collective import Average, Group, ReduceOp, Sum
+from ..collectives.compression import Compression, Compressor
+from .bucket import Bucket
+from .tracks import NO_TRACK, Track
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How gradients are combined; the same on every rank."""
+
+    compression: Compressor
+    op: ReduceOp
+    gradient_predivide_factor: float
+    cap_bytes: int
+    sparse_as_dense: bool
+
+    def signature(self) -> tuple[object, ...]:
+        """What two ranks compare; a compression of the user's own by its type."""
+        own_words = type(self.compression).__repr__ is not object.__repr__
+        compression = repr(self.compression) if own_words else type(self.compression).__qualname__
+        return (compression, self.op, self.gradient_predivide_factor, self.cap_bytes, self.sparse_as_dense)
+
+    def of_bystander(self) -> Settings:
+        """Those of a rank that takes part in nothing: its gradients stay bit for bit what they are."""
+        return replace(self, compression=Compression.none, op=Sum)
+
+    def scales(self, size: int) -> tuple[float, float]:
+        """The factors before and after the sum.
+
+        An average is scaled before it is summed, so that it overflows no sooner than its terms do.
+        """
+        if self.op is not Average:
+            return 1.0, 1.0
+        if self.gradient_predivide_factor == 1.0:
+            return 1.0 / size, 1.0
+        return 1.0 / self.gradient_predivide_factor, self.gradient_predivide_factor / size
+
+
+class InFlight:
+    """The all-reduce of a bucket under way, and all that must outlive it."""
+
+    def __init__(self, bucket: Bucket, group: Group, settings: Settings, track: Track = NO_TRACK) -> None:
+        self._bucket = bucket
+        self._group = group
+        self._track = track
+        self._compression = settings.compression
+        self._averages = settings.op is Average and group.size > 1
+        _, self._scale_after = settings.scales(group.size)
+        with track.compressing():
+            self._out = _as_real(bucket.seal())
+            # Held until finish(): the engine reads and writes this memory meanwhile.
+            self._wire = settings.compression.compress(self._out)
+        self._work = group.all_reduce(self._wire, f"the all-reduce of the {bucket.plan.describe()}")
+        track.launched(self._work, self._wire)
+
+    def is_completed(self) -> bool:
+        """Whether `finish` would not have to wait."""
+        return self._work.is_completed()
+
+    def finish(self) -> None:
+        """Block until done; leave the average in the bucket, and so in every gradient that is a view of it."""
+        with self._track.waiting():
+            self._work.wait()
+        self._bucket.accept()
+        self._compression.decompress(self._wire, self._out)
+        if self._scale_after != 1.0:
+            self._out.mul_(self._scale_after)
+        if self._averages:
+            self._weigh()
+
+    def _weigh(self) -> None:
+        """Make it the average over those that count, where ranks sit out (`join` with average="active")."""
+        presence = self._bucket.presence
+        # Without the tail, which is still to be read.
+        gradients = _as_real(self._bucket.buffer[: self._bucket.plan.grad_numel])
+        if presence.device.type == "cpu":
+            weight = weight_of(presence, self._group.size)
+            if weight != 1.0:
+                gradients.mul_(weight)
+        else:
+            # On the device, which is not waited for: multiplying by 1 costs less than to ask.
+            weights = self._group.size / presence[0].float().clamp(min=1.0)
+            gradients.mul_(torch.where(presence[1] > 0, weights, torch.ones_like(weights)).to(gradients.dtype))
+
+
+def weight_of(presence: Tensor, size: int) -> float:
+    """By what an average over ``size`` ranks is to be multiplied; waits for the device."""
+    active, left_out = presence.tolist()
+    return size / active if left_out > 0 and active > 0 else 1.0
+
+
+def _as_real(buffer: Tensor) -> Tensor:
+    return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
