@@ -16,6 +16,8 @@ from torch import nn
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
+from hvdlite.agreement.handle import Handle
+from hvdlite.agreement.request import Request
 from hvdlite.channels import recorder
 from hvdlite.channels.collective import Group
 from hvdlite.channels.gpuwatch import GpuWatch
@@ -89,7 +91,7 @@ def test_operations_are_there_by_name(tmp_path):
     def record(rank: int) -> None:
         hvd.start_timeline(path)
         world = current_world()
-        request = hvd.request.Request("allreduce", 'a "name"')
+        request = Request("allreduce", 'a "name"')
         world.conductor.submit(world.group, request, lambda turn: turn.group.agree(None, "test")).wait()
         hvd.stop_timeline()
 
@@ -275,8 +277,8 @@ def test_what_a_lost_rank_did_is_in_what_the_others_leave(tmp_path, caplog):
 
 def test_who_is_waited_for_in_vain_is_given_up(tmp_path, monkeypatch, caplog):
     class Never:
-        def submit(self, *_: Any) -> hvd.handle.Handle:
-            return hvd.handle.Handle("stop_timeline")
+        def submit(self, *_: Any) -> Handle:
+            return Handle("stop_timeline")
 
     monkeypatch.setattr(timeline, "_LAST_WAIT_S", 0.01)
 
