@@ -31,7 +31,7 @@ from .built import (
     nccl_built,
     rocm_built,
 )
-from .channels.collective import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from .channels.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from .collectives.asynchronous import (
     allgather_async,
     allreduce_async,

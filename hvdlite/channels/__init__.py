@@ -5,5 +5,5 @@ Ranks that communicate together, and what carries it: groups over `torch.distrib
 
 Modules import only what stands before them:
 
-    engine < gpuwatch < recorder < collective
+    engine < gpuwatch < recorder < reduce_op < flat < work < collective
 """

@@ -10,14 +10,10 @@ under way.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import pickle
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from enum import IntEnum
-from itertools import accumulate
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -28,80 +24,16 @@ from torch._C._distributed_c10d import AllToAllOptions
 
 from ..errors import CommunicationError, MismatchError, PeerLostError, says_peer_lost
 from .engine import AloneChannels, Channels, ClosedEngine, Engine, EngineWork
+from .flat import as_bytes, pieces_of, unpickle
 from .recorder import Recorder
-
-
-class ReduceOp(IntEnum):
-    """How an all-reduce combines the ranks; the numbers are Horovod's."""
-
-    Average = 0
-    Sum = 1
-    Adasum = 2
-    Min = 3
-    Max = 4
-    Product = 5
-
-
-Average = ReduceOp.Average
-Sum = ReduceOp.Sum
-Adasum = ReduceOp.Adasum
-Min = ReduceOp.Min
-Max = ReduceOp.Max
-Product = ReduceOp.Product
-
-# What engines can do by themselves; the rest is made of it.
-_OP_OF_ENGINE = {
-    Sum: dist.ReduceOp(dist.ReduceOp.SUM),
-    Min: dist.ReduceOp(dist.ReduceOp.MIN),
-    Max: dist.ReduceOp(dist.ReduceOp.MAX),
-    Product: dist.ReduceOp(dist.ReduceOp.PRODUCT),
-}
+from .reduce_op import OP_OF_ENGINE, ReduceOp, Sum
+from .work import Waits, Work
 
 
 class SitsOut(Protocol):
     """Takes part in the steps of other ranks with nothing to give."""
 
     def sit_out(self, average_of_active: bool) -> bool: ...
-
-
-class Waits:
-    """What this process is blocked in, an engine's collective, and since when (`time.monotonic`): for who watches."""
-
-    current: tuple[str, float] | None = None
-
-
-class Work:
-    """A collective under way. `wait` returns when its tensors may be read, or raises what went wrong."""
-
-    def __init__(self, group: Group, work: EngineWork, what: str) -> None:
-        self._group = group
-        self._work = work
-        self._what = what
-
-    def wait(self) -> None:
-        """Block until done; on a GPU the current stream waits instead of the host."""
-        waits = self._group.waits
-        waits.current = (self._what, time.monotonic())
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            if "DataLoader worker" in str(error):
-                # Raised by a signal handler of PyTorch's wherever the program happens to be.
-                raise
-            raise self._group.error_of(self._what, error) from error
-        finally:
-            waits.current = None
-
-    def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
-        return self._work.is_completed()
-
-    def when_done(self, callback: Callable[[], None]) -> None:
-        """Have it called, by a thread of the engine's, when it is done or has failed; at once where it is.
-
-        For NCCL at once in any case, with the current stream being one that waits for it.
-        """
-        self._work.get_future().add_done_callback(lambda _: callback())
 
 
 class Group:
@@ -220,18 +152,21 @@ class Group:
             raise ValueError(f"root_rank={root_rank!r} is not one of {members}")
         return self.ranks.index(root_rank)
 
+    def _begun(self, work: EngineWork, what: str) -> Work:
+        return Work(work, what, self.waits, self.error_of)
+
     def all_reduce(self, tensor: Tensor, what: str, op: ReduceOp = Sum) -> Work:
         """Combine a contiguous tensor over all ranks, in place; of a dtype and an op that engines know.
 
         These are Sum, Min, Max and Product, of integers (not int16) and floats; others are `reduction`'s.
         """
         options = dist.AllreduceOptions()
-        options.reduceOp = _OP_OF_ENGINE[op]
+        options.reduceOp = OP_OF_ENGINE[op]
         try:
             work = self.engine.allreduce([tensor], options)
         except RuntimeError as error:
             raise self.error_of(what, error) from error
-        return Work(self, work, what)
+        return self._begun(work, what)
 
     def broadcast(self, tensor: Tensor, root_rank: int, what: str) -> Work:
         """Overwrite a contiguous tensor with the root's; any dtype, since it travels as bytes."""
@@ -242,7 +177,7 @@ class Group:
             work = self.engine.broadcast([as_bytes(tensor)], options)
         except RuntimeError as error:
             raise self.error_of(what, error) from error
-        return Work(self, work, what)
+        return self._begun(work, what)
 
     def all_gather(self, tensor: Tensor, what: str, counts: Sequence[int] | None = None) -> list[Tensor]:
         """The flat bytes of every rank's contiguous tensor, in rank order; sizes may differ.
@@ -276,7 +211,7 @@ class Group:
             work = self.engine.alltoall_base(output, tensor, list(received_bytes), list(sent_bytes), options)
         except RuntimeError as error:
             raise self.error_of(what, error) from error
-        Work(self, work, what).wait()
+        self._begun(work, what).wait()
         return pieces_of(output, received_bytes)
 
     def all_gather_object(self, value: object, what: str) -> list[Any]:
@@ -317,26 +252,8 @@ class Group:
             work = self.engine.allgather([outputs], [tensor])
         except RuntimeError as error:
             raise self.error_of(what, error) from error
-        Work(self, work, what).wait()
+        self._begun(work, what).wait()
         return outputs
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory as a flat tensor of bytes, without a copy."""
-    # Not reshape(-1), which keeps the stride of a tensor of one element, whatever that is.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def pieces_of(flat: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Views of a tensor's elements (or rows), as many as each of the counts says, one after the other."""
-    stops = list(accumulate(counts))
-    return [flat[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
-
-
-def unpickle(data: Tensor) -> Any:
-    """The object in a flat tensor of bytes on the CPU."""
-    # Without numpy, which torch does not require, and without a Python int per byte.
-    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
 
 
 def _first_line(error: BaseException) -> str:

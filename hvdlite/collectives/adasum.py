@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..channels.collective import Group, as_bytes, pieces_of
+from ..channels.collective import Group
+from ..channels.flat import as_bytes, pieces_of
 
 # At most this much of a slice is held in float64 at a time.
 _CHUNK_NUMEL = 2**20

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..agreement.handle import Handle
-from ..channels.collective import Average, ReduceOp, Sum
+from ..channels.reduce_op import Average, ReduceOp, Sum
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
 from .combining import start_allreduce, start_reducescatter

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from ..channels.collective import Adasum, Average, Product, Sum
+from ..channels.reduce_op import Adasum, Average, Product, Sum
 from ..errors import GradientError
 from ..process_set import ProcessSet
 from ..process_sets import group_of

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..agreement.handle import Handle
 from ..agreement.request import Request, Turn
-from ..channels.collective import Average, ReduceOp, Sum, pieces_of
+from ..channels.flat import pieces_of
+from ..channels.reduce_op import Average, ReduceOp, Sum
 from ..process_set import ProcessSet
 from .compression import Compression
 from .fusion import flat_of, fused, mark_written, own_memory

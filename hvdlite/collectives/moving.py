@@ -18,7 +18,9 @@ from torch import Tensor
 
 from ..agreement.handle import Handle
 from ..agreement.request import Request, Turn
-from ..channels.collective import Average, Group, as_bytes, pieces_of
+from ..channels.collective import Group
+from ..channels.flat import as_bytes, pieces_of
+from ..channels.reduce_op import Average
 from ..process_set import ProcessSet
 from ..process_sets import group_of
 from .fusion import is_plain, mark_written, plain

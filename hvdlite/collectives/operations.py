@@ -24,7 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from ..agreement.handle import Handle
-from ..channels.collective import Average, ReduceOp
+from ..channels.reduce_op import Average, ReduceOp
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
 from . import autograd

@@ -18,7 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..channels.collective import Adasum, Average, Group, Max, Min, Product, ReduceOp, Sum, as_bytes
+from ..channels.collective import Group
+from ..channels.flat import as_bytes
+from ..channels.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from .adasum import adasum_all_reduce
 from .compression import AnyCompression, Compression, Compressor, check_compression
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..channels.collective import Group, as_bytes, unpickle
+from ..channels.collective import Group
+from ..channels.flat import as_bytes, unpickle
 from ..errors import MismatchError
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of

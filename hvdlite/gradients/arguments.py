@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..channels.collective import Adasum, Average, ReduceOp, Sum
+from ..channels.reduce_op import Adasum, Average, ReduceOp, Sum
 
 MEBIBYTE = 2**20
 

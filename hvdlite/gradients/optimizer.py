@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..channels.collective import Adasum, Average, Group, ReduceOp
+from ..channels.collective import Group
+from ..channels.reduce_op import Adasum, Average, ReduceOp
 from ..collectives.compression import AnyCompression, Compression, check_compression
 from ..errors import GradientError
 from ..process_set import ProcessSet

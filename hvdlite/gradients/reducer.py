@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from ..channels.collective import Average, Group
+from ..channels.collective import Group
+from ..channels.reduce_op import Average
 from ..errors import GradientError, MismatchError
 from .bucket import Bucket, Slot
 from .layout import Layout

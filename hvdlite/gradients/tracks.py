@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..channels.collective import Work
 from ..channels.recorder import Recorder, Row
+from ..channels.work import Work
 from .bucket import Bucket
 
 _FAMILY = 10_000  # rows of an optimizer, at most

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..channels.collective import Average, Group, ReduceOp, Sum
+from ..channels.collective import Group
+from ..channels.reduce_op import Average, ReduceOp, Sum
 from ..collectives.compression import Compression, Compressor
 from .bucket import Bucket
 from .tracks import NO_TRACK, Track
