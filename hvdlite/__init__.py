@@ -11,7 +11,7 @@ What is public is here, and made elsewhere. Packages and modules import only wha
 package its own docstring has the order:
 
     errors < environment < log < launch < meeting < call < channels < agreement < timeline < process_set
-           < registry < farewell < world < process_sets < built < tracing < collectives < gradients < links
+           < registry < farewell < entry < world < process_sets < built < tracing < collectives < gradients < links
            < communicator
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under

@@ -11,6 +11,7 @@ from ranks import attempt_ranks
 from hvdlite import world
 from hvdlite.agreement.connect import make_conductor
 from hvdlite.channels.collective import Group
+from hvdlite.entry import World
 from hvdlite.environment import Environment
 from hvdlite.meeting.topology import Topology
 from hvdlite.registry import Registry
@@ -24,13 +25,13 @@ class WorldOfThread:
     def __init__(self) -> None:
         self._here = threading.local()
 
-    def enter(self, own: world.World) -> None:
+    def enter(self, own: World) -> None:
         self._here.world = own
 
     @property
-    def here(self) -> world.World:
+    def here(self) -> World:
         """For the threads that a rank starts itself."""
-        own: world.World = self._here.world
+        own: World = self._here.world
         return own
 
     def __getattr__(self, name: str) -> Any:
@@ -53,7 +54,7 @@ def attempt_worlds(size: int, function: Callable[[int], Any], environment: Envir
     def run(group: Group) -> Any:
         conductor = make_conductor(group, ["here"] * group.size, environment, timeout_s=10.0)
         sets = Registry(group, conductor)
-        own = world.World(_topology(group), group, conductor, environment, sets, leave=lambda: None, pid=0)
+        own = World(_topology(group), group, conductor, environment, sets, leave=lambda: None, pid=0)
         shared.enter(own)
         try:
             return function(group.rank)

@@ -1,0 +1,176 @@
+"""
+How a process becomes one of the ranks: by its launcher's word, in a process group that is there, or alone.
+
+    Seat ── a store ── the default group ── introductions ── conductor ── World
+
+Which world is the current one is known to `world`; here nothing is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from .agreement.conductor import Conductor
+from .agreement.connect import make_conductor
+from .channels.collective import Group
+from .channels.engine import AloneChannels, Channels, TorchChannels
+from .environment import DYNAMIC, Environment
+from .errors import CommunicationError, LaunchEnvironmentError, MismatchError
+from .log import log, open_log
+from .meeting.client import Operation, StoreClient
+from .meeting.rendezvous import meet
+from .meeting.store import LauncherStore
+from .meeting.topology import Seat, Topology, read_seat, seats_to_topology
+from .registry import Registry
+from .timeline import session as timeline
+
+_GIVING_UP = timedelta(seconds=1)  # for saying so
+
+_GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
+
+_generation = itertools.count()
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of the job, the process that is in it, and what is to be done once the group is closed."""
+
+    topology: Topology
+    group: Group
+    conductor: Conductor
+    environment: Environment
+    sets: Registry
+    leave: Callable[[], None]
+    pid: int
+
+
+def enter(timeout: timedelta, environment: Environment) -> World:
+    """The world that this process is in. Every rank must call it; it waits for all."""
+    if dist.is_available() and dist.is_initialized():
+        return _adopt(timeout, environment)
+    seat = read_seat(os.environ)
+    return _alone(environment) if seat is None else _connect(seat, timeout, environment)
+
+
+def _alone(environment: Environment) -> World:
+    seat = Seat(rank=0, size=1, node="", host=socket.gethostname(), local_rank=0)
+    return _world_of(seat, AloneChannels(), timedelta(), environment, leave=lambda: None)
+
+
+def _connect(seat: Seat, timeout: timedelta, environment: Environment) -> World:
+    backend = _GLOO_AND_NCCL if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    client = None if seat.store_url is None else StoreClient.from_url(seat.store_url)
+    _tell_launcher(client, Operation.JOINING, seat, timeout)
+    try:
+        world = _meet_all(seat, backend, client, timeout, environment)
+    except BaseException:
+        with contextlib.suppress(CommunicationError):
+            _tell_launcher(client, Operation.GAVE_UP, seat, _GIVING_UP)
+        raise
+    _tell_launcher(client, Operation.JOINED, seat, timeout)
+    return world
+
+
+def _meet_all(
+    seat: Seat, backend: str, client: StoreClient | None, timeout: timedelta, environment: Environment
+) -> World:
+    try:
+        store = _meeting_place(seat, client, timeout)
+        dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
+    except LaunchEnvironmentError:
+        raise
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"hvd.init() failed on rank {seat.rank} ({seat.host}): another rank did not call it within "
+            f"{timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
+        ) from error
+    channels = TorchChannels(backend, timeout, dist.group.WORLD)
+    return _world_of(seat, channels, timeout, environment, leave=_destroy_default_group)
+
+
+def _tell_launcher(client: StoreClient | None, what: Operation, seat: Seat, timeout: timedelta) -> None:
+    """How far this rank is: others may wait for it, and the launcher knows whether it will ever come."""
+    if client is None:
+        return
+    try:
+        client.request(what, [b"%d" % seat.rank], timeout.total_seconds())
+    except (OSError, ValueError) as error:
+        raise CommunicationError(
+            f"hvd.init() failed on rank {seat.rank} ({seat.host}): hvdlite-run's agent cannot be asked: {error}"
+        ) from error
+
+
+def _meeting_place(seat: Seat, client: StoreClient | None, timeout: timedelta) -> Store | None:
+    """The store in which all ranks find each other; None for the one that MASTER_ADDR and MASTER_PORT name."""
+    # A prefix of its own for every init, so that one after a shutdown does not read the first one's keys.
+    generation = f"init{next(_generation)}"
+    if seat.launcher is not None:
+        return meet(seat, os.environ, generation, timeout)
+    return None if client is None else PrefixStore(generation, LauncherStore(client, timeout))
+
+
+def _adopt(timeout: timedelta, environment: Environment) -> World:
+    """Groups of our own beside the program's: its collectives cannot get between ours."""
+    configured = str(dist.get_backend_config())
+    # The program's choice for CUDA tensors stays (gloo lets two ranks share a GPU); CPU tensors need gloo.
+    cuda = next((item.partition(":")[2] for item in configured.split(",") if item.startswith("cuda:")), None)
+    backend = f"cpu:gloo,cuda:{cuda}" if cuda not in (None, "undefined") else "gloo"
+    told = read_seat(os.environ)
+    host = socket.gethostname()
+    seat = Seat(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        node=host if told is None else told.node,
+        host=host if told is None else told.host,
+        local_rank=None if told is None else told.local_rank,
+    )
+    return _world_of(seat, TorchChannels(backend, timeout), timeout, environment, leave=lambda: None)
+
+
+def _world_of(
+    seat: Seat, channels: Channels, timeout: timedelta, environment: Environment, leave: Callable[[], None]
+) -> World:
+    open_log(environment, seat.rank)
+    group = Group(channels, seat.rank, seat.size, [f"host of rank {rank}" for rank in range(seat.size)])
+    introductions = group.all_gather_object((seat, _own_version(), environment.timeline), "hvd.init()")
+    seats = [introduced for introduced, _, _ in introductions]
+    topology = seats_to_topology(seat.rank, seats)
+    group.hosts = topology.hosts
+    for other, (_, other_version, _) in enumerate(introductions):
+        if other_version != introductions[0][1]:
+            raise MismatchError(
+                f"hvdlite is version {introductions[0][1]} on {group.describe_rank(0)} and {other_version} on "
+                f"{group.describe_rank(other)}: install the same version everywhere"
+            )
+    for remark in environment.remarks if seat.rank == 0 else ():
+        log.warning(remark)
+    group.require_agreement(environment.check, "hvd.init()", "HVDLITE_CHECK (0 or 1)")
+    conductor = make_conductor(group, [seat.node for seat in seats], environment, timeout.total_seconds())
+    # Rank 0 is the one to write it, so its variable counts.
+    timeline_path = introductions[0][2]
+    if timeline_path not in (None, DYNAMIC):
+        timeline.start(group, conductor, timeline_path)
+    return World(topology, group, conductor, environment, Registry(group, conductor), leave, os.getpid())
+
+
+def _destroy_default_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _own_version() -> str:
+    try:
+        return version("hvdlite")
+    except PackageNotFoundError:
+        return "of a source tree"
