@@ -8,8 +8,8 @@ A gradient lives in a *slice* of a *bucket*; a full bucket becomes a *wire*, and
 wires, scaled, is the *average*. A parameter has *arrived* when its gradient is complete for this step,
 that is after `backward_passes_per_step` backward passes.
 
-What lies where is decided in `plan` and kept in `layout`, what happens to a bucket on its way in `wire`;
-sparse gradients take the way of `sparse`. Whether a user's calls
+What lies where is decided in `plan` and kept in `layout`; how buckets travel is in `convoy`, and what happens to one
+on its way in `wire`; sparse gradients take the way of `sparse`. Whether a user's calls
 come in an order that loses nothing is checked here, since only here is known what is under way.
 """
 
@@ -23,14 +23,14 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..channels.collective import Group
-from ..channels.reduce_op import Average
-from ..errors import GradientError, MismatchError
-from .bucket import Bucket, Slot
+from ..errors import GradientError
+from .bucket import Slot
+from .convoy import Convoy
 from .layout import Layout
 from .params import ParamListener, listen, require_same_model, take_over
 from .plan import Description
 from .tracks import Tracks
-from .wire import InFlight, Settings, weight_of
+from .wire import Settings
 
 
 class Reducer(ParamListener):
@@ -54,12 +54,11 @@ class Reducer(ParamListener):
         self._layout = Layout(
             cap_bytes=settings.cap_bytes, scale=settings.scales(group.size)[0], densify=settings.sparse_as_dense
         )
+        self._convoy = Convoy(self._layout, settings, self._tracks)
         self._uncompared: list[Description] = []
         # What is under way in this step.
         self._collecting = False
         self._synchronized = False
-        self._launched: list[Bucket] = []
-        self._in_flight: list[InFlight] = []
         self._only_accumulating = False
         # Autograd's numbers of the backward passes since the last step.
         self._backwards: set[int] = set()
@@ -116,23 +115,7 @@ class Reducer(ParamListener):
         slot.home.take(slot, last_pass)
         if last_pass:
             slot.home.arrive(slot)
-            self._launch_full_buckets()
-
-    def _launch_full_buckets(self) -> None:
-        # In plan order, not as buckets fill: ranks may fill them in different orders, and collectives
-        # pair up by the order of their launch alone.
-        for bucket in self._layout.awake()[len(self._launched) :]:
-            if not bucket.full:
-                break
-            self._launch(bucket)
-
-    def _launch(self, bucket: Bucket) -> None:
-        track = self._tracks.of(len(self._launched), bucket)
-        self._launched.append(bucket)
-        self._in_flight.append(InFlight(bucket, self.meet(), self.settings, track))
-        # Those that are done give their wires back, so that memory holds few of them at a time.
-        while self._in_flight[0].is_completed() and len(self._in_flight) > 1:
-            self._in_flight.pop(0).finish()
+            self._convoy.launch_full_buckets(self.meet())
 
     # -- between backward and step
 
@@ -155,8 +138,8 @@ class Reducer(ParamListener):
         # the rest only here, and may wait for each other in other collectives before.
         try:
             with self._tracks.synchronizing():
-                self._reduce_everything()
-                self._give_back()
+                self._convoy.launch_rest_and_wait(self.meet())
+                self._convoy.give_back(self.meet())
         finally:
             self._end_step()
         self._synchronized = True
@@ -175,13 +158,13 @@ class Reducer(ParamListener):
         for bucket in self._layout.buckets:
             bucket.sit_out(average_of_active)
         try:
-            self._reduce_everything()
-            active, _ = self._launched[0].presence.tolist()
-            self._give_back()
+            self._convoy.launch_rest_and_wait(self.meet())
+            active = self._convoy.active
+            self._convoy.give_back(self.meet())
         finally:
             self._end_step()
         self._drop_gradients()
-        return bool(active > 0)
+        return active > 0
 
     def _drop_gradients(self) -> None:
         for param in self._layout.slots:
@@ -243,60 +226,9 @@ class Reducer(ParamListener):
 
     def _end_step(self) -> None:
         self._collecting = False
-        self._launched.clear()
-        self._in_flight.clear()
+        self._convoy.disperse()
         for slot in self._layout.slots.values():
             slot.forget()
-
-    def _reduce_everything(self) -> None:
-        for bucket in self._layout.awake()[len(self._launched) :]:
-            self._launch(bucket)
-        self._finish_all()
-        # A call to wake travels in a bucket that has just come back, so all ranks hear it at the same time.
-        carriers = [bucket for bucket in self._launched if any(sleeper.asleep for sleeper in bucket.sleepers)]
-        for carrier in carriers:
-            for sleeper, needed in zip(carrier.sleepers, carrier.read_wake(), strict=True):
-                if needed and sleeper.asleep:
-                    sleeper.asleep = False
-                    self._launch(sleeper)
-        self._finish_all()
-
-    def _finish_all(self) -> None:
-        for in_flight in self._in_flight:
-            in_flight.finish()
-        self._in_flight.clear()
-
-    def _give_back(self) -> None:
-        """Set the gradients that this rank does not have but others do, and learn which are sparse."""
-        for bucket in list(self._launched):
-            if bucket.locally_complete:
-                continue
-            newly_sparse = [slot for slot, used, sparse in bucket.read_flags() if self._settle(slot, used, sparse)]
-            if newly_sparse:
-                self._layout.move_out(bucket, newly_sparse)
-        group = self.meet()
-        before, after = self.settings.scales(group.size)
-        if self._layout.sparse and self.settings.op is Average:
-            after *= weight_of(self._launched[0].presence, group.size)
-        for home in self._layout.sparse:
-            home.reduce(group, before, after)
-
-    def _settle(self, slot: Slot, used: bool, sparse: bool) -> bool:
-        """Leave in one gradient what the flags of all ranks say; whether it is to be gathered instead."""
-        if self.settings.sparse_as_dense:
-            if sparse and slot.view is not None:
-                slot.param.grad = slot.view.to_sparse(1)
-            elif used and not slot.arrived:
-                slot.param.grad = slot.view
-            return False
-        if used and sparse:
-            raise MismatchError(
-                f"parameter {slot.name!r} has a sparse gradient on some ranks and a dense one on others: build "
-                "the same model on every rank, or wrap the optimizer with sparse_as_dense=True"
-            )
-        if used and not slot.arrived:
-            slot.param.grad = slot.view
-        return sparse
 
     def _is_surplus(self) -> bool:
         """Whether another optimizer has stepped with every backward pass that these gradients come from.
@@ -321,7 +253,7 @@ class Reducer(ParamListener):
         for bucket in self._layout.buckets:
             bucket.give_up()
         try:
-            self._reduce_everything()
+            self._convoy.launch_rest_and_wait(self.meet())
         finally:
             self._end_step()
             self._backwards.clear()
