@@ -36,6 +36,8 @@ class _AllRanks(ProcessSet):
     def __str__(self) -> str:
         return super().__str__() if is_initialized() else "global_process_set"
 
+    __repr__ = __str__
+
     def __reduce__(self) -> str:
         return "global_process_set"
 

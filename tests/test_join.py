@@ -96,6 +96,19 @@ def test_training_goes_on_after_a_join_from_the_last_ranks_parameters():
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+def test_after_a_join_collectives_without_a_name_go_on():
+    def rank(own: int) -> list[float]:
+        seen = []
+        for _ in range(2):
+            for _ in range(2 + own):
+                seen.append(hvd.allreduce(torch.ones(1), op=hvd.Sum).item())
+            hvd.join()
+            hvd.barrier()
+        return seen
+
+    assert run_worlds(2, rank) == [[2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 1.0, 2.0, 2.0, 1.0]]
+
+
 def test_two_optimizers_are_each_followed_however_often_they_step():
     def rank(own: int) -> list[float]:
         params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
@@ -145,11 +158,11 @@ def test_sparse_gradients_and_frozen_layers_are_followed_too(average):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: hvd.allgather(torch.ones(2)), "Allgather is not supported with Join at this time. Specify "),
+        (lambda: hvd.allgather(torch.ones(2)), "Allgather is not supported with Join at this time."),
         (lambda: hvd.broadcast(torch.ones(2), 0), "Broadcast is not supported with Join at this time."),
         (lambda: hvd.alltoall(torch.ones(2)), "Alltoall is not supported with Join at this time."),
         (lambda: hvd.reducescatter(torch.ones(2)), "Reducescatter is not supported with Join at this time."),
-        (lambda: hvd.broadcast_parameters([torch.ones(2)]), "Broadcast_parameters is not supported with Join"),
+        (lambda: hvd.broadcast_parameters([torch.ones(2)]), "broadcast_parameters is not supported with Join"),
     ],
 )
 def test_other_collectives_raise_where_they_are_called_and_the_join_goes_on(call, words):

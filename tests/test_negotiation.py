@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hvdlite.agreement.negotiation import SETTLING_S, Negotiation
 from hvdlite.agreement.pending import Ask
-from hvdlite.agreement.stall import StallRules
+from hvdlite.agreement.stall import STANDSTILL_S, StallRules
 
 HOSTS = ("node1", "node1", "node2", "node2")
 
@@ -21,29 +21,38 @@ class Play:
     def __init__(self, size: int = 3, **stall: float) -> None:
         self.size = size
         self.now_s = 0.0
+        self._tickets = itertools.count()
+        self.what_of: dict[tuple[int, int], str | None] = {}
         self.negotiation = Negotiation(HOSTS[:size], StallRules(**stall))
 
-    def ask(self, rank: int, name: str, kind: str = "allreduce", *, members=None, own=None, set_id=0, **same) -> None:
+    def ask(
+        self, rank: int, name: str | None, kind: str = "allreduce", *, members=None, own=None, set_id=0, **same
+    ) -> int:
+        """The ticket."""
         ranks = tuple(range(self.size)) if members is None else members
-        ask = Ask(set_id, f"{kind}.{name}", kind, f"{kind} of {name!r}", ranks, same, own)
+        ticket = next(self._tickets)
+        ask = Ask(ticket, set_id, kind, name, f"{kind} of {name!r}", ranks, same, own)
+        self.what_of[rank, ticket] = name
         self.negotiation.ask(rank, ask, self.now_s)
-
-    def wait(self, rank: int, name: str, kind: str = "allreduce", set_id: int = 0) -> None:
-        self.negotiation.wait(rank, set_id, f"{kind}.{name}")
+        return ticket
 
     def call(self, rank: int, name: str, kind: str = "allreduce", **more) -> None:
         """Ask and wait."""
-        self.ask(rank, name, kind, **more)
-        self.wait(rank, name, kind, more.get("set_id", 0))
+        self.negotiation.wait(rank, self.ask(rank, name, kind, **more))
 
     def after(self, seconds: float) -> list[tuple[int, list]]:
         self.now_s += seconds
         self.negotiation.tick(self.now_s)
         return self.said()
 
+    def begun(self) -> list[list[str | None]]:
+        """By rank, the names of what has begun, in order."""
+        said = self.said()
+        return [[self.what_of[rank, message[1]] for to, message in said if to == rank] for rank in range(self.size)]
+
     def said(self) -> list[tuple[int, list]]:
         """What has been answered since the last time that one asked."""
-        said = list(self.negotiation.outbox)
+        said = [(rank, message) for rank, message in self.negotiation.outbox if message[0] != "left"]
         self.negotiation.outbox.clear()
         return said
 
@@ -54,8 +63,8 @@ def kinds(said) -> list[tuple[int, str]]:
 
 def refusals(said) -> dict[int, tuple[str, str]]:
     """By rank the error's class and words."""
-    assert all(message[0] == "no" for _, message in said), said
-    return {rank: (message[3], message[4]) for rank, message in said}
+    assert all(message[0] in ("no", "not_joined") for _, message in said), said
+    return {rank: (message[-2], message[-1]) for rank, message in said}
 
 
 def one_error(said, ranks) -> tuple[str, str]:
@@ -72,7 +81,9 @@ def test_an_operation_begins_when_the_last_rank_has_asked_for_it_and_everybody_l
         play.ask(rank, "a", own=rank * 10)
     assert play.said() == []
     play.ask(1, "a", own=10)
-    assert play.said() == [(rank, ["go", 0, "allreduce.a", [0, 10, 20], 3]) for rank in range(3)]
+    assert [(rank, [kind, *rest]) for rank, (kind, _, *rest) in play.said()] == [
+        (rank, ["go", [0, 10, 20], 3]) for rank in range(3)
+    ]
     assert play.negotiation.is_idle
 
 
@@ -82,8 +93,7 @@ def test_operations_begin_in_one_order_on_all_ranks_whatever_the_order_of_their_
         play.ask(0, name)
     for name in "cab":
         play.ask(1, name)
-    orders = {rank: [message[2] for to, message in play.negotiation.outbox if to == rank] for rank in range(2)}
-    assert orders[0] == orders[1] == ["allreduce.c", "allreduce.a", "allreduce.b"]
+    assert play.begun() == [["c", "a", "b"]] * 2
 
 
 @pytest.mark.parametrize(
@@ -161,6 +171,78 @@ def test_a_rank_that_comes_later_to_what_others_were_refused_gets_their_error():
     assert play.negotiation.is_idle
 
 
+def test_operations_without_a_name_pair_up_by_what_ranks_still_have_to_call_and_not_by_how_often_they_have():
+    play = Play(2)
+    # One rank has called it once too often for the other, and both were told.
+    play.call(0, None, "barrier")
+    play.call(1, None, "allgather")
+    play.after(0.0)
+    one_error(play.after(SETTLING_S), [0, 1])
+    for kind in ("barrier", "allgather", "barrier"):
+        for rank in range(2):
+            play.call(rank, None, kind)
+        assert kinds(play.said()) == [(0, "go"), (1, "go")]
+
+
+def test_operations_without_a_name_still_pair_up_after_others_have_gone_on_without_those_that_joined():
+    play = Play(2)
+    play.negotiation.join(0, False, 0.0)
+    for _ in range(3):
+        play.call(1, None)
+    play.negotiation.join(1, False, 0.0)
+    play.said()
+    for rank in range(2):
+        play.call(rank, None)
+    assert kinds(play.said()) == [(0, "go"), (1, "go")]
+
+
+def test_numbers_that_are_none_do_not_differ_from_themselves():
+    play = Play(2)
+    for rank in range(2):
+        play.ask(rank, "a", prescale_factor=float("nan"))
+    assert kinds(play.said()) == [(0, "go"), (1, "go")]
+
+
+def test_groups_of_different_numbers_of_tensors_are_told_apart_by_their_numbers():
+    play = Play(2)
+    for rank in range(2):
+        play.ask(rank, "a", "grouped_allreduce", dtype=["float32"] * (rank + 1))
+    _, text = one_error(play.said(), [0, 1])
+    assert text.startswith("Mismatched numbers of tensors in GROUPED_ALLREDUCE.")
+    assert "rank 0 (node1): 1 tensors; rank 1 (node1): 2 tensors" in text
+
+
+def test_a_circle_through_a_wait_for_gradients_is_an_error_when_it_has_stood_still():
+    play = Play(3, warn_after_s=60.0)
+    play.negotiation.busy(0, "the all-reduce of the gradients of fc.weight", 0.0)
+    play.call(1, "a", "allgather")
+    assert play.after(STANDSTILL_S + SETTLING_S + 1) == []  # the third rank computes
+    play.call(2, "a", "allgather")
+    play.after(0.0)
+    _, text = one_error(play.after(SETTLING_S), [1, 2])
+    assert "rank 0 (node1): the all-reduce of the gradients of fc.weight; ranks 1 (node1), 2 (node2): allgather" in text
+
+
+def test_a_bucket_that_is_on_its_way_while_the_others_wait_is_no_circle():
+    play = Play(2, warn_after_s=60.0)
+    for seconds in range(0, 40, 5):
+        # It waits for one bucket after the other.
+        play.negotiation.busy(0, f"bucket {seconds}", float(seconds))
+        if seconds == 0:
+            play.call(1, "a")
+        assert play.after(5.0) == []
+
+
+def test_the_first_end_is_told_to_all_others():
+    play = Play(3)
+    play.negotiation.end(1, True, 0.0)
+    play.negotiation.end(2, False, 0.0)
+    assert [each for each in play.negotiation.outbox if each[1][0] == "left"] == [
+        (0, ["left", 1, True]),
+        (2, ["left", 1, True]),
+    ]
+
+
 def test_a_rank_that_is_not_blocked_may_still_come_and_nobody_is_refused():
     play = Play(2)
     play.call(0, "a")
@@ -227,9 +309,10 @@ def test_who_has_joined_takes_part_in_all_reduces_and_is_told_what_they_are():
     play.negotiation.join(2, False, 0.0)
     for rank in (0, 1):
         play.ask(rank, "a", dtype="float32", own=None)
-    go = ["go", 0, "allreduce.a", [None] * 3, 3]
-    whole = [*go, "allreduce", "allreduce of 'a'", {"dtype": "float32"}]
-    assert play.said() == [(0, go), (1, go), (2, whole)]
+    whole = ["stand_in", 0, [None] * 3, 3, "allreduce", "allreduce of 'a'", {"dtype": "float32"}]
+    said = play.said()
+    assert kinds(said) == [(0, "go"), (1, "go"), (2, "stand_in")]
+    assert said[2][1] == whole
 
 
 def test_averages_may_be_over_those_that_have_not_joined():
@@ -237,7 +320,7 @@ def test_averages_may_be_over_those_that_have_not_joined():
     play.ask(0, "a")
     play.negotiation.join(1, True, 0.0)
     play.negotiation.join(2, True, 0.0)
-    assert [message[4] for _, message in play.said()] == [1, 1, 1]
+    assert [message[3] for _, message in play.said()] == [1, 1, 1]
 
 
 def test_the_last_to_join_is_told_to_all_and_they_may_join_again():
@@ -251,11 +334,12 @@ def test_the_last_to_join_is_told_to_all_and_they_may_join_again():
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("allgather", "Allgather is not supported with Join at this time. Specify sparse_to_dense=True if using "),
+        ("allgather", "Allgather is not supported with Join at this time."),
         ("broadcast", "Broadcast is not supported with Join at this time."),
         ("alltoall", "Alltoall is not supported with Join at this time."),
         ("reducescatter", "Reducescatter is not supported with Join at this time."),
         ("grouped_allgather", "Allgather is not supported with Join at this time."),
+        ("hvd.DistributedOptimizer", "hvd.DistributedOptimizer is not supported with Join at this time."),
     ],
 )
 def test_other_operations_than_all_reduces_are_refused_while_somebody_has_joined(kind, words):
@@ -358,10 +442,9 @@ def test_whatever_the_order_of_asking_everything_begins_once_on_every_rank_and_i
     asked = [iter(order) for order in orders]
     for rank in turns:
         play.ask(rank, next(asked[rank]))
-    said = play.said()
-    by_rank = [[message[2] for to, message in said if to == rank] for rank in range(size)]
-    assert all(order == by_rank[0] for order in by_rank)
-    assert sorted(by_rank[0]) == sorted(f"allreduce.{name}" for name in names)
+    begun = play.begun()
+    assert all(order == begun[0] for order in begun)
+    assert sorted(begun[0]) == sorted(names)
     assert play.negotiation.is_idle
 
 

@@ -13,36 +13,34 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from .pending import Id
-
 
 class Callers:
-    """Tells of the operations that this rank is blocked in, once no thread of it can ask for others."""
+    """Tells of the operations (by ticket) that this rank is blocked in, once no thread of it can ask for others."""
 
-    def __init__(self, tell: Callable[[Id], None]) -> None:
+    def __init__(self, tell: Callable[[int], None]) -> None:
         self._tell = tell
         self._lock = threading.Lock()
         self._threads: set[int] = set()
-        self._blocked: dict[int, Id] = {}
-        self._told: set[Id] = set()
+        self._blocked: dict[int, int] = {}
+        self._told: set[int] = set()
 
     def called(self) -> None:
         """The current thread calls operations."""
         self._threads.add(threading.get_ident())
 
     @contextmanager
-    def blocked_in(self, id_: Id) -> Iterator[None]:
+    def blocked_in(self, ticket: int) -> Iterator[None]:
         """The current thread waits for this operation, inside."""
         own = threading.get_ident()
         with self._lock:
-            self._blocked[own] = id_
+            self._blocked[own] = ticket
         self.look()
         try:
             yield
         finally:
             with self._lock:
                 del self._blocked[own]
-                self._told.discard(id_)
+                self._told.discard(ticket)
 
     def look(self) -> None:
         """Tell what has not been told; now and then, since a thread that ends asks for nothing any more."""
@@ -54,5 +52,5 @@ class Callers:
                 return
             untold = set(self._blocked.values()) - self._told
             self._told |= untold
-        for id_ in untold:
-            self._tell(id_)
+        for ticket in untold:
+            self._tell(ticket)

@@ -1,20 +1,24 @@
 """
 Rank 0's end of the connections to all ranks: what they ask goes into the negotiation, and its answers back.
 
-    rank ──  ask | wait | join | busy | bye  ──► Coordinator ──►  go | no | joined | end  ── rank
+    rank ──  ask | wait | join | busy | bye  ──► Coordinator ──►  go | no | joined | left | end  ── rank
 
-    ["ask", set_id, key, kind, what, members, same, own]     an operation; members is null for all ranks
-    ["wait", set_id, key]                                    blocked until it is done
+    ["ask", ticket, set_id, kind, name, what, members, same, own]
+                                        an operation, and the rank's own number for it; members is null for all ranks
+    ["wait", ticket]                    blocked until it is done
     ["join", average_of_active]
-    ["busy", what | null, waited_s]                          waiting for other ranks elsewhere, such as for a bucket
-    ["bye"]                                                  takes part in nothing any more, by itself
+    ["busy", what | null, waited_s]     waiting for other ranks elsewhere, such as for a bucket
+    ["bye"]                             takes part in nothing any more, by itself
 
-    ["go", set_id, key, owns, divisor]                       carry it out now, after all that were told before
-    ["go", set_id, key, owns, divisor, kind, what, same]     ... for a rank that has joined and did not ask
-    ["no", set_id, key, error, words]                        it will not be; ``error`` names a class of `errors`
-    ["joined", last_rank]                                    all ranks have called join
-    ["end", words]                                           end this process: it waits for what will not come
-    ["over", words]                                          rank 0 has ended; the words name who did so first
+    ["go", ticket, owns, divisor]       carry it out now, after all that were told before
+    ["stand_in", set_id, owns, divisor, kind, what, same]
+                                        ... for a rank that has joined and did not ask
+    ["no", ticket, error, words]        it will not be; ``error`` names a class of `errors`
+    ["joined", last_rank]               all ranks have called join
+    ["not_joined", error, words]        they cannot
+    ["left", rank, by_itself]           this rank was the first to take part in nothing any more
+    ["end", words]                      end this process: it waits for what will not come
+    ["over", words]                     rank 0 has ended by itself; the words name who did so first
 
 A connection that closes without a bye is a rank that has gone. The rules are in `negotiation`.
 """
@@ -159,11 +163,11 @@ class Coordinator:
     def _take(self, rank: int, message: list[Any], now_s: float) -> None:
         negotiation = self._negotiation
         match message:
-            case ["ask", set_id, key, kind, what, members, same, own]:
+            case ["ask", ticket, set_id, kind, name, what, members, same, own]:
                 ranks = self._all if members is None else tuple(members)
-                negotiation.ask(rank, Ask(set_id, key, kind, what, ranks, same, own), now_s)
-            case ["wait", set_id, key]:
-                negotiation.wait(rank, set_id, key)
+                negotiation.ask(rank, Ask(ticket, set_id, kind, name, what, ranks, same, own), now_s)
+            case ["wait", ticket]:
+                negotiation.wait(rank, ticket)
             case ["join", average_of_active]:
                 negotiation.join(rank, average_of_active, now_s)
             case ["busy", what, waited_s]:

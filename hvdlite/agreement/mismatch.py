@@ -7,6 +7,7 @@ Pure functions of what the ranks have asked for; who compares them, and when, is
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -14,7 +15,8 @@ def first_difference(asked: Mapping[int, Mapping[str, Any]]) -> str | None:
     """The first key, in the order in which ranks have them, whose values differ between the ranks; None if none do."""
     values = list(asked.values())
     keys = dict.fromkeys(key for same in values for key in same)
-    return next((key for key in keys if any(same.get(key) != values[0].get(key) for same in values)), None)
+    # By their words: a number that is none (nan) differs from itself.
+    return next((key for key in keys if len({repr(same.get(key)) for same in values}) > 1), None)
 
 
 def words_of_difference(
@@ -24,6 +26,10 @@ def words_of_difference(
     values = {rank: _words(same.get(key)) for rank, same in sorted(asked.items())}
     one, another = list(dict.fromkeys(values.values()))[:2]
     operation = kind.upper()
+    counts = {rank: len(same[key]) for rank, same in asked.items() if kind.startswith("grouped_") and key in same}
+    if len(set(counts.values())) > 1:
+        numbers = {rank: f"{count} tensors" for rank, count in sorted(counts.items())}
+        return f"Mismatched numbers of tensors in {operation}. ({what}: {_by_value(numbers, hosts)})"
     first = {
         "dtype": f"Mismatched data types: One rank had type {one}, but another rank had type {another}.",
         "shape": f"Mismatched {operation} tensor shapes: One rank sent a tensor of shape {one}, but another rank sent "
@@ -42,20 +48,29 @@ def words_of_difference(
     return f"{first} ({what}: {_by_value(values, hosts)})"
 
 
-def words_of_deadlock(waits: Mapping[int, Sequence[tuple[str, str, str]]], hosts: Sequence[str]) -> str:
-    """What is wrong where ranks wait for each other; ``waits`` has, by rank, each (kind, what, of which set)."""
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a rank is blocked in: a function's name, the operation, and among which ranks."""
+
+    kind: str
+    what: str
+    of_set: str | None = None
+
+    def __str__(self) -> str:
+        return self.what if self.of_set is None else f"{self.what} in {self.of_set}"
+
+
+def words_of_deadlock(waits: Mapping[int, Sequence[Wait]], hosts: Sequence[str]) -> str:
+    """What is wrong where ranks wait for each other; ``waits`` by rank."""
     seen = list(dict.fromkeys(wait for rank in sorted(waits) for wait in waits[rank]))
     one, another = seen[0], next((wait for wait in seen if wait != seen[0]), seen[0])
-    if one[0] != another[0]:
-        first = f"Mismatched operations: One rank calls {one[0]}, but another rank calls {another[0]}."
-    elif one[1] != another[1]:
-        first = f"Mismatched names: One rank is in {one[1]}, but another rank is in {another[1]}."
+    if one.kind != another.kind:
+        first = f"Mismatched operations: One rank calls {one.kind}, but another rank calls {another.kind}."
+    elif one.what != another.what:
+        first = f"Mismatched names: One rank is in {one.what}, but another rank is in {another.what}."
     else:
-        first = f"Mismatched process sets: One rank calls {one[0]} in {one[2]}, but another rank in {another[2]}."
-    by_rank = {
-        rank: " and ".join(f"{what} in {of_set}" for _, what, of_set in entries)
-        for rank, entries in sorted(waits.items())
-    }
+        first = f"Mismatched process sets: One rank calls {one.kind} in {one.of_set}, but another in {another.of_set}."
+    by_rank = {rank: " and ".join(map(str, entries)) for rank, entries in sorted(waits.items())}
     return f"{first} These ranks wait for each other: {_by_value(by_rank, hosts)}"
 
 

@@ -10,10 +10,11 @@ idea is); how their words come and go is in `coordinator`. Answers are left in `
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from .mismatch import first_difference, name_ranks, words_of_deadlock, words_of_difference
+from .mismatch import Wait, first_difference, name_ranks, words_of_deadlock, words_of_difference
 from .pending import Ask, Id, Pending, Refusal, stuck_ranks
 from .stall import Scene, StallRules, StallWatch
 
@@ -23,6 +24,7 @@ SETTLING_S = 1.0
 
 # The operations that a rank which has called join() takes part in, with nothing to give.
 _WITH_JOIN = frozenset({"allreduce", "grouped_allreduce"})
+_NOT_WITH_JOIN = frozenset({"allgather", "broadcast", "alltoall", "reducescatter"})
 
 
 class Negotiation:
@@ -33,7 +35,11 @@ class Negotiation:
         self.warnings: list[str] = []
         self._hosts = hosts
         self._stall = StallWatch(hosts, stall)
+        self._ids = itertools.count()
         self._pending: dict[Id, Pending] = {}
+        # Those that mean the same, in their order: a rank's next one is the first that it has not asked for.
+        self._alike: dict[tuple[int, str, str | None], list[Pending]] = {}
+        self._id_of: dict[tuple[int, int], Id] = {}  # by rank and ticket
         # What each rank is blocked in. One that is waits for nothing else, and will ask for nothing else.
         self._waiting: dict[int, set[Id]] = {}
         self._stuck_since_s: tuple[frozenset[int], float] | None = None
@@ -55,14 +61,21 @@ class Negotiation:
 
     def ask(self, rank: int, ask: Ask, now_s: float) -> None:
         """``rank`` asks for an operation."""
-        pending = self._pending.setdefault(ask.id_, Pending(ask, now_s))
+        alike = self._alike.setdefault(ask.pairs_with, [])
+        pending = next((each for each in alike if each.waits_for(rank)), None)
+        if pending is None:
+            pending = Pending(next(self._ids), ask, now_s)
+            self._pending[pending.id_] = pending
+            alike.append(pending)
         pending.asks[rank] = ask
+        self._id_of[rank, ask.ticket] = pending.id_
         self._consider(pending, now_s)
 
-    def wait(self, rank: int, set_id: int, key: str) -> None:
+    def wait(self, rank: int, ticket: int) -> None:
         """``rank`` is blocked until that operation is done."""
-        if (set_id, key) in self._pending:
-            self._waiting.setdefault(rank, set()).add((set_id, key))
+        id_ = self._id_of.get((rank, ticket))
+        if id_ is not None:
+            self._waiting.setdefault(rank, set()).add(id_)
 
     def join(self, rank: int, average_of_active: bool, now_s: float) -> None:
         """``rank`` takes part in all-reduces from now on, with nothing to give, until all ranks say so."""
@@ -72,11 +85,11 @@ class Negotiation:
             words = "Mismatched join: One rank called join() with average='active', but another rank without. " + (
                 f"({name_ranks(sorted(self._joined), self._hosts)} joined)"
             )
-            self._end_join(["no", 0, "join", "MismatchError", words])
+            self._end_join(["not_joined", "MismatchError", words])
         elif len(self._joined) == len(self._hosts):
             self._end_join(["joined", rank])
         elif gone := [rank for rank in self._ended if rank not in self._joined]:
-            self._end_join(["no", 0, "join", *self._words_of_end(gone[0], "join", "join")])
+            self._end_join(["not_joined", *self._words_of_end(gone[0], "join", "join")])
         for pending in list(self._pending.values()):
             self._consider(pending, now_s)
 
@@ -86,6 +99,9 @@ class Negotiation:
 
     def end(self, rank: int, by_itself: bool, now_s: float) -> None:
         """``rank`` takes part in nothing any more."""
+        if not self._ended:
+            # Who waits for it elsewhere, for a bucket, learns from the engine that somebody has gone; from this, who.
+            self.outbox += [(other, ["left", rank, by_itself]) for other in range(len(self._hosts)) if other != rank]
         how = "has ended" if by_itself else "has gone"
         self._ended.setdefault(rank, f"{name_ranks([rank], self._hosts)} {how}")
         self._waiting.pop(rank, None)
@@ -94,7 +110,7 @@ class Negotiation:
             self._consider(pending, now_s)
         if self._joined and rank not in self._joined:
             kind, words = self._words_of_end(rank, "join", "join")
-            self._end_join(["no", 0, "join", kind, words])
+            self._end_join(["not_joined", kind, words])
 
     # -- what time brings
 
@@ -137,11 +153,13 @@ class Negotiation:
         absent = [rank for rank in first.members if rank not in pending.asks]
         weighs_active = any(self._joined[rank] for rank in absent)
         divisor = len(first.members) - (len(absent) if weighs_active else 0)
-        go = ["go", first.set_id, first.key, owns, divisor]
         for rank in first.members:
-            # Who has joined has not asked, and is told what it is.
-            own_words = [*go, first.kind, first.what, first.same] if rank in absent else go
-            self.outbox.append((rank, own_words))
+            if rank in pending.asks:
+                self.outbox.append((rank, ["go", pending.asks[rank].ticket, owns, divisor]))
+            else:
+                # Who has joined has not asked, and is told what it is.
+                told = ["stand_in", first.set_id, owns, divisor, first.kind, first.what, first.same]
+                self.outbox.append((rank, told))
         self._forget(pending)
 
     # -- what cannot be
@@ -152,13 +170,12 @@ class Negotiation:
 
     def _tell_refusal(self, pending: Pending) -> None:
         """Tell those who have asked, once each; forget the operation once there is nobody left to tell."""
-        refusal, first = pending.refusal, pending.first
+        refusal = pending.refusal
         assert refusal is not None, "called for what is refused"
-        for rank in list(pending.asks):
-            self.outbox.append((rank, ["no", first.set_id, first.key, refusal.kind, refusal.words]))
-            del pending.asks[rank]
+        for rank, ask in list(pending.asks.items()):
+            self.outbox.append((rank, ["no", ask.ticket, refusal.kind, refusal.words]))
             refusal.told.add(rank)
-            self._stop_waiting(rank, first.id_)
+            self._drop_ask(pending, rank)
         for each in [each for each in self._pending.values() if each.refusal is refusal]:
             members = each.first.members
             if all(rank in refusal.told or rank in self._ended or rank in self._joined for rank in members):
@@ -177,33 +194,42 @@ class Negotiation:
         )
 
     def _words_of_join(self, first: Ask) -> str:
-        operation = first.kind.removeprefix("grouped_").capitalize()
-        horovods = f"{operation} is not supported with Join at this time."
-        if operation == "Allgather":
-            horovods += " Specify sparse_to_dense=True if using DistributedOptimizer"
+        kind = first.kind.removeprefix("grouped_")
+        # Horovod's words, for those that it has.
+        operation = kind.capitalize() if kind in _NOT_WITH_JOIN else kind
         ranks = [rank for rank in self._joined if rank in first.members]
-        return f"{horovods} ({first.what}, while {name_ranks(ranks, self._hosts)} joined)"
+        return (
+            f"{operation} is not supported with Join at this time. ({first.what}, while "
+            f"{name_ranks(ranks, self._hosts)} joined)"
+        )
 
     def _find_deadlock(self, now_s: float) -> None:
+        elsewhere = self._blocked_elsewhere(now_s)
         missing = {id_: pending.missing(self._joined) for id_, pending in self._pending.items()}
-        stuck = stuck_ranks(self._waiting, missing)
-        if not stuck:
+        stuck = stuck_ranks({**dict.fromkeys(elsewhere, ()), **self._waiting}, missing)
+        if not stuck & self._waiting.keys():
             self._stuck_since_s = None
             return
         if self._stuck_since_s is None or self._stuck_since_s[0] != stuck:
             self._stuck_since_s = (stuck, now_s)
         if now_s - self._stuck_since_s[1] < SETTLING_S:
             return
-        waits = {rank: [self._pending[wait].first for wait in sorted(self._waiting[rank])] for rank in sorted(stuck)}
-        words = words_of_deadlock(
-            {rank: [(ask.kind, ask.what, ask.of_set) for ask in asks] for rank, asks in waits.items()}, self._hosts
-        )
+        asks = {rank: [self._pending[id_].first for id_ in sorted(self._waiting.get(rank, ()))] for rank in stuck}
+        waits = {rank: [Wait(ask.kind, ask.what, ask.of_set) for ask in asks[rank]] for rank in stuck}
+        waits |= {rank: [Wait(what, what)] for rank, what in elsewhere.items() if not waits.get(rank)}
         # One refusal for all of them: who is told of one of these operations knows of the others.
-        refusal = Refusal("MismatchError", words)
-        for id_ in {ask.id_ for asks in waits.values() for ask in asks}:
+        refusal = Refusal("MismatchError", words_of_deadlock(waits, self._hosts))
+        for id_ in {id_ for rank in stuck for id_ in self._waiting.get(rank, ())}:
             self._pending[id_].refusal = refusal
         for pending in [pending for pending in self._pending.values() if pending.refusal is refusal]:
             self._tell_refusal(pending)
+
+    def _blocked_elsewhere(self, now_s: float) -> dict[int, str]:
+        """Waits that are no operation's, if they and those that are hold up each and every rank."""
+        blocked = self._stall.blocked(now_s)
+        free = set(range(len(self._hosts))) - blocked.keys() - self._waiting.keys() - self._ended.keys()
+        # While somebody computes it may come; and where all wait for buckets, these are on their way.
+        return {} if free or self._joined else blocked
 
     def _find_stalls(self, now_s: float) -> None:
         scene = Scene(self._pending, self._waiting, self._joined)
@@ -217,15 +243,21 @@ class Negotiation:
     # -- bookkeeping
 
     def _forget(self, pending: Pending) -> None:
-        id_ = pending.first.id_
-        self._pending.pop(id_, None)
-        for rank in pending.first.members:
-            self._stop_waiting(rank, id_)
+        if self._pending.pop(pending.id_, None) is None:
+            return
+        for rank in list(pending.asks):
+            self._drop_ask(pending, rank)
+        alike = self._alike[pending.first.pairs_with]
+        alike.remove(pending)
+        if not alike:
+            del self._alike[pending.first.pairs_with]
 
-    def _stop_waiting(self, rank: int, id_: Id) -> None:
+    def _drop_ask(self, pending: Pending, rank: int) -> None:
+        """It is answered: the rank waits for it no more."""
+        del self._id_of[rank, pending.asks.pop(rank).ticket]
         waits = self._waiting.get(rank)
         if waits is not None:
-            waits.discard(id_)
+            waits.discard(pending.id_)
             if not waits:
                 del self._waiting[rank]
 

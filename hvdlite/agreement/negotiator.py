@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,7 +29,6 @@ from .conductor import Body, StandIn
 from .coordinator import Coordinator
 from .handle import Handle
 from .mailbox import Mailbox
-from .pending import Id
 from .request import Request, Turn
 
 # How often this process looks whether it is blocked elsewhere, and from when on it says so.
@@ -39,10 +39,15 @@ _ERRORS: dict[str, type[HvdliteError]] = {
 }
 
 
+_Name = tuple[int, str, str]  # of the process set, the kind, the user's
+
+
 @dataclass(frozen=True, slots=True)
 class _Asked:
     handle: Handle
     body: Body
+    group: Group
+    name: _Name | None = None
     since_ns: int = field(default_factory=time.monotonic_ns)
 
 
@@ -58,11 +63,12 @@ class Negotiator:
         self._coordinator = coordinator
         self._group = group
         self._lock = threading.Lock()
-        self._asked: dict[Id, _Asked] = {}
-        self._unnamed: dict[tuple[int, str], int] = {}
+        self._asked: dict[int, _Asked] = {}  # by ticket, the handle's number
+        self._names: set[_Name] = set()
         self._channels: dict[int, Group] = {}
         self._joining: tuple[Handle, StandIn] | None = None
-        self._callers = Callers(lambda id_: self._say(["wait", *id_]))
+        self._pid = os.getpid()
+        self._callers = Callers(lambda ticket: self._say(["wait", ticket]))
         # Why nothing can be carried out any more.
         self._over: str | None = None
         self._reported: str | None = None
@@ -90,23 +96,25 @@ class Negotiator:
         what = request.describe()
         handle = Handle(what)
         if group.size == 1:
-            _carry_out(_Asked(handle, body), Turn(group, what, [request.own], 1))
+            _carry_out(_Asked(handle, body, group), Turn(group, what, [request.own], 1))
             return handle
+        name = None if request.name is None else (group.set_id, request.kind, request.name)
         with self._lock:
-            key = self._key(group, request)
-            id_ = (group.set_id, key)
-            if id_ in self._asked:
+            if name in self._names:
                 # Horovod's words.
                 raise ValueError(
                     "Requested to allreduce, allgather, or broadcast a tensor with the same name as another tensor "
                     "that is currently being processed.  If you want to request another tensor, use a different "
                     f"tensor name. ({what})"
                 )
-            self._asked[id_] = _Asked(handle, body)
-            handle.while_waiting = partial(self._callers.blocked_in, id_)
+            if name is not None:
+                self._names.add(name)
+            self._asked[int(handle)] = _Asked(handle, body, group, name)
+            handle.while_waiting = partial(self._callers.blocked_in, int(handle))
             self._callers.called()
         members = None if group.set_id == 0 else group.ranks
-        self._say(["ask", group.set_id, key, request.kind, what, members, request.same, request.own])
+        same, own = request.same, request.own
+        self._say(["ask", int(handle), group.set_id, request.kind, request.name, what, members, same, own])
         return handle
 
     def join(self, *, average_of_active: bool, stand_in: StandIn) -> Handle:
@@ -130,24 +138,20 @@ class Negotiator:
         if self._coordinator is not None:
             self._coordinator.close()
 
-    def _key(self, group: Group, request: Request) -> str:
-        if request.name is not None:
-            return f"{request.kind}.{request.name}"
-        number = self._unnamed.get((group.set_id, request.kind), 0) + 1
-        self._unnamed[(group.set_id, request.kind)] = number
-        return f"{request.kind}#{number}"
-
     def _say(self, message: list[Any]) -> None:
         if self._over is None:
             with contextlib.suppress(OSError):
                 self._mailbox.send(message)
                 return
+        if os.getpid() != self._pid:
+            self._over = "this is a forked child, which is none of the ranks: leave collectives to its parent"
         # The thread may be past its end, and nobody else would tell who has asked since.
         self._fail_all()
 
     # -- its own thread
 
     def _run(self) -> None:
+        self._group.watch.listener = threading.get_ident()
         why = f"{self._group.describe_rank(0)} has gone"
         last_look_s = 0.0
         try:
@@ -173,32 +177,34 @@ class Negotiator:
 
     def _take(self, message: list[Any]) -> None:
         match message:
-            case ["go", set_id, key, owns, divisor, *of_others]:
-                self._go((set_id, key), owns, divisor, of_others)
-            case ["no", 0, "join", error, words]:
-                self._end_join().fail(_ERRORS[error](words))
-            case ["no", set_id, key, error, words]:
-                self._pop((set_id, key)).handle.fail(_ERRORS[error](words))
+            case ["go", ticket, owns, divisor]:
+                asked = self._pop(ticket)
+                _carry_out(asked, Turn(self._channels[asked.group.set_id], asked.handle.what, owns, divisor))
+            case ["stand_in", set_id, owns, divisor, kind, what, same]:
+                self._stand_in(Turn(self._channels[set_id], what, owns, divisor), kind, same)
+            case ["no", ticket, error, words]:
+                self._pop(ticket).handle.fail(_ERRORS[error](words))
             case ["joined", last_rank]:
                 self._end_join().succeed(last_rank)
+            case ["not_joined", error, words]:
+                self._end_join().fail(_ERRORS[error](words))
+            case ["left", rank, by_itself]:
+                self._group.watch.hear_of_end(rank, by_itself)
             case ["end", words]:
                 _end_process(f"hvdlite: {self._group.describe_rank(self._group.rank)} is ended: {words}")
             case _:
                 raise AssertionError(f"rank 0 says {message!r}")
 
-    def _go(self, id_: Id, owns: list[Any], divisor: int, of_others: list[Any]) -> None:
-        channel = self._channels[id_[0]]
-        if of_others:
-            kind, what, same = of_others
-            assert self._joining is not None, "only who has joined is told of what it has not asked for"
-            asked = _Asked(Handle(what), self._joining[1](kind, same))
-        else:
-            asked = self._pop(id_)
-        _carry_out(asked, Turn(channel, asked.handle.what, owns, divisor))
+    def _stand_in(self, turn: Turn, kind: str, same: Mapping[str, Any]) -> None:
+        assert self._joining is not None, "only who has joined is told of what it has not asked for"
+        _carry_out(_Asked(Handle(turn.what), self._joining[1](kind, same), turn.group), turn)
 
-    def _pop(self, id_: Id) -> _Asked:
+    def _pop(self, ticket: int) -> _Asked:
         with self._lock:
-            return self._asked.pop(id_)
+            asked = self._asked.pop(ticket)
+            if asked.name is not None:
+                self._names.discard(asked.name)
+        return asked
 
     def _end_join(self) -> Handle:
         with self._lock:
@@ -209,6 +215,7 @@ class Negotiator:
     def _fail_all(self) -> None:
         with self._lock:
             asked, self._asked = list(self._asked.values()), {}
+            self._names.clear()
             joining, self._joining = self._joining, None
         why = self._over or f"{self._group.describe_rank(0)} has gone"
         error = PeerLostError if why.endswith("has gone") else CommunicationError
@@ -218,7 +225,7 @@ class Negotiator:
 
     def _report_wait(self, now_s: float) -> None:
         """Let rank 0 know what this process is blocked in, if that is none of the operations here."""
-        current = self._group.waits.current
+        current = self._group.watch.current
         what = current[0] if current is not None and now_s - current[1] >= WATCH_S else None
         if what != self._reported:
             self._reported = what

@@ -8,25 +8,30 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-Id = tuple[int, str]
-"""An operation: the process set's number, and the operation's key in it."""
+Id = int
+"""An operation that is pending; never used again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What one rank has said of an operation; `kind`, `same` and `own` as in `Request`."""
+    """What one rank has said of an operation; `kind`, `name`, `same` and `own` as in `Request`.
 
+    ``ticket`` is the rank's own number for it, by which it is answered.
+    """
+
+    ticket: int
     set_id: int
-    key: str
     kind: str
+    name: str | None
     what: str
     members: tuple[int, ...]
     same: dict[str, Any]
     own: Any
 
     @property
-    def id_(self) -> Id:
-        return self.set_id, self.key
+    def pairs_with(self) -> tuple[int, str, str | None]:
+        """What it has in common with those of other ranks that mean the same operation."""
+        return self.set_id, self.kind, self.name
 
     @property
     def of_set(self) -> str:
@@ -46,12 +51,17 @@ class Refusal:
 class Pending:
     """An operation, from the first rank that asks for it on; times are seconds of whatever clock."""
 
+    id_: Id
     first: Ask
     since_s: float
     asks: dict[int, Ask] = field(default_factory=dict)
     differs_since_s: float | None = None
     warned_at_s: float | None = None
     refusal: Refusal | None = None
+
+    def waits_for(self, rank: int) -> bool:
+        """Whether the rank is still to ask for it, or to be told that it will not be."""
+        return rank not in self.asks and (self.refusal is None or rank not in self.refusal.told)
 
     def missing(self, joined: Collection[int]) -> set[int]:
         """The members that have neither asked nor joined."""

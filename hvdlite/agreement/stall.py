@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from .mismatch import name_ranks
 from .pending import Id, Pending
 
+# No bucket takes that long on its way; see `StallWatch.blocked`.
+STANDSTILL_S = 10.0
+
 # How many operations, or ranks, a message names.
 _SHOWN = 8
 
@@ -61,6 +64,10 @@ class StallWatch:
         else:
             self._busy[rank] = (what, since_s)
 
+    def blocked(self, now_s: float) -> dict[int, str]:
+        """By rank, the waits elsewhere in which nothing has happened for so long that nothing will by itself."""
+        return {rank: what for rank, (what, since_s) in self._busy.items() if now_s - since_s >= STANDSTILL_S}
+
     def too_long(self, scene: Scene, now_s: float) -> tuple[list[str], list[tuple[Pending, str]]]:
         """What to warn of, and the operations to refuse, each with the words."""
         warnings: list[str] = []
@@ -87,9 +94,11 @@ class StallWatch:
             return [], []
         waited_s = now_s - min(since_s[rank] for rank in ranks)
         elsewhere = [rank for rank in range(len(self._hosts)) if rank not in self._busy]
+        have = "has" if len(ranks) == 1 else "have"
         words = (
-            f"stalled: {name_ranks(ranks, self._hosts)} have waited {waited_s:.0f} s in {self._busy[ranks[0]][0]}, for "
-            f"ranks that have not come there. Elsewhere, or hanging: {self._whereabouts_of(elsewhere, scene)}"
+            f"stalled: {name_ranks(ranks, self._hosts)} {have} waited {waited_s:.0f} s in "
+            f"{self._busy[ranks[0]][0]}, for ranks that have not come there. Elsewhere, or hanging: "
+            f"{self._whereabouts_of(elsewhere, scene)}"
         )
         if _is_over(waited_s, self._rules.end_after_s):
             return [words], ranks

@@ -27,7 +27,7 @@ from .engine import AloneChannels, Channels, ClosedEngine, Engine, EngineWork
 from .flat import as_bytes, pieces_of, unpickle
 from .recorder import Recorder
 from .reduce_op import OP_OF_ENGINE, ReduceOp, Sum
-from .work import Waits, Work
+from .work import Watch, Work
 
 
 class SitsOut(Protocol):
@@ -65,7 +65,7 @@ class Group:
         self.hosts = tuple(hosts)
         self.set_id = set_id
         self.ranks = tuple(range(size)) if ranks is None else tuple(ranks)
-        self.waits = Waits()
+        self.watch = Watch()
         # How ranks show each other a digest, once there is a conductor: (what for, mine) -> everybody's.
         self.exchange: Callable[[str, str], list[str]] | None = None
         # Backward passes (autograd's numbers) whose gradients some optimizer has stepped with. A GAN's
@@ -110,7 +110,7 @@ class Group:
     def _share_with(self, group: Group) -> None:
         """Give another group of this rank what is the rank's own."""
         group.stepped_backwards = self.stepped_backwards
-        group.waits = self.waits
+        group.watch = self.watch
         group.recorder = self.recorder
 
     def close(self) -> None:
@@ -136,10 +136,7 @@ class Group:
                 f"things; raise hvd.init(timeout_s=...) if it is only slow. ({_first_line(error)})"
             )
         if says_peer_lost(error):
-            return PeerLostError(
-                f"{where} because another rank has gone; what ended that rank is the cause, "
-                f"look for its own error. ({_first_line(error)})"
-            )
+            return self._error_of_end(where, _first_line(error))
         return CommunicationError(f"{where}: {_first_line(error)}")
 
     def place_of_root(self, root_rank: object) -> int:
@@ -152,8 +149,24 @@ class Group:
             raise ValueError(f"root_rank={root_rank!r} is not one of {members}")
         return self.ranks.index(root_rank)
 
+    def _error_of_end(self, where: str, words: str) -> CommunicationError:
+        """A rank has left, and the engine does not say which."""
+        rank, by_itself = self.watch.first_end() or (None, False)
+        if rank is None or rank not in self.ranks:
+            who = "another rank"
+        else:
+            who = self.describe_rank(self.ranks.index(rank))
+            if by_itself:
+                return CommunicationError(
+                    f"{where} because {who} has ended: every rank must take as many steps, and call collectives as "
+                    f"often; see hvd.join() for ranks with fewer batches. ({words})"
+                )
+        return PeerLostError(
+            f"{where} because {who} has gone; what ended that rank is the cause, look for its own error. ({words})"
+        )
+
     def _begun(self, work: EngineWork, what: str) -> Work:
-        return Work(work, what, self.waits, self.error_of)
+        return Work(work, what, self.watch, self.error_of)
 
     def all_reduce(self, tensor: Tensor, what: str, op: ReduceOp = Sum) -> Work:
         """Combine a contiguous tensor over all ranks, in place; of a dtype and an op that engines know.

@@ -4,35 +4,56 @@ A collective of an engine under way, and word of it for who watches what this pr
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
 from ..errors import CommunicationError
 from .engine import EngineWork
 
+# An engine may know that a rank has gone a little earlier than who tells which.
+_WORD_S = 1.0
 
-class Waits:
-    """What this process is blocked in, an engine's collective, and since when (`time.monotonic`): for who watches."""
 
-    current: tuple[str, float] | None = None
+class Watch:
+    """What this process is blocked in, and which other rank has ended: for who watches, and by who listens."""
+
+    def __init__(self) -> None:
+        # An engine's collective, and since when (`time.monotonic`).
+        self.current: tuple[str, float] | None = None
+        # The thread that hears of other ranks' ends, if there is one.
+        self.listener: int | None = None
+        self._heard = threading.Event()
+        self._first_end: tuple[int, bool] | None = None
+
+    def hear_of_end(self, rank: int, by_itself: bool) -> None:
+        """This global rank was the first to end, or, unless ``by_itself``, to go."""
+        self._first_end = (rank, by_itself)
+        self._heard.set()
+
+    def first_end(self) -> tuple[int, bool] | None:
+        """Who was the first, after a moment in which word of it may still come; None if there is none."""
+        if self.listener not in (None, threading.get_ident()):
+            self._heard.wait(_WORD_S)
+        return self._first_end
 
 
 class Work:
     """A collective under way. `wait` returns when its tensors may be read, or raises what went wrong."""
 
     def __init__(
-        self, work: EngineWork, what: str, waits: Waits, error_of: Callable[[str, BaseException], CommunicationError]
+        self, work: EngineWork, what: str, watch: Watch, error_of: Callable[[str, BaseException], CommunicationError]
     ) -> None:
         """``error_of`` makes hvdlite's error of the engine's, which was about ``what``."""
         self._work = work
         self._what = what
-        self._waits = waits
+        self._watch = watch
         self._error_of = error_of
 
     def wait(self) -> None:
         """Block until done; on a GPU the current stream waits instead of the host."""
-        waits = self._waits
-        waits.current = (self._what, time.monotonic())
+        watch = self._watch
+        watch.current = (self._what, time.monotonic())
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -41,7 +62,7 @@ class Work:
                 raise
             raise self._error_of(self._what, error) from error
         finally:
-            waits.current = None
+            watch.current = None
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
