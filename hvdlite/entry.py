@@ -15,6 +15,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -96,7 +97,7 @@ def _meet_all(
             f"{timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
         ) from error
     channels = TorchChannels(backend, timeout, dist.group.WORLD)
-    return _world_of(seat, channels, timeout, environment, leave=_destroy_default_group)
+    return _world_of(seat, channels, timeout, environment, leave=partial(_leave, client))
 
 
 def _tell_launcher(client: StoreClient | None, what: Operation, seat: Seat, timeout: timedelta) -> None:
@@ -164,9 +165,11 @@ def _world_of(
     return World(topology, group, conductor, environment, Registry(group, conductor), leave, os.getpid())
 
 
-def _destroy_default_group() -> None:
+def _leave(client: StoreClient | None) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+    if client is not None:
+        client.close()
 
 
 def _own_version() -> str:

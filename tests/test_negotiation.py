@@ -253,6 +253,19 @@ def test_a_rank_that_is_not_blocked_may_still_come_and_nobody_is_refused():
     assert kinds(play.said()) == [(0, "go"), (1, "go")]
 
 
+def test_a_rank_that_waits_for_several_operations_is_told_of_each():
+    play = Play(2)
+    for rank in range(2):
+        for number in range(3):
+            play.call(rank, f"{rank}.{number}")
+    play.after(0.0)
+    said = play.after(SETTLING_S)
+    assert sorted((rank, play.what_of[rank, message[1]]) for rank, message in said) == [
+        (rank, f"{rank}.{number}") for rank in range(2) for number in range(3)
+    ]
+    assert play.negotiation.is_idle
+
+
 def test_waiting_in_a_chain_is_no_circle():
     # 0 waits for 1, 1 for 2; 2 computes.
     play = Play(3)

@@ -177,8 +177,8 @@ class Negotiation:
             refusal.told.add(rank)
             self._drop_ask(pending, rank)
         for each in [each for each in self._pending.values() if each.refusal is refusal]:
-            members = each.first.members
-            if all(rank in refusal.told or rank in self._ended or rank in self._joined for rank in members):
+            deaf = refusal.told | self._ended.keys() | self._joined.keys()
+            if not each.asks and deaf.issuperset(each.first.members):
                 self._forget(each)
 
     def _words_of_end(self, rank: int, kind: str, what: str) -> tuple[str, str]:

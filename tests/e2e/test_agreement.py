@@ -52,6 +52,35 @@ def test_a_rank_that_has_ended_by_itself_is_named_by_those_that_still_wait(launc
     assert "Horovod has been shut down. allreduce of 'loss' cannot be done, since rank 0 (localhost) has ended" in err
 
 
+def test_a_rank_that_takes_fewer_steps_is_named_by_those_that_wait_for_it_in_theirs(launch):
+    program = (
+        "param = torch.nn.Parameter(torch.zeros(2))\n"
+        "optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1), [('fc.weight', param)])\n"
+        "for _ in range(2 + hvd.rank()):\n"
+        "    optimizer.zero_grad(); param.sum().backward(); optimizer.step()\n"
+    )
+    code, _, err = run(launch, program)
+    assert code == 1
+    assert (
+        "the all-reduce of the gradients of fc.weight failed on rank 1 (localhost) because rank 0 (localhost) has "
+        in err
+    )
+    assert "has ended: every rank must take as many steps, and call collectives as often; see hvd.join()" in err
+
+
+def test_worlds_that_come_and_go_leave_nothing_open(launch):
+    program = (
+        "def opened(): return len(os.listdir('/proc/self/fd'))\n"
+        "hvd.barrier(); hvd.shutdown(); before = opened()\n"
+        "for _ in range(5):\n"
+        "    hvd.init(); hvd.barrier(); hvd.shutdown()\n"
+        "print('more:', opened() - before)\n"
+    )
+    code, out, _ = run(launch, program)
+    assert code == 0
+    assert out.count("more: 0") == 2
+
+
 def test_a_rank_that_does_not_come_to_the_step_is_named_and_the_job_is_ended_if_that_is_asked_for(launch):
     program = (
         "param = torch.nn.Parameter(torch.zeros(2))\n"
