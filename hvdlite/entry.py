@@ -32,7 +32,7 @@ from .log import log, open_log
 from .meeting.client import Operation, StoreClient
 from .meeting.rendezvous import meet
 from .meeting.store import LauncherStore
-from .meeting.topology import Seat, Topology, read_seat, seats_to_topology
+from .meeting.topology import Seat, Topology, read_seat, refuse_place_of_horovods, seats_to_topology
 from .registry import Registry
 from .timeline import session as timeline
 
@@ -61,7 +61,10 @@ def enter(timeout: timedelta, environment: Environment) -> World:
     if dist.is_available() and dist.is_initialized():
         return _adopt(timeout, environment)
     seat = read_seat(os.environ)
-    return _alone(environment) if seat is None else _connect(seat, timeout, environment)
+    if seat is None:
+        refuse_place_of_horovods(os.environ)
+        return _alone(environment)
+    return _connect(seat, timeout, environment)
 
 
 def _alone(environment: Environment) -> World:

@@ -14,14 +14,15 @@ one that is empty says nothing.
     GLOO_TIMEOUT_SECONDS         ``timeout_s`` of `hvd.init`, unless that is given
     CHECK                        0: ranks do not compare what they ask for; as HVDLITE_CHECK alone
 
-Those of Horovod's that mean nothing here are in `_WITHOUT_EFFECT`, with why. A launcher's own variables are read in
-`topology`. Pure: nothing here acts on a value.
+All others that begin with HOROVOD_ are remarked upon: those that mean nothing here are in `_WITHOUT_EFFECT`, with why.
+What launchers set is read in `meeting.topology`, and START_TIMEOUT by hvdlite-run. Pure: nothing here acts on a value.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -51,6 +52,8 @@ _NO_HIERARCHY = "how ranks of a host and between hosts divide the work is gloo's
 _NO_AUTOTUNE = "nothing is tuned while it runs: hvd.DistributedOptimizer(bucket_cap_mb=...) is the one number to try"
 _NO_CHOICE = "CPU tensors travel over gloo and CUDA tensors over NCCL, as torch was built with them"
 _NO_BUFFER_COPIES = "gradients are computed in the buffer that travels"
+_NO_ELASTIC = "there is no elastic training"
+_NO_RENDEZVOUS = "ranks meet through hvdlite-run or the launcher that there is"
 _WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
     {
         "HOROVOD_CYCLE_TIME": _NO_CYCLES,
@@ -77,8 +80,31 @@ _WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
         "HOROVOD_ENABLE_ASYNC_COMPLETION": "waiting for a CUDA tensor holds up its stream and not the program, always",
         "HOROVOD_DISABLE_NVTX_RANGES": "no NVTX ranges are written",
         "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets may be added and removed at any time",
-        "HOROVOD_ELASTIC": "there is no elastic training",
+        "HOROVOD_ELASTIC": _NO_ELASTIC,
+        "HOROVOD_ELASTIC_TIMEOUT": _NO_ELASTIC,
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": _NO_RENDEZVOUS,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": _NO_RENDEZVOUS,
+        "HOROVOD_SPARK_START_TIMEOUT": "there is no Spark in it",
+        "HOROVOD_ENABLE_XLA_OPS": "hvdlite is for PyTorch",
+        "HOROVOD_CCL_CACHE": "no oneCCL is used",
     }
+)
+_NOTHING_BUILT = "nothing is built"
+# What said how Horovod was to be built, and may still be set where it was.
+_OF_BUILDING = re.compile(r"HOROVOD_((WITH|WITHOUT|GPU|BUILD|CUDA|NCCL|ROCM|CCL|ALLOW)(_.*)?|SKIP_COMPILE)")
+# Read, but not here: a worker's place, and by hvdlite-run how long hosts and ranks may take.
+_OF_LAUNCHERS = frozenset(
+    {
+        *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK"),
+        *("HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME", "HOROVOD_START_TIMEOUT"),
+    }
+)
+_READ = frozenset(
+    f"HOROVOD_{name}"
+    for name in (
+        *("FUSION_THRESHOLD", "TIMELINE", "STALL_CHECK_DISABLE", "STALL_CHECK_TIME_SECONDS"),
+        *("STALL_SHUTDOWN_TIME_SECONDS", "LOG_LEVEL", "LOG_HIDE_TIME", "GLOO_TIMEOUT_SECONDS"),
+    )
 )
 # These say what is so in any case.
 _AS_IT_IS = frozenset(
@@ -151,14 +177,21 @@ def _stall_times(read: _Reader, *, stall_check: bool) -> tuple[float, float | No
 def _without_effect(environ: Mapping[str, str]) -> tuple[str, ...]:
     """One line for all that are set to no effect."""
     names_by_reason: dict[str, list[str]] = {}
-    for name, reason in _WITHOUT_EFFECT.items():
-        text = environ.get(name, "")
-        if text and (name, text.lower()) not in _AS_IT_IS:
-            names_by_reason.setdefault(reason, []).append(name)
+    for name in sorted(environ):
+        text = environ[name].strip()
+        ignored = name.startswith("HOROVOD_") and name not in _READ | _OF_LAUNCHERS
+        if ignored and text and (name, text.lower()) not in _AS_IT_IS:
+            names_by_reason.setdefault(_why_without_effect(name), []).append(name)
     if not names_by_reason:
         return ()
     said = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in names_by_reason.items())
     return (f"set, but without effect in hvdlite: {said}",)
+
+
+def _why_without_effect(name: str) -> str:
+    if name in _WITHOUT_EFFECT:
+        return _WITHOUT_EFFECT[name]
+    return _NOTHING_BUILT if _OF_BUILDING.fullmatch(name) else "not known"
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,10 @@ def _size_to_be() -> int:
     return 1 if seat is None else seat.size
 
 
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
+
 def __getattr__(name: str) -> NoReturn:
     if name == "elastic":
         raise AttributeError("hvd.elastic: elastic training is not in hvdlite yet; checkpoint, and start the job anew")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from . import horovodrun
 from .environment import chosen_environment
 from .errors import LauncherError, UsageError
-from .flags import EXAMPLE, HELP, Parser
+from .flags import EXAMPLE, HELP, Parser, positive_seconds
 from .hostfile import read_hostfile
 from .hosts import Host, find_this_machine, parse_hosts
 from .job import Job
@@ -28,6 +28,8 @@ from .version import VERSION
 
 # What is said of the workers of a job, and not of its hosts.
 _OF_WORKERS = ("num_proc", "dry_run", "output_filename", "prefix_output_with_timestamp", "grace", "horovod")
+
+_START_TIMEOUT_S = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,7 +127,7 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> Job:
         cwd=_working_directory(),
         environment=chosen_environment(os.environ, exports, inherit=not options.no_env),
         grace_s=options.grace,
-        start_timeout_s=options.start_timeout,
+        start_timeout_s=_start_timeout_s(options),
         ssh=Ssh(
             port=options.ssh_port,
             identity_file=identity_file,
@@ -139,6 +141,20 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> Job:
         record_dir=options.output_filename,
         as_horovod=options.horovod,
     )
+
+
+def _start_timeout_s(options: argparse.Namespace) -> float:
+    """What the flag says, or else the variable of this name, hvdlite's before Horovod's."""
+    if options.start_timeout is not None:
+        return float(options.start_timeout)
+    names = ("HVDLITE_START_TIMEOUT", "HOROVOD_START_TIMEOUT")
+    name = next((name for name in names if os.environ.get(name, "").strip()), None)
+    if name is None:
+        return _START_TIMEOUT_S
+    try:
+        return positive_seconds(os.environ[name].strip())
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"{name}: {error}") from None
 
 
 def _words_of_config_file(options: argparse.Namespace, parser: Parser) -> list[str]:

@@ -75,6 +75,8 @@ def _flat(entries: list[tuple[yaml.Node, yaml.Node]]) -> Iterator[tuple[int, str
         name = shown.replace("_", "-")
         if name == "controller":
             yield line, shown, _controller(node, line), _TRUE
+        elif name in _SECTIONS and name != "stall-check" and isinstance(node, yaml.SequenceNode):
+            raise UsageError(f", line {line}: {shown}: it is a section, with flags and values in it, and no list")
         elif name not in _SECTIONS or not (isinstance(node, yaml.MappingNode) or _is_nothing(node)):
             yield line, shown, name, node
         else:

@@ -51,7 +51,7 @@ its last words are shown again, and its exit code is hvdlite-run's.
                         host has; per host: node1=eth0,node2=ib0. May be repeated
   --start-timeout SECONDS
                         how long every host may take to answer, and after the first hvd.init() every rank to come to
-                        it and be connected (60)
+                        it and be connected (HVDLITE_START_TIMEOUT or HOROVOD_START_TIMEOUT where it is set, else 60)
   --grace SECONDS       how long workers may take to end after SIGTERM or Ctrl-C before they are killed (3)
   --config-file FILE    flags from a YAML file, a line for each: num-proc: 4. Those given here win
   --verbose             say what is done: which rank runs where, its pid, signals sent
@@ -67,7 +67,6 @@ Standard input reaches rank 0. Flags after COMMAND are its own. For example:
 EXAMPLE = "hvdlite-run -np 4 python train.py"
 # A worker's grace; with PEER_LOST_S in `supervise` it keeps a failed job's end below 5 s.
 _GRACE_S = 3.0
-_START_TIMEOUT_S = 60.0
 # The flags, by their dest, whose value is a list with commas between.
 _COMMA_SEPARATED = frozenset({"hosts", "network_interface"})
 _OTHER_KEYS = {"environment": "x"}
@@ -96,7 +95,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--ssh-program", default="ssh")
         self.add_argument("--remote-python")
         self.add_argument("--network-interface", "--network-interfaces", type=_interfaces, action=_Merge, default={})
-        self.add_argument("--start-timeout", type=_seconds, default=_START_TIMEOUT_S)
+        self.add_argument("--start-timeout", type=positive_seconds)
         self.add_argument("--grace", type=_seconds, default=_GRACE_S)
         self.add_argument("--config-file")
         self.add_argument("--verbose", action="store_true")
@@ -106,7 +105,13 @@ class Parser(argparse.ArgumentParser):
         horovodrun.add_flags(self)
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(message.removeprefix("argument "))
+        message = message.removeprefix("argument ")
+        flag, _, why = message.partition(": ")
+        if why == "expected one argument":
+            message += ", after = if it begins with a dash"
+        elif why.startswith(f"{flag.lstrip('-').replace('-', '_')}="):
+            message = why  # Horovod's words name it
+        raise UsageError(message)
 
     @property
     def flags(self) -> tuple[argparse.Action, ...]:
@@ -205,6 +210,12 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds <= 86400:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds up to a day, such as 10")
     return seconds
+
+
+def positive_seconds(text: str) -> float:
+    if seconds := _seconds(text):
+        return seconds
+    raise argparse.ArgumentTypeError(f"{text!r} leaves no time at all; give it more than 0 seconds, such as 60")
 
 
 def _port(text: str) -> int:

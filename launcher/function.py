@@ -11,7 +11,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from .errand import Delivery, Order
@@ -42,6 +42,10 @@ def run(
     """See `hvdlite_launcher.run`."""
     if not callable(func):
         raise TypeError(f"run() calls a function, and {func!r} is none")
+    if not isinstance(args, Iterable) or isinstance(args, str):
+        raise TypeError(f"run(): args={args!r} is no sequence of arguments, such as ({args!r},)")
+    if not isinstance(kwargs, Mapping | None):
+        raise TypeError(f"run(): kwargs={kwargs!r} is no mapping from names to arguments")
     words = tuple(_words(flags))
     if all(flags.get(name) is None for name in ("np", "n", "num_proc", "hosts", "hostfile", "config_file")):
         raise ValueError("how many workers? Give run() np, hosts or hostfile, such as np=4")

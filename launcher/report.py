@@ -17,6 +17,11 @@ _TAIL_LINES = 50
 _TAIL_BYTES = 64 << 10
 
 _PREFIX = re.compile(r"\[rank\d+\]: ")  # torch puts it before each line
+_NO_HOROVOD = re.compile(r"ModuleNotFoundError: No module named 'horovod(\..*)?'")
+_HOW_TO_FIND_IT = (
+    "hvdlite-run --horovod lets a program find hvdlite where it imports horovod. Where that was given, PYTHONPATH "
+    "was lost on the way: write PYTHONPATH=$PWD:$PYTHONPATH, and no python -E or -I."
+)
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
     "The above exception was the direct cause of the following exception:",
@@ -77,7 +82,9 @@ class Failure:
             how = f"failed first, with exit code {self.returncode}"
         if not self.stderr:
             return f"{who} {how}. It wrote nothing to stderr."
-        return "\n    ".join([f"{who} {how}. The end of its stderr:", *self.stderr])
+        words = "\n    ".join([f"{who} {how}. The end of its stderr:", *self.stderr])
+        is_horovod_missing = _NO_HOROVOD.fullmatch(_PREFIX.sub("", self.stderr[-1], count=1))
+        return f"{words}\n{_HOW_TO_FIND_IT}" if is_horovod_missing else words
 
 
 @dataclass(frozen=True)

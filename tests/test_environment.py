@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hvdlite_launcher.plan import OWN_VARIABLES
 from torch import nn
 from worlds import run_worlds
 
@@ -82,6 +83,17 @@ def test_all_that_mean_nothing_here_are_named_in_one_line_with_why():
     assert "\n" not in remark
     assert all(name in remark and reason in remark for name, reason in _WITHOUT_EFFECT.items())
     assert read_environment({"HOROVOD_CONTROLLER": "gloo", "HOROVOD_AUTOTUNE": "0"}).remarks == ()
+
+
+def test_one_that_is_not_known_is_named_and_a_launchers_own_are_not():
+    environ = {"HOROVOD_STALL_CHECK_TIME": "5", "HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_ELASTIC_TIMEOUT": "9"}
+    assert read_environment(environ).remarks == (
+        "set, but without effect in hvdlite: HOROVOD_ELASTIC_TIMEOUT (there is no elastic training); "
+        "HOROVOD_GPU_OPERATIONS (nothing is built); HOROVOD_STALL_CHECK_TIME (not known)",
+    )
+    place = {name: "1" for name in OWN_VARIABLES if name.startswith("HOROVOD_")}
+    assert len(place) == 7
+    assert read_environment({**place, "HOROVOD_START_TIMEOUT": "9", "HOROVOD_SPELT_WRONG": ""}).remarks == ()
 
 
 @pytest.mark.parametrize(

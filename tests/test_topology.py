@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hvdlite as hvd
-from hvdlite.meeting.topology import Seat, read_seat, seats_to_topology
+from hvdlite.meeting.topology import Seat, read_seat, refuse_place_of_horovods, seats_to_topology
 
 HVDLITE = {
     "HVDLITE_RANK": "1", "HVDLITE_SIZE": "4", "HVDLITE_LOCAL_RANK": "1", "HVDLITE_LOCAL_SIZE": "2",
@@ -125,6 +125,19 @@ def test_what_is_wrong_with_another_launchers_variables_is_named_with_it(environ
 
 def test_no_launcher_is_no_seat():
     assert read_seat({}) is None
+
+
+def test_a_place_by_horovods_variables_alone_is_an_error_that_names_the_way_out(monkeypatch):
+    given = {"HOROVOD_RANK": "1", "HOROVOD_SIZE": "2"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(
+        hvd.LaunchEnvironmentError, match=r"HOROVOD_RANK=1 and HOROVOD_SIZE=2 .* hvdlite-run, or .*RANK"
+    ):
+        hvd.init()
+    for other in ({"HOROVOD_SIZE": "1"}, WORKER, {"HOROVOD_SIZE": "two"}):
+        refuse_place_of_horovods(given | other)
+    refuse_place_of_horovods({"HOROVOD_SIZE": "2"})
 
 
 def test_hvdlite_run_tells_rank_host_and_store():

@@ -24,7 +24,7 @@ parser.add_argument("--epochs", type=int, default=6)
 parser.add_argument("--base-lr", type=float, default=0.05, help="for one batch; it grows with the number of them")
 parser.add_argument("--warmup-epochs", type=float, default=2)
 parser.add_argument("--momentum", type=float, default=0.9)
-parser.add_argument("--max-norm", type=float, default=5.0, help="gradients are clipped to it")
+parser.add_argument("--max-norm", type=float, default=5.0, help="gradients are clipped to it, but with Adasum")
 parser.add_argument("--seed", type=int, default=42)
 parser.add_argument("--no-cuda", action="store_true")
 parser.add_argument("--fp16-allreduce", action="store_true", help="gradients travel in half precision")
@@ -57,7 +57,8 @@ def set_learning_rate(args, optimizer, epochs_done):
     batches = hvd.size() * args.batches_per_allreduce
     if args.use_adasum:
         batches = args.batches_per_allreduce
-    growth = 1 + (batches - 1) * min(1.0, epochs_done / args.warmup_epochs)
+    warm = min(1.0, epochs_done / args.warmup_epochs) if args.warmup_epochs > 0 else 1.0
+    growth = 1 + (batches - 1) * warm
     for group in optimizer.param_groups:
         group["lr"] = args.base_lr * growth
 
@@ -76,12 +77,16 @@ def train_epoch(args, epoch, model, optimizer, scaler, sampler, loader, device):
                 loss = nn.functional.nll_loss(model(part.to(device)), labels.to(device)) / len(parts)
             total += loss.item()
             scaler.scale(loss).backward()
-        # Clip the averages, not what this rank alone has.
-        optimizer.synchronize()
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
-        with optimizer.skip_synchronize():
+        if args.use_adasum:
+            # It combines what the optimizer makes of each rank's gradients, within step(): no averages, none to clip.
             scaler.step(optimizer)
+        else:
+            # Clip the averages, not what this rank alone has.
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_norm)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
         scaler.update()
     return metric_average(total / len(loader), "train_loss")
 

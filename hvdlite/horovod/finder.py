@@ -15,12 +15,14 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 NAME = "horovod"
 _OWN_PREFIX = "hvdlite."
 # A directory in which there is a package `horovod`, and nothing else.
 CHILDREN_PATH = str(Path(__file__).with_name("path"))
 
+_PROGRAM = "horovodrun's place has hvdlite-run --horovod -np 4 python train.py"
 _OTHER_FRAMEWORKS = ("tensorflow", "keras", "_keras", "mxnet")
 _OTHER_LAUNCHERS = ("spark", "ray", "data")
 
@@ -54,16 +56,17 @@ class Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module of this package; a ModuleNotFoundError that says why where it has none."""
-        if fullname.startswith(_OWN_PREFIX + NAME) and (reason := _refusal(fullname.removeprefix(_OWN_PREFIX))):
+        """The module of this package. An import of what it has not is a ModuleNotFoundError that says why."""
+        if fullname.startswith(_OWN_PREFIX + NAME + ".") and (reason := _refusal(fullname.removeprefix(_OWN_PREFIX))):
             # `from horovod import x` asks for it under this name.
-            raise ModuleNotFoundError(reason)
+            _refuse_import(reason)
+            return None
         if fullname != NAME and not fullname.startswith(NAME + "."):
             return None
         own = importlib.util.find_spec(_OWN_PREFIX + fullname) if _is_package_of(fullname) else None
         if own is None:
-            # Without its name: `from horovod import x` would swallow the words otherwise.
-            raise ModuleNotFoundError(_why_not(fullname))
+            _refuse_import(_why_not(fullname))
+            return None
         spec = ModuleSpec(fullname, AliasLoader(own.name), origin=own.origin)
         spec.submodule_search_locations = own.submodule_search_locations
         return spec
@@ -85,6 +88,19 @@ class AliasLoader(Loader):
         # It has been executed under its own name, by which its relative imports and reloading go.
         module.__spec__ = self._own_spec
 
+    def get_code(self, fullname: str) -> NoReturn:
+        """For who runs it with ``python -m``, who shows the words of an ImportError."""
+        raise ImportError(f"{fullname.removesuffix('.__main__')} is no program here: {_PROGRAM}")
+
+
+def _refuse_import(why: str) -> None:
+    """Raise ``why`` for an import, but not for `importlib.util.find_spec`, which asks if there is one."""
+    # Both ask a finder with the same words, by the same function of importlib's. Who called that tells them apart.
+    asker = sys._getframe(2).f_back
+    if asker is None or asker.f_globals.get("__name__") != "importlib.util":
+        # Without its name: `from horovod import x` would swallow the words otherwise.
+        raise ModuleNotFoundError(why)
+
 
 def _is_package_of(fullname: str) -> bool:
     parent = fullname.rpartition(".")[0]
@@ -92,7 +108,7 @@ def _is_package_of(fullname: str) -> bool:
 
 
 def _why_not(fullname: str) -> str:
-    has = "what it has is horovod.torch, horovod.common and horovod.run"
+    has = "what it has is horovod.torch, horovod.common and horovod.runner"
     return _refusal(fullname) or f"{fullname}: hvdlite has no such module of Horovod's; {has}"
 
 
@@ -101,6 +117,8 @@ def _refusal(fullname: str) -> str | None:
     _, *parts = fullname.split(".")
     if "elastic" in parts:
         return f"{fullname}: elastic training is not in hvdlite yet; checkpoint, and start the job anew"
+    if parts == ["run"] or parts[:2] == ["run", "run"]:
+        return f"{fullname}: horovod.run is a function, and no module: from horovod import run"
     if parts and parts[0] in _OTHER_FRAMEWORKS:
         return f"{fullname}: hvdlite is for PyTorch; there is horovod.torch"
     if parts and parts[0] in _OTHER_LAUNCHERS:

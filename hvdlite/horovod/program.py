@@ -101,7 +101,10 @@ def _load_module(name: str, rest: list[str], main: ModuleType) -> CodeType:
 def _code_of(spec: ModuleSpec, main: ModuleType) -> CodeType:
     # What loads Python, from files or archives, has both methods; importlib's classes do not say so of all.
     loader: Any = spec.loader
-    code: CodeType | None = loader.get_code(spec.name) if hasattr(loader, "get_code") else None
+    try:
+        code: CodeType | None = loader.get_code(spec.name) if hasattr(loader, "get_code") else None
+    except ImportError as error:
+        sys.exit(f"{sys.executable}: {error}")
     if code is None:
         sys.exit(f"{sys.executable}: No code object available for {spec.name}")
     main.__dict__.update(

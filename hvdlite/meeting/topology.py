@@ -103,6 +103,22 @@ def read_seat(environ: Mapping[str, str]) -> Seat | None:
     return None if seat.size == 1 else seat if within_a_worker else _with_given_address(seat, environ)
 
 
+def refuse_place_of_horovods(environ: Mapping[str, str]) -> None:
+    """Raise where there is a place by Horovod's variables alone, which say nowhere to meet.
+
+    To be called where `read_seat` has found none: a worker of hvdlite-run has these variables, and others besides.
+    """
+    size = environ.get("HOROVOD_SIZE", "")
+    if "HVDLITE_RANK" in environ or "HOROVOD_RANK" not in environ or not (size.isascii() and size.isdigit()):
+        return
+    if int(size) > 1:
+        raise LaunchEnvironmentError(
+            f"HOROVOD_RANK={environ['HOROVOD_RANK']} and HOROVOD_SIZE={size} are set, as by Horovod's launcher, and "
+            "say nowhere to meet: start the program with hvdlite-run, or set RANK, WORLD_SIZE, MASTER_ADDR and "
+            "MASTER_PORT for every rank; unset HOROVOD_SIZE for a single process"
+        )
+
+
 def _is_within_a_worker(environ: Mapping[str, str]) -> bool:
     """Whether a further launcher has been at work since hvdlite-run, which sets both of these, and leaves no third."""
     twins = ("HVDLITE_RANK", "RANK"), ("HVDLITE_SIZE", "WORLD_SIZE")

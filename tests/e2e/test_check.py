@@ -110,7 +110,7 @@ def test_a_signal_ends_it_and_leaves_nothing(launch, ssh_program, signum):
 
 
 def test_what_takes_too_long_is_a_finding(launch):
-    code, out, _ = ended(launch("--check", "--start-timeout", "0"))
+    code, out, _ = ended(launch("--check", "--start-timeout", "0.001"))
     assert code == 1
     assert "✗" in out
     assert "--start-timeout" in out

@@ -60,6 +60,13 @@ def test_digits_are_learned_in_mixed_precision_with_gradients_in_half_precision(
     assert numbers(lines)[-1] > 88, lines
 
 
+@pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
+@pytest.mark.parametrize("flags", [["--use-adasum"], ["--use-adasum", "--batches-per-allreduce", 2], []])
+def test_digits_are_learned_with_adasum_and_without_a_warm_up(flags: list[object]):
+    lines = run("mnist.py", "--warmup-epochs", 0, *flags, ranks=2)
+    assert numbers(lines)[-1] > 80, lines
+
+
 def test_a_gan_on_two_ranks_comes_to_what_it_comes_to_in_one_process():
     one = run("gan.py", "--double", "--steps", 300)
     two = run("gan.py", "--double", "--steps", 300, ranks=2, by_flag=True)

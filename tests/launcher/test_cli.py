@@ -116,3 +116,28 @@ def test_interfaces_may_be_several_for_all_hosts_or_for_one(words, interfaces):
 def test_of_several_interfaces_the_plan_shows_that_one_will_be_taken(capsys):
     assert cli.main(["-np", "1", "--network-interface", "eth0,ib0", "--dry-run"]) == 0
     assert "GLOO_SOCKET_IFNAME=<the first of eth0,ib0 that is there>" in capsys.readouterr().out
+
+
+def start_timeout_s(*words: str) -> float:
+    return cli.job_of(cli.read_flags(["-np", "1", *words]), ["true"]).start_timeout_s
+
+
+def test_how_long_a_start_may_take_is_said_by_flag_or_variable(monkeypatch, capsys):
+    assert start_timeout_s() == 60
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "7")
+    assert start_timeout_s() == 7
+    monkeypatch.setenv("HVDLITE_START_TIMEOUT", "8")
+    assert start_timeout_s() == 8
+    assert start_timeout_s("--start-timeout", "60") == 60
+    monkeypatch.setenv("HVDLITE_START_TIMEOUT", "soon")
+    assert cli.main(["-np", "1", "true"]) == 2
+    assert capsys.readouterr().err.startswith("hvdlite-run: HVDLITE_START_TIMEOUT: 'soon' is not a number of seconds")
+    assert cli.main(["-np", "1", "--start-timeout", "0", "true"]) == 2
+    assert capsys.readouterr().err.startswith("hvdlite-run: --start-timeout: '0' leaves no time at all")
+
+
+def test_a_value_that_looks_like_a_flag_is_asked_for_after_an_equals_sign(capsys):
+    assert cli.main(["-np", "1", "--mpi-args", "-mca", "true"]) == 2
+    assert capsys.readouterr().err == (
+        "hvdlite-run: --mpi-args: expected one argument, after = if it begins with a dash\n"
+    )

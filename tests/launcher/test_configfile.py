@@ -214,7 +214,7 @@ def test_hosts_on_the_command_line_take_the_place_of_the_files_whichever_way_eit
         ("#" * (1 << 19), ": too long for a file of flags"),
         ("controller: {}", ", line 1: controller: it is gloo, mpi or jsrun"),
         ("logging: 1", ", line 1: unknown key 'logging'; "),
-        ("params: [1]", ", line 1: unknown key 'params'; "),
+        ("params: [1]", ", line 1: params: it is a section, with flags and values in it, and no list"),
         ("params:\n  cycle_time_ms: -1", ", line 2: params: cycle_time_ms: cycle_time_ms=-1 must be >= 0"),
         ("timeline:\n  file: x", ", line 2: unknown key 'timeline: file'; "),
         ("timeline: {[a]: x}", ", line 1: unknown key 'timeline: '; "),

@@ -29,6 +29,15 @@ def test_what_cannot_be_sent_to_the_workers_is_named(func, args, kwargs, culprit
         run(func, args, kwargs, np=1)
 
 
+def test_arguments_that_are_none_are_named():
+    with pytest.raises(TypeError, match=r"run\(\): args=1 is no sequence of arguments, such as \(1,\)"):
+        run(print, 1, np=1)
+    with pytest.raises(TypeError, match=r"run\(\): args='ab' is no sequence"):
+        run(print, "ab", np=1)
+    with pytest.raises(TypeError, match=r"run\(\): kwargs=\('a',\) is no mapping"):
+        run(print, (), ("a",), np=1)
+
+
 @pytest.mark.parametrize(
     ("flags", "error", "said"),
     [

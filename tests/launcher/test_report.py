@@ -55,6 +55,19 @@ def test_a_failure_names_rank_host_pid_and_code():
     )
 
 
+def test_a_program_that_misses_horovod_is_told_how_it_finds_it():
+    for last in (
+        "ModuleNotFoundError: No module named 'horovod'",
+        "[rank0]: ModuleNotFoundError: No module named 'horovod'",
+    ):
+        words = str(Failure(0, "a", 1, 1, ["Traceback (most recent call last):", last])).splitlines()
+        assert words[-2] == f"    {last}"
+        assert words[-1].startswith("hvdlite-run --horovod lets a program find hvdlite where it imports horovod.")
+        assert "PYTHONPATH=$PWD:$PYTHONPATH" in words[-1]
+    other = "ModuleNotFoundError: No module named 'horovodrun'"
+    assert "--horovod" not in str(Failure(0, "a", 1, 1, [other]))
+
+
 def test_a_signal_is_named():
     assert "killed by SIGSEGV. It wrote nothing to stderr." in str(Failure(0, "a", 1, -11, []))
     assert "memory" in str(Failure(0, "a", 1, -9, []))

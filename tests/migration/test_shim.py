@@ -72,12 +72,23 @@ def test_horovod_is_hvdlite_in_every_form_of_import():
         ("import horovod.ray", "horovod.ray: hvdlite is for PyTorch, started by hvdlite-run"),
         ("import horovod.torch.elastic", "elastic training is not in hvdlite yet"),
         ("from horovod.torch import elastic", "elastic training is not in hvdlite yet"),
+        ("from horovod.run import run", "horovod.run is a function, and no module: from horovod import run"),
+        ("from horovod.runner.launch import run_commandline", "hvdlite has no horovodrun: use hvdlite-run --horovod"),
         ("import horovod.torch.nothing", "horovod.torch.nothing: hvdlite has no such module of Horovod's"),
     ],
 )
 def test_what_is_not_there_says_why(program, words):
     with pytest.raises(ModuleNotFoundError, match=words):
         exec(program)
+
+
+@pytest.mark.usefixtures("shim")
+def test_who_only_asks_for_what_is_not_there_is_told_so_without_an_error():
+    for name in ("horovod.tensorflow", "horovod.keras", "horovod.torch.elastic", "horovod.nothing", "horovod.run"):
+        assert importlib.util.find_spec(name) is None, name
+    assert importlib.util.find_spec("hvdlite.horovod.spark") is None
+    with pytest.raises(ModuleNotFoundError, match="hvdlite is for PyTorch"):
+        importlib.import_module("horovod.tensorflow")
 
 
 @pytest.mark.usefixtures("shim")
@@ -253,6 +264,17 @@ def test_a_program_that_is_not_named_is_an_error_and_help_is_none(tmp_path):
     assert "Unknown option: -u (Python's own stand before -m hvdlite.horovod)" in done.stderr
     done = python(*SHIM, "-", "x", cwd=tmp_path, input="import sys, horovod; print(sys.argv, __name__)")
     assert done.stdout == "['-', 'x'] __main__\n"
+
+
+@pytest.mark.slow
+def test_horovod_as_a_program_says_what_to_use_in_its_place(tmp_path):
+    found = {**os.environ, "PYTHONPATH": CHILDREN_PATH}
+    for name in ("horovod", "horovod.runner.launch"):
+        for done in (python("-m", name, cwd=tmp_path, env=found), python(*SHIM, "-m", name, cwd=tmp_path)):
+            assert done.returncode == 1
+            (said,) = done.stderr.splitlines()
+            assert said.startswith(f"{sys.executable}: {name} is no program here: ")
+            assert "hvdlite-run --horovod" in said
 
 
 CHILDREN = """
