@@ -84,6 +84,7 @@ class InFlight:
             self._out.mul_(self._scale_after)
         if self._averages:
             self._weigh()
+        self._bucket.hold()
 
     def _weigh(self) -> None:
         """Make it the average over those that count, where ranks sit out (`join` with average="active")."""
