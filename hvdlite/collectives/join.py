@@ -5,7 +5,7 @@ Ranks with fewer batches than others: they join, and take part in the others' st
          ── steps of the others: one thread for each optimizer sits them out ┴─ until all have joined
 
 A step that is sat out costs no collective of its own: every bucket carries the count of ranks that take part (see
-`plan`), and one in which nobody does is the last.
+`gradients.plan`), and one in which nobody does is the last.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ A bucket in memory: one flat buffer, the views of it that are the gradients, and
     param.grad ── take ── view of the buffer      (nothing to pack: the gradient lives there)
     seal: zeros for what did not arrive, flags for the others ── all-reduce elsewhere ── give back
 
-What a bucket holds is decided in `plan`; when it travels, in `reducer`.
+What a bucket holds is decided in `plan`; when it travels, in `reducer` and `convoy`.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ wires, scaled, is the *average*. A parameter has *arrived* when its gradient is 
 that is after `backward_passes_per_step` backward passes.
 
 What lies where is decided in `plan` and kept in `layout`; how buckets travel is in `convoy`, and what happens to one
-on its way in `wire`; sparse gradients take the way of `sparse`. Whether a user's calls
-come in an order that loses nothing is checked here, since only here is known what is under way.
+on its way in `wire`; sparse gradients take the way of `sparse`. Whether a user's calls come in an order that loses
+nothing is checked here, since only here is known what is under way.
 """
 
 from __future__ import annotations
