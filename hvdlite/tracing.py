@@ -1,7 +1,7 @@
 """
 A timeline as users begin and end one: `start_timeline`, `stop_timeline`.
 
-How it is made is in `timeline`; what is in it, in `tracks` and `recorder`.
+How it is made is in `timeline.session`; what is in it, in `gradients.tracks` and `channels.recorder`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     ``HVDLITE_TIMELINE``, or ``hvdlite-run --timeline-filename``, starts one in `init`. ``mark_cycles``: there are no
     cycles here, as Horovod has them; steps are marked in any case.
     """
+    if not isinstance(file_path, str | os.PathLike):
+        raise TypeError(f"start_timeline: file_path={file_path!r} is not a path")
     world = current_world()
     if mark_cycles:
         log.info("start_timeline: mark_cycles marks nothing: there are no cycles, and steps are marked in any case")

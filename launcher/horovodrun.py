@@ -28,7 +28,7 @@ Flags of horovodrun's that tune a job:
   --stall-check-warning-time-seconds SECONDS
                         until a warning names them (60)
   --stall-check-shutdown-time-seconds SECONDS
-                        until that is an error on every rank (0: never)
+                        until that ends the job (0: never)
   --gloo-timeout-seconds SECONDS
                         how long a collective waits for a rank that hangs (300)
   --log-level LEVEL     what workers log to stderr: TRACE, DEBUG, INFO, WARNING, ERROR or FATAL

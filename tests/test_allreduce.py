@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -230,6 +231,10 @@ def test_an_op_may_be_given_as_horovods_number(op):
         (lambda: hvd.allreduce(1.5, name="loss"), TypeError, "allreduce of 'loss': float is not a tensor"),
         (lambda: hvd.allreduce(torch.ones(2).to_sparse()), TypeError, "to_dense"),
         (lambda: hvd.allreduce(torch.ones(2), op="mean"), ValueError, "op='mean' is not one of hvd.Average"),
+        (lambda: hvd.allreduce(torch.ones(2), prescale_factor="2"), TypeError, "prescale_factor='2' is not a number"),
+        (lambda: hvd.allreduce(torch.ones(2), postscale_factor=None), TypeError, "postscale_factor=None is not a"),
+        (lambda: hvd.allreduce(torch.ones(2), postscale_factor=math.nan), ValueError, "postscale_factor is nan"),
+        (lambda: hvd.allreduce(torch.ones(2, device="meta")), ValueError, "on the meta device and has no values"),
         (lambda: hvd.allreduce(torch.ones(2), name=3), TypeError, "name=3 is not a str"),
         (lambda: hvd.allreduce(torch.ones(2), compression="fp16"), TypeError, "compression='fp16'"),
         (lambda: hvd.allreduce(torch.ones(2, dtype=torch.complex64), op=hvd.Min), ValueError, "have no order"),

@@ -220,8 +220,9 @@ def test_zero_grad_while_gradients_are_in_flight_is_an_error_and_the_step_still_
         lambda param: nn.utils.clip_grad_value_([param], 0.1),
         lambda param: param.grad.zero_(),
         lambda param: setattr(param, "grad", param.grad * 2),
+        lambda param: setattr(param, "grad", None),
     ],
-    ids=["clip_grad_norm_", "clip_grad_value_", "zero_", "assignment"],
+    ids=["clip_grad_norm_", "clip_grad_value_", "zero_", "assignment", "None"],
 )
 def test_gradients_changed_on_their_way_are_an_error_and_no_silent_divergence(size, change):
     def rank(group: Group):
@@ -229,7 +230,9 @@ def test_gradients_changed_on_their_way_are_an_error_and_no_silent_divergence(si
         optimizer = wrap(group, model.parameters(), named_parameters=model.named_parameters())
         model(torch.ones(1, 2)).sum().backward()
         change(model.weight)
-        with pytest.raises(hvd.GradientError, match=r"weight was (changed|replaced).*call optimizer\.synchronize\(\)"):
+        with pytest.raises(
+            hvd.GradientError, match=r"weight was (changed|replaced|set to None).*call optimizer\.synchronize\(\)"
+        ):
             optimizer.step()
         optimizer.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
@@ -239,6 +242,70 @@ def test_gradients_changed_on_their_way_are_an_error_and_no_silent_divergence(si
             optimizer.step()
 
     run_ranks(size, rank)
+
+
+class PromptEngine:
+    """An engine whose all-reduces are over when they have been begun, so that buckets come back during backward."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def allreduce(self, tensors, options):
+        work = self._engine.allreduce(tensors, options)
+        work.wait()
+        return work
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+
+@pytest.mark.parametrize("change", [lambda p: p.grad.zero_(), lambda p: setattr(p, "grad", None)])
+def test_gradients_whose_average_is_there_before_the_others_are_not_to_be_changed_either(change):
+    def rank(group: Group):
+        model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
+        optimizer = wrap(group, model.parameters(), named_parameters=model.named_parameters(), bucket_cap_mb=1e-5)
+        model(torch.ones(1, 2)).sum().backward()
+        if group.rank == 1:
+            # The first to arrive, and so to come back.
+            change(model[3].weight)
+        optimizer.step()
+
+    first, second = attempt_ranks(2, rank, lambda: PromptEngine)
+    assert first is None
+    assert isinstance(second, hvd.GradientError)
+    assert "3.weight" in str(second)
+
+
+def test_after_a_backward_pass_too_many_the_step_can_be_dropped_and_not_be_taken():
+    def rank(group: Group):
+        model = nn.Linear(2, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = wrap(group, model.parameters(), named_parameters=model.named_parameters())
+
+        def backward() -> None:
+            (model(torch.ones(1, 2)).sum() * (1 + group.rank)).backward()
+
+        for _ in range(2):
+            backward()
+            with pytest.raises(hvd.GradientError, match="more than backward_passes_per_step times"):
+                backward()
+            optimizer.synchronize()
+            optimizer.zero_grad()
+        backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        backward()
+        with pytest.raises(hvd.GradientError, match="more than backward_passes_per_step times"):
+            backward()
+        for _ in range(2):
+            with pytest.raises(hvd.GradientError, match=r"spoilt.*optimizer\.zero_grad\(\) on every rank"):
+                optimizer.step()
+        optimizer.zero_grad()
+        backward()
+        optimizer.step()
+        return model.weight.flatten().tolist()
+
+    assert run_ranks(2, rank) == [[-3.0, -3.0]] * 2
 
 
 def test_a_hook_of_the_users_that_changes_gradients_is_refused_after_wrapping_and_obeyed_before():

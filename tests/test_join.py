@@ -188,6 +188,11 @@ def test_who_has_joined_learns_that_another_rank_has_ended():
         raise first
 
 
-def test_an_average_that_is_none_is_refused():
+def test_arguments_that_mean_nothing_are_refused(monkeypatch):
     with pytest.raises(ValueError, match="average='mean'"):
         run_worlds(1, lambda own: hvd.join(average="mean"))
+    with pytest.raises(TypeError, match="join: device='cuda' is not the number of a GPU"):
+        run_worlds(1, lambda own: hvd.join(device="cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="join: device=2 is none of"):
+        run_worlds(1, lambda own: hvd.join(device=2))

@@ -146,7 +146,16 @@ def test_barrier_returns_when_every_rank_has_called_it():
     [
         (lambda: hvd.alltoall(torch.ones(2), torch.ones(1, 1, dtype=torch.int32)), ValueError, "1D splits tensor"),
         (lambda: hvd.alltoall(torch.ones(2), [[1]]), ValueError, "alltoall expects a 1D splits tensor"),
-        (lambda: hvd.alltoall(torch.ones(2), torch.tensor([2])), ValueError, "contain 32-bit integer elements"),
+        (
+            lambda: hvd.alltoall(torch.ones(2), torch.tensor([2])),
+            ValueError,
+            "32-bit integer.*plain list of ints",
+        ),
+        (lambda: hvd.alltoall(torch.ones(2), [1.5]), ValueError, r"alltoall: splits=\[1.5\] are not whole numbers"),
+        (lambda: hvd.alltoall(torch.ones(2), [True]), ValueError, r"splits=\[True\]"),
+        (lambda: hvd.alltoall(torch.ones(2), "all", "x"), ValueError, "alltoall of 'x': splits='all'"),
+        (lambda: hvd.alltoall(torch.ones(2), [2**40]), ValueError, "Sum of splits entries is greater than the first"),
+        (lambda: hvd.allgather(torch.ones(2, device="meta"), "x"), ValueError, "'x': the tensor is on the meta device"),
         (lambda: hvd.alltoall(torch.ones(2), [3], "x"), ValueError, "Sum of splits entries is greater than the first"),
         (lambda: hvd.alltoall(torch.ones(2), [1, 1]), ValueError, "Number of entries in splits does not equal number"),
         (lambda: hvd.alltoall(torch.ones(2), [-1]), ValueError, "below 0"),

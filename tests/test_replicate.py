@@ -201,3 +201,50 @@ def test_objects_travel_whole(size):
         )
 
     assert run_ranks(size, rank) == [(size - 1, list(range(size)))] * size
+
+
+@pytest.mark.parametrize("rank_of_it", [0, 1])
+def test_an_object_that_cannot_be_pickled_is_an_error_on_all_ranks_that_names_the_operation_rank_and_cause(rank_of_it):
+    def share(function, group: Group):
+        obj = (lambda: 0) if group.rank == rank_of_it else 0
+        try:
+            function(obj)
+        except TypeError as error:
+            return error, group.all_gather_object(str(error), "afterwards")
+        return None
+
+    def rank(group: Group):
+        own = set_of(group)
+        return [
+            share(lambda obj: hvd.broadcast_object(obj, rank_of_it, name="settings", process_set=own), group),
+            share(lambda obj: hvd.allgather_object(obj, name="settings", process_set=own), group),
+        ]
+
+    for number, outcomes in enumerate(run_ranks(2, rank)):
+        for (error, everyones), what in zip(outcomes, ("broadcast_object", "allgather_object"), strict=True):
+            assert set(everyones) == {str(error)}
+            where = f"rank {rank_of_it} (node{rank_of_it})"
+            assert f"{what} of 'settings': the object of {where} cannot be pickled" in str(error)
+            assert "<lambda>" in str(error)
+            assert (error.__cause__ is not None) == (number == rank_of_it)
+
+
+def test_optimizer_state_that_cannot_be_pickled_is_an_error_on_all_ranks():
+    def rank(group: Group):
+        optimizer = sgd([nn.Parameter(torch.zeros(1))])
+        optimizer.param_groups[0]["schedule"] = lambda step: step
+        hvd.broadcast_optimizer_state(optimizer, process_set=set_of(group))
+
+    for outcome in attempt_ranks(2, rank):
+        assert isinstance(outcome, TypeError)
+        assert "broadcast_optimizer_state: the object of rank 0 (node0) cannot be pickled" in str(outcome)
+
+
+def test_what_is_no_optimizer_and_what_has_no_values_is_refused():
+    def rank(group: Group):
+        with pytest.raises(TypeError, match="broadcast_optimizer_state: optimizer=3 is not"):
+            hvd.broadcast_optimizer_state(3, process_set=set_of(group))
+        with pytest.raises(ValueError, match="'w' is on the meta device"):
+            hvd.broadcast_parameters({"w": torch.ones(2, device="meta")}, process_set=set_of(group))
+
+    run_ranks(1, rank)

@@ -182,6 +182,9 @@ def test_wrong_use_is_an_error_that_says_so(tmp_path, caplog):
             with pytest.raises(OSError, match=r"the timeline .* cannot be written on rank 0 \(node0\)") as caught:
                 hvd.start_timeline(bad)
             assert str(bad) in str(caught.value)
+        for no_path in (None, 3, b"t.json"):
+            with pytest.raises(TypeError, match=f"start_timeline: file_path={no_path!r} is not a path"):
+                hvd.start_timeline(no_path)
         hvd.stop_timeline()
         hvd.start_timeline(tmp_path / "t.json")
         with pytest.raises(ValueError, match=r"recorded already, to .*t.json"):

@@ -4,7 +4,7 @@ What happened when on one rank: spans of time in rows, and the file that they ar
     note(row, name, start, stop) ── queue ── a thread of its own, twice a second ── the rank's part of a timeline
 
 Written as it goes, and not at the end, so that the part of a rank that is killed tells what it did. How the parts of
-all ranks become one file is in `parts` and `timeline`; what is noted of gradients is in `tracks`.
+all ranks become one file is in `timeline`; what is noted of gradients is in `gradients.tracks`.
 """
 
 from __future__ import annotations

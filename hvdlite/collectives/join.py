@@ -5,7 +5,7 @@ Ranks with fewer batches than others: they join, and take part in the others' st
          ── steps of the others: one thread for each optimizer sits them out ┴─ until all have joined
 
 A step that is sat out costs no collective of its own: every bucket carries the count of ranks that take part (see
-`plan`), and one in which nobody does is the last.
+`gradients.plan`), and one in which nobody does is the last.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ def join(device: int = -1, average: str = _OF_ALL) -> int:
     """
     if average not in (_OF_ALL, _OF_ACTIVE):
         raise ValueError(f"join: average={average!r} is neither {_OF_ALL!r} nor {_OF_ACTIVE!r}")
+    _check_device(device)
     world = current_world()
     average_of_active = average == _OF_ACTIVE
     handle = world.conductor.join(average_of_active=average_of_active, stand_in=_StandIn(device))
@@ -56,6 +57,14 @@ def join(device: int = -1, average: str = _OF_ALL) -> int:
     # What has gone wrong in one of them, if anything.
     handle.wait()
     return last_rank
+
+
+def _check_device(device: object) -> None:
+    if isinstance(device, bool) or not isinstance(device, int):
+        raise TypeError(f"join: device={device!r} is not the number of a GPU, nor -1 for the current one")
+    gpus = torch.cuda.device_count()
+    if gpus and device >= gpus:
+        raise ValueError(f"join: device={device} is none of this process's {gpus} GPUs, 0 to {gpus - 1}")
 
 
 def _sit_out(reducer: SitsOut, average_of_active: bool, handle: Handle) -> None:

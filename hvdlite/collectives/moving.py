@@ -27,6 +27,8 @@ from .fusion import is_plain, mark_written, plain
 from .reduction import Reduction
 from .submission import check_writable, signature, submit, title
 
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 class AllGather:
     """The body of an all-gather of one tensor or several: bytes of all that are on a device travel as one."""
@@ -158,11 +160,14 @@ def check_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: in
                 f"workers. ({what}: {len(tensor)} rows for {size} ranks)"
             )
         return [len(tensor) // size] * size
-    given = splits if isinstance(splits, Tensor) else torch.tensor(splits, dtype=torch.int32)
+    given = splits if isinstance(splits, Tensor) else _splits_of_list(splits, what)
     if given.dim() != 1:
         raise ValueError(f"alltoall expects a 1D splits tensor ({what}: it has {given.dim()} dimensions)")
-    if given.dtype is not torch.int32:
-        raise ValueError(f"alltoall expects splits to contain 32-bit integer elements. ({what}: {given.dtype})")
+    if isinstance(splits, Tensor) and splits.dtype is not torch.int32:
+        raise ValueError(
+            f"alltoall expects splits to contain 32-bit integer elements. ({what}: {splits.dtype}; a plain list of "
+            "ints will do)"
+        )
     counts: list[int] = given.tolist()
     if len(counts) != size:
         raise ValueError(
@@ -176,6 +181,18 @@ def check_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: in
             f"{len(tensor)} rows)"
         )
     return counts
+
+
+def _splits_of_list(splits: Sequence[int], what: str) -> Tensor:
+    try:
+        given = torch.tensor(splits)
+    except (TypeError, ValueError, RuntimeError):
+        given = None
+    # An empty list is a tensor of floats.
+    is_whole = given is not None and (given.numel() == 0 or given.dtype in _WHOLE)
+    if given is None or not is_whole:
+        raise ValueError(f"{what}: splits={splits!r} are not whole numbers of rows")
+    return given
 
 
 def all_gather_rows(group: Group, tensor: Tensor, what: str) -> Tensor:

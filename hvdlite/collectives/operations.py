@@ -3,7 +3,7 @@ Collectives on tensors, as users call them: these wait for their result, and gra
 
     operation(tensor) ── the same on every rank of the process set ── result, on the tensor's device
 
-For values of the user's own; gradients of a `DistributedOptimizer` take the way of `reducer`. What holds for all:
+For values of the user's own; gradients of a `DistributedOptimizer` take the way of `gradients`. What holds for all:
 
 - Every rank of ``process_set``, which may be all, must call the function; those that have called the
   same, with the same ``name``, pair up. ``name`` is what messages call it; without one, they pair up in the order of

@@ -10,6 +10,7 @@ minimum "all", and so is an average. Which ranks, and when, is the caller's to s
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -196,7 +197,23 @@ def make_reduction(
     except ValueError:
         names = ", ".join(f"hvd.{member.name}" for member in ReduceOp)
         raise ValueError(f"{what}: op={op!r} is not one of {names}") from None
-    return Reduction(known, float(prescale_factor), float(postscale_factor), check_compression(compression))
+    return Reduction(
+        known,
+        _check_factor(what, "prescale_factor", prescale_factor),
+        _check_factor(what, "postscale_factor", postscale_factor),
+        check_compression(compression),
+    )
+
+
+def _check_factor(what: str, argument: str, value: object) -> float:
+    try:
+        # A str would do for float(), and is a mistake.
+        factor = float("no number" if isinstance(value, str | bytes) else value)  # type: ignore[arg-type]  # refused by it
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{what}: {argument}={value!r} is not a number") from None
+    if math.isnan(factor):
+        raise ValueError(f"{what}: {argument} is {value!r}, by which nothing can be scaled")
+    return factor
 
 
 def scale(values: Tensor, factor: float) -> None:

@@ -23,6 +23,7 @@ from ..channels.flat import as_bytes, unpickle
 from ..errors import MismatchError
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
+from .submission import check_has_values
 
 # Large enough for a handful of broadcasts per model, small beside the model itself.
 PACK_BYTES = 64 * 2**20
@@ -61,6 +62,8 @@ def broadcast_optimizer_state(
         # Horovod's words.
         raise ValueError("cannot broadcast torch.optim.LBFGS state: it is not averaged by hvdlite either")
     what = "broadcast_optimizer_state"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"{what}: optimizer={optimizer!r} is not a torch.optim.Optimizer")
     group = group_of(process_set, what)
     root = group.place_of_root(root_rank)
     shapes = [[tuple(param.shape) for param in entry["params"]] for entry in optimizer.param_groups]
@@ -85,7 +88,7 @@ def broadcast_object(
 ) -> Any:
     """The root's picklable object, on every rank; on the root the object itself.
 
-    Other ranks may pass anything. ``name`` is what messages call it.
+    Other ranks may pass anything. ``name`` is what messages call it. A TypeError on every rank if it cannot be pickled.
     """
     what = "broadcast_object" if name is None else f"broadcast_object of {name!r}"
     group = group_of(process_set, what)
@@ -97,11 +100,16 @@ def broadcast_object(
 def allgather_object(
     obj: object, name: str | None = None, *, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Every rank's picklable object, as a list in rank order. ``name`` is what messages call it."""
+    """Every rank's picklable object, as a list in rank order. ``name`` is what messages call it.
+
+    A TypeError on every rank if one of them cannot be pickled.
+    """
     what = "allgather_object" if name is None else f"allgather_object of {name!r}"
     group = group_of(process_set, what)
     group.agree(None, what)
-    return group.all_gather_object(obj, what)
+    data, error = _pickled(obj)
+    gathered = group.all_gather(torch.frombuffer(data, dtype=torch.uint8), what)
+    return [_unpickled(part, group.describe_rank(rank), what, error) for rank, part in enumerate(gathered)]
 
 
 def broadcast_tensors(named: list[tuple[str, Tensor]], root: int, group: Group, what: str) -> None:
@@ -116,12 +124,38 @@ def broadcast_tensors(named: list[tuple[str, Tensor]], root: int, group: Group, 
 
 
 def _broadcast_object(obj: object, root: int, group: Group, what: str) -> Any:
-    data = bytearray(pickle.dumps(obj)) if group.rank == root else bytearray()
+    data, error = _pickled(obj) if group.rank == root else (bytearray(), None)
     size = torch.tensor([len(data)], dtype=torch.int64)
     group.broadcast(size, root, what).wait()
     wire = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
     group.broadcast(wire, root, what).wait()
-    return obj if group.rank == root else unpickle(wire)
+    if group.rank == root and error is None:
+        return obj
+    return _unpickled(wire, group.describe_rank(root), what, error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpicklable:
+    """Travels in place of an object that cannot, so that no rank waits for it in vain."""
+
+    cause: str
+
+
+def _pickled(obj: object) -> tuple[bytearray, Exception | None]:
+    """What travels, and why the object itself does not."""
+    try:
+        return bytearray(pickle.dumps(obj)), None
+    except Exception as error:  # noqa: BLE001 - whatever an object's own methods raise
+        return bytearray(pickle.dumps(_Unpicklable(f"{type(error).__name__}: {error}"))), error
+
+
+def _unpickled(data: Tensor, owner: str, what: str, own_error: Exception | None) -> Any:
+    value = unpickle(data)
+    if isinstance(value, _Unpicklable):
+        raise TypeError(
+            f"{what}: the object of {owner} cannot be pickled, and so not sent: {value.cause}"
+        ) from own_error
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +198,7 @@ def _named_tensors(params: Params) -> list[tuple[str, Tensor]]:
                 f"broadcast_parameters: {name!r} is {type(value).__name__}, not a tensor, and cannot be "
                 "overwritten in place: leave it out, and pass it through hvd.broadcast_object(...)"
             )
+        check_has_values(value, f"broadcast_parameters: {name!r}")
         named.append((name, value))
     return named
 

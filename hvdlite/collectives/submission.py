@@ -61,7 +61,7 @@ def signature(tensors: Sequence[Tensor], *, is_group: bool, any_first: bool = Fa
 
 
 def check_tensor(tensor: object, what: str) -> None:
-    """Raise a TypeError unless it is a dense tensor."""
+    """Raise a TypeError unless it is a dense tensor, and a ValueError unless it has values."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what}: {type(tensor).__name__} is not a tensor: wrap it, as torch.tensor(value)")
     if tensor.layout != torch.strided:
@@ -69,6 +69,13 @@ def check_tensor(tensor: object, what: str) -> None:
             f"{what}: the tensor is {tensor.layout}: pass a dense one, as tensor.to_dense(), or sum it with "
             "hvd.sparse_allreduce_async"
         )
+    check_has_values(tensor, f"{what}: the tensor")
+
+
+def check_has_values(tensor: Tensor, what: str) -> None:
+    """Raise a ValueError for a tensor that is a shape and no more."""
+    if tensor.is_meta:
+        raise ValueError(f"{what} is on the meta device and has no values: make it on a real one, as to_empty() does")
 
 
 def check_tensors(tensors: object, what: str) -> list[Tensor]:

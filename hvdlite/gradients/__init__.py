@@ -1,7 +1,7 @@
 """
 From gradients to averages, inside an optimizer.
 
-    optimizer ── reducer ── layout of buckets (plan) ── wire ── averages; deltas instead, for Adasum
+    optimizer ── reducer ── layout of buckets (plan) ── convoy of wires ── averages; deltas instead, for Adasum
 
 Modules import only what stands before them:
 

@@ -4,7 +4,7 @@ A bucket in memory: one flat buffer, the views of it that are the gradients, and
     param.grad ── take ── view of the buffer      (nothing to pack: the gradient lives there)
     seal: zeros for what did not arrive, flags for the others ── all-reduce elsewhere ── give back
 
-What a bucket holds is decided in `plan`; when it travels, in `reducer`.
+What a bucket holds is decided in `plan`; when it travels, in `reducer` and `convoy`.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Bucket:
         self._densify = densify
         self.slots = [Slot(self, piece, param) for piece, param in zip(plan.slices, params, strict=True)]
         self._buffer: Tensor | None = None
-        # PyTorch's count of changes to the buffer after our own last one, from a gradient's arrival until the
-        # averages are there; None when a change is the user's good right.
+        # PyTorch's count of changes to the buffer after our own last one, from a gradient's arrival until all
+        # buckets' averages are there; None when a change is the user's good right.
         self._version: int | None = None
         self._is_wanted = True
         # What this rank adds to the counts of those that take part, and of those that sit out and do not count.
@@ -176,15 +176,27 @@ class Bucket:
         self._presence = (0, int(average_of_active))
 
     def accept(self) -> None:
-        """The averages are about to be written: from now on the gradients are the user's to change."""
+        """The averages are about to be written over the gradients, which must be what has travelled."""
+        self._require_same()
+
+    def hold(self) -> None:
+        """The averages are there. Maybe sooner than the user can know: they are not to be changed yet."""
+        self._note_version(True)
+
+    def release(self) -> None:
+        """All buckets have come back: from now on the gradients are the user's to change."""
+        self._require_same()
+        self._version = None
+
+    def _require_same(self) -> None:
         if not self._is_wanted:
             return
         self._require_untouched()
         for slot in self.slots:
             grad = slot.param.grad
-            if slot.arrived and not slot.sparse and grad is not slot.view and grad is not None:
-                raise _changed_too_early(f"the gradient of {slot.name} was replaced")
-        self._version = None
+            if slot.arrived and not slot.sparse and grad is not slot.view:
+                how = "set to None" if grad is None else "replaced"
+                raise _changed_too_early(f"the gradient of {slot.name} was {how}")
 
     def _note_version(self, begin: bool) -> None:
         if begin or self._version is not None:
@@ -243,6 +255,6 @@ class Bucket:
 def _changed_too_early(what: str) -> GradientError:
     return GradientError(
         f"{what} while it was on its way between the ranks, which would have made them differ: call "
-        "optimizer.synchronize() after backward() and before clipping or changing gradients; hooks that change "
-        "them belong on the parameters before hvd.DistributedOptimizer(...)"
+        "optimizer.synchronize() after backward() and before clipping, changing or dropping gradients; hooks that "
+        "change them belong on the parameters before hvd.DistributedOptimizer(...)"
     )

@@ -67,6 +67,8 @@ class Convoy:
                     sleeper.asleep = False
                     self._launch(sleeper, group)
         self._finish_all()
+        for bucket in self._launched:
+            bucket.release()
 
     def _finish_all(self) -> None:
         for in_flight in self._in_flight:

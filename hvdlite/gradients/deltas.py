@@ -117,6 +117,9 @@ class Deltas(ParamListener):
 
     # -- the step
 
+    def require_sound(self) -> None:
+        """Nothing: a backward pass too many changes what this rank's step uses, and nothing on its way."""
+
     def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
         """Divide the gradients by GradScaler's scale, unless some rank has found one that is not finite.
 

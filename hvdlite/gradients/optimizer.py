@@ -233,6 +233,7 @@ class DistributedOptimizer(OptimizerProxy):
                 "step() was called in skip_synchronize() while gradients are on their way between the ranks: "
                 "call synchronize() before, or leave skip_synchronize() away"
             )
+        self._reducer.require_sound()
 
     # -- what belongs to the wrapped optimizer
 

@@ -9,8 +9,8 @@ wires, scaled, is the *average*. A parameter has *arrived* when its gradient is 
 that is after `backward_passes_per_step` backward passes.
 
 What lies where is decided in `plan` and kept in `layout`; how buckets travel is in `convoy`, and what happens to one
-on its way in `wire`; sparse gradients take the way of `sparse`. Whether a user's calls
-come in an order that loses nothing is checked here, since only here is known what is under way.
+on its way in `wire`; sparse gradients take the way of `sparse`. Whether a user's calls come in an order that loses
+nothing is checked here, since only here is known what is under way.
 """
 
 from __future__ import annotations
@@ -60,6 +60,8 @@ class Reducer(ParamListener):
         self._collecting = False
         self._synchronized = False
         self._only_accumulating = False
+        # Whether a backward pass too many has added to gradients that were on their way.
+        self._is_spoilt = False
         # Autograd's numbers of the backward passes since the last step.
         self._backwards: set[int] = set()
 
@@ -123,7 +125,8 @@ class Reducer(ParamListener):
         """Wait for all ranks; leave the averages in the gradients. Nothing if that has been done already.
 
         A parameter that no rank used keeps ``grad = None``; one that some ranks used is averaged over all
-        of them, the others counting as zero.
+        of them, the others counting as zero. After a backward pass too many it waits as well, and what is in the
+        gradients then is good for nothing: see `require_sound`.
         """
         if self._is_closed:
             raise GradientError(
@@ -143,6 +146,15 @@ class Reducer(ParamListener):
         finally:
             self._end_step()
         self._synchronized = True
+
+    def require_sound(self) -> None:
+        """Raise a GradientError if a backward pass too many has spoilt the gradients, and they were not dropped."""
+        if self._is_spoilt:
+            raise GradientError(
+                "step() was called after gradients were computed more than backward_passes_per_step times, which has "
+                "spoilt them: after that error, call optimizer.synchronize() and optimizer.zero_grad() on every rank "
+                "to drop them"
+            )
 
     def sit_out(self, average_of_active: bool) -> bool:
         """Take part in one step of the other ranks with nothing to give; False if they all sat out as well.
@@ -200,6 +212,7 @@ class Reducer(ParamListener):
             self._end_step()
         self._backwards.clear()
         self._synchronized = False
+        self._is_spoilt = False
 
     @property
     def has_arrivals(self) -> bool:
@@ -221,6 +234,7 @@ class Reducer(ParamListener):
         self.meet()
         self._collecting = True
         self._synchronized = False
+        self._is_spoilt = False
         for bucket in self._layout.buckets:
             bucket.expect()
 
@@ -240,6 +254,9 @@ class Reducer(ParamListener):
 
     def _require_surplus(self, slot: Slot) -> None:
         if not self._is_surplus():
+            # So that the step can still be taken to its end with the other ranks, and dropped.
+            self._is_spoilt = True
+            self._give_up()
             # The first two sentences are Horovod's.
             raise GradientError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
@@ -250,10 +267,13 @@ class Reducer(ParamListener):
 
     def _discard(self) -> None:
         """Let what is under way come to its end on all ranks, and begin anew."""
-        for bucket in self._layout.buckets:
-            bucket.give_up()
+        self._give_up()
         try:
             self._convoy.launch_rest_and_wait(self.meet())
         finally:
             self._end_step()
             self._backwards.clear()
+
+    def _give_up(self) -> None:
+        for bucket in self._layout.buckets:
+            bucket.give_up()

@@ -4,7 +4,7 @@ Sparse gradients: gathered row by row instead of summed as a whole.
     param.grad (indices, values) ── all-gather from every rank ── joined in rank order, coalesced ── param.grad
 
 A parameter comes here once some rank has shown a sparse gradient for it; until then it is in a bucket
-like any other. See `reducer` for how the ranks learn it together.
+like any other. See `convoy` for how the ranks learn it together.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ From a full bucket to its average: compress, all-reduce, decompress, as one obje
     bucket.seal (scaled before) ── compress ── all-reduce ── wait ── decompress ── scaled after ── bucket
 
 An algorithm that needs collectives of its own replaces `InFlight` as a whole. When a bucket is launched,
-and when it is waited for, is decided in `reducer`.
+and when it is waited for, is decided in `reducer` and `convoy`.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class InFlight:
             self._out.mul_(self._scale_after)
         if self._averages:
             self._weigh()
+        self._bucket.hold()
 
     def _weigh(self) -> None:
         """Make it the average over those that count, where ranks sit out (`join` with average="active")."""
