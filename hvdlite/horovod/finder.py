@@ -22,7 +22,7 @@ _OWN_PREFIX = "hvdlite."
 # A directory in which there is a package `horovod`, and nothing else.
 CHILDREN_PATH = str(Path(__file__).with_name("path"))
 
-_PROGRAM = "horovodrun's place has hvdlite-run --horovod -np 4 python train.py"
+_PROGRAM = "use hvdlite-run --horovod -np 4 python train.py"
 _OTHER_FRAMEWORKS = ("tensorflow", "keras", "_keras", "mxnet")
 _OTHER_LAUNCHERS = ("spark", "ray", "data")
 
@@ -117,8 +117,8 @@ def _refusal(fullname: str) -> str | None:
     _, *parts = fullname.split(".")
     if "elastic" in parts:
         return f"{fullname}: elastic training is not in hvdlite yet; checkpoint, and start the job anew"
-    if parts == ["run"] or parts[:2] == ["run", "run"]:
-        return f"{fullname}: horovod.run is a function, and no module: from horovod import run"
+    if parts[:1] == ["run"]:
+        return f"{fullname}: it is a function, and no module: from horovod import run"
     if parts and parts[0] in _OTHER_FRAMEWORKS:
         return f"{fullname}: hvdlite is for PyTorch; there is horovod.torch"
     if parts and parts[0] in _OTHER_LAUNCHERS:

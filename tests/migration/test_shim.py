@@ -72,7 +72,7 @@ def test_horovod_is_hvdlite_in_every_form_of_import():
         ("import horovod.ray", "horovod.ray: hvdlite is for PyTorch, started by hvdlite-run"),
         ("import horovod.torch.elastic", "elastic training is not in hvdlite yet"),
         ("from horovod.torch import elastic", "elastic training is not in hvdlite yet"),
-        ("from horovod.run import run", "horovod.run is a function, and no module: from horovod import run"),
+        ("from horovod.run import run", "horovod.run: it is a function, and no module: from horovod import run"),
         ("from horovod.runner.launch import run_commandline", "hvdlite has no horovodrun: use hvdlite-run --horovod"),
         ("import horovod.torch.nothing", "horovod.torch.nothing: hvdlite has no such module of Horovod's"),
     ],
