@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -22,3 +23,9 @@ hypothesis.settings.load_profile("untimed")
 def _leave_no_world_behind() -> Iterator[None]:
     yield
     hvd.shutdown()
+
+
+def pytest_collection_finish() -> None:
+    """What is there by now stays: looking for garbage in all of torch takes a second, in the middle of some test."""
+    gc.collect()
+    gc.freeze()

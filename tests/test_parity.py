@@ -25,7 +25,7 @@ from torch import nn
 import hvdlite as hvd
 from hvdlite.channels.collective import Group
 
-SIZES = [1, 2, 3, 4]
+SIZES = [1, 2, pytest.param(3, marks=pytest.mark.slow), 4]
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])

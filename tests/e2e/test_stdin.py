@@ -10,6 +10,8 @@ import time
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 # A shell's part: a session with a terminal, the job in its background, and in front once told so on stdin.
 SHELL = """
 import os, signal, subprocess, sys

@@ -10,6 +10,8 @@ from statistics import median
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def program(tmp_path, body: str):
     path = tmp_path / "program.py"
@@ -32,7 +34,6 @@ def train(steps):
 """
 
 
-@pytest.mark.slow
 def test_a_world_that_was_left_can_be_entered_again(launch, tmp_path):
     body = """
     for _ in range(2):
@@ -45,7 +46,6 @@ def test_a_world_that_was_left_can_be_entered_again(launch, tmp_path):
     assert code == 0, err.decode()
 
 
-@pytest.mark.slow
 def test_torchrun_tells_the_same_places(launch, tmp_path):
     body = """
     hvd.init()
@@ -60,7 +60,6 @@ def test_torchrun_tells_the_same_places(launch, tmp_path):
     assert b"[(0, 0, 2, 0, 1), (1, 1, 2, 0, 1)]" in out
 
 
-@pytest.mark.slow
 def test_a_process_group_of_the_program_is_adopted_and_survives(launch, tmp_path):
     body = """
     import torch.distributed as dist
@@ -79,7 +78,6 @@ def test_a_process_group_of_the_program_is_adopted_and_survives(launch, tmp_path
     assert code == 0, err.decode()
 
 
-@pytest.mark.slow
 def test_a_rank_that_raises_in_the_middle_of_backward_ends_the_job_with_its_traceback_last(launch, tmp_path):
     body = (
         "hvd.init()\n"
@@ -100,7 +98,6 @@ def test_a_rank_that_raises_in_the_middle_of_backward_ends_the_job_with_its_trac
     job.assert_gone()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["sys.exit(7)", "os._exit(7)"])
 def test_a_rank_that_exits_with_gradients_under_way_gives_the_job_its_exit_code(launch, tmp_path, fault):
     body = (
@@ -126,7 +123,6 @@ def test_models_that_differ_end_the_job_at_once_and_name_the_parameter(launch, t
     assert re.search(rb"MismatchError: parameter 'weight' has shape \(2, 3\).* on rank 0 .*shape \(3, 3\)", err)
 
 
-@pytest.mark.slow
 def test_a_rank_that_does_not_come_to_init_is_told_by_the_others(launch, tmp_path):
     body = """
     if os.environ["HVDLITE_RANK"] == "1": time.sleep(1000)
@@ -139,7 +135,6 @@ def test_a_rank_that_does_not_come_to_init_is_told_by_the_others(launch, tmp_pat
     )
 
 
-@pytest.mark.slow
 def test_a_spawned_child_does_not_take_its_parents_place(launch, tmp_path):
     body = """
     import multiprocessing
@@ -156,7 +151,6 @@ def test_a_spawned_child_does_not_take_its_parents_place(launch, tmp_path):
     assert b"LaunchEnvironmentError: hvd.init() was called in a child process" in err
 
 
-@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_reported_after_the_timeout(launch, tmp_path):
     body = """
     hvd.init(timeout_s=2)
@@ -169,7 +163,6 @@ def test_a_rank_that_does_not_come_is_reported_after_the_timeout(launch, tmp_pat
     assert b"missing: rank 1 (localhost), which computes or hangs" in err
 
 
-@pytest.mark.slow
 def test_parameters_used_by_one_rank_do_not_mix_with_collectives_between_backward_and_step(launch, tmp_path):
     """Ranks launch their buckets at different times here; metrics and a second optimizer come between."""
     body = """
@@ -217,7 +210,6 @@ if hvd.rank() == 0: print(max(peaks))
 """
 
 
-@pytest.mark.slow
 def test_peak_memory_is_no_higher_than_ddps_with_gradients_as_bucket_views(launch, tmp_path):
     peaks: dict[bool, list[int]] = {True: [], False: []}
     for ddp in (True, False) * 3:
