@@ -73,7 +73,9 @@ def alltoall(
 
 
 def _apply(function: type[Function], *arguments: Any) -> Any:
-    return function.apply(*arguments)  # type: ignore[no-untyped-call]  # torch does not type it
+    # Not typed in every version of torch.
+    untyped: Any = function
+    return untyped.apply(*arguments)
 
 
 class _Allreduce(Function):

@@ -98,7 +98,9 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError("Expected more than 1 value per channel when training, got 1 on all ranks together")
         self._track(moments)
         dtype = computed_in(input.dtype)
-        normalized: Tensor = _Normalize.apply(  # type: ignore[no-untyped-call]  # torch's
+        # Not typed in every version of torch.
+        untyped: Any = _Normalize
+        normalized: Tensor = untyped.apply(
             input,
             self.weight,
             self.bias,
