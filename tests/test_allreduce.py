@@ -15,7 +15,7 @@ from worlds import attempt_worlds, run_worlds
 import hvdlite as hvd
 
 OPS = [hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product]
-SIZES = [1, 2, 3, 4]
+SIZES = [1, 2, pytest.param(3, marks=pytest.mark.slow), 4]
 
 
 def in_place(operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,7 +58,7 @@ def sample(size: int, dims: int, channels: int = 3) -> tuple[Tensor, Tensor]:
     return torch.randn(shape) * 2 + 1, torch.randn(shape)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("dims", [2, 3, 4, 5])
 def test_ranks_with_unequal_batches_are_one_process_on_the_whole(size, dims):
     x, grad = sample(size, dims)

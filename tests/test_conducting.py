@@ -209,6 +209,7 @@ def test_a_rank_whose_other_thread_may_still_call_is_not_stuck(monkeypatch):
     assert run_worlds(2, rank) == [[2, 2], [2, 2]]
 
 
+@pytest.mark.slow
 def test_a_rank_all_of_whose_threads_wait_is_stuck():
     def rank(own: int) -> list[type]:
         world = current_world().here

@@ -95,6 +95,7 @@ def test_after_a_mismatch_that_was_caught_ranks_can_go_on():
     assert attempt_worlds(2, rank) == [2.0, 2.0]
 
 
+@pytest.mark.slow
 def test_backward_passes_that_differ_are_told_by_the_name_of_the_forward_pass():
     def rank(own: int) -> None:
         x = torch.ones(2, requires_grad=True)

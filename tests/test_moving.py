@@ -11,7 +11,7 @@ from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
 
-SIZES = [1, 2, 3, 4]
+SIZES = [1, 2, pytest.param(3, marks=pytest.mark.slow), 4]
 ROWS = [(5,), (4, 0), (3, 2), (2, 1, 3)]
 
 

@@ -98,6 +98,7 @@ def test_the_set_of_all_ranks_is_not_removed_and_neither_is_one_that_was_never_a
     assert run_worlds(2, rank) == [(False, False)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [

@@ -16,7 +16,7 @@ def spread(rows: int, size: int) -> list[int]:
     return [len(range(rank, rows, size)) for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_each_rank_gets_its_rows_of_what_one_process_would_sum_up(size):
     ops = [hvd.Average, hvd.Sum]
 

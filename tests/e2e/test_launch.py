@@ -191,6 +191,7 @@ def test_a_reader_of_a_plan_may_go_away(launch):
     assert (code, err) == (141, b"")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not say which cores are usable")
 def test_the_usable_cores_are_shared_out_unless_the_user_says_otherwise(launch, monkeypatch):
     cores = len(os.sched_getaffinity(0))
@@ -219,6 +220,7 @@ def test_a_closed_stdout_harms_nobody(launch):
     assert b"failed first, with exit code 4" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_flood_from_all_ranks_loses_no_line_and_tears_none(launch, tmp_path):
     lines = 100_000
     with open(tmp_path / "out", "wb") as out:
@@ -290,6 +292,7 @@ def test_a_child_that_holds_the_pipes_open_does_not_keep_the_job(launch):
     job.assert_gone()
 
 
+@pytest.mark.slow
 def test_many_workers_at_once_all_start_and_end(launch):
     code, out, _ = launch("-np", "64", "sh", "-c", "echo $HVDLITE_RANK").ended()
     assert code == 0
