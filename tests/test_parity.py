@@ -29,7 +29,7 @@ SIZES = [1, 2, pytest.param(3, marks=pytest.mark.slow), 4]
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
-@pytest.mark.parametrize("passes", [1, 2, 3])
+@pytest.mark.parametrize("passes", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", MODELS)
 def test_ranks_together_match_one_process_on_the_whole_batch(kind, size, passes, make):
