@@ -8,7 +8,7 @@ one that is empty says nothing.
     TIMELINE                     the file of the timeline, or DYNAMIC
     STALL_CHECK_DISABLE          1: nobody looks for ranks that are waited for
     STALL_CHECK_TIME_SECONDS     until a warning names them (60); HVDLITE_STALL_CHECK_TIME_S too
-    STALL_SHUTDOWN_TIME_SECONDS  until that is an error (0: never); HVDLITE_STALL_SHUTDOWN_S too
+    STALL_SHUTDOWN_TIME_SECONDS  until that ends the job (0: never); HVDLITE_STALL_SHUTDOWN_S too
     LOG_LEVEL                    trace, debug, info, warning, error or fatal
     LOG_HIDE_TIME                1: lines of the log begin without the time
     GLOO_TIMEOUT_SECONDS         ``timeout_s`` of `hvd.init`, unless that is given

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import threading
+import time
 from functools import partial
 
 import pytest
@@ -177,6 +178,33 @@ def test_who_waits_for_an_operation_when_shutdown_is_called_is_let_go():
             closing.join()
 
     run_worlds(2, rank)
+
+
+def test_waiting_burns_no_core():
+    come = threading.Event()
+
+    def rank(own: int) -> float:
+        if own == 1:
+            come.wait(0.4)
+        before_s = time.thread_time()
+        hvd.barrier()
+        return time.thread_time() - before_s
+
+    # The waiting thread's share of a core, whatever the time that it waited.
+    assert run_worlds(2, rank)[0] < 0.1
+
+
+def test_many_operations_under_way_at_once_are_looked_through_now_and_then_and_not_with_every_message(monkeypatch):
+    ticks = []
+    tick = negotiation.Negotiation.tick
+    monkeypatch.setattr(negotiation.Negotiation, "tick", lambda self, now_s: ticks.append(tick(self, now_s)))
+    monkeypatch.setattr(coordinator, "_TICK_S", 1000.0)
+
+    def rank(own: int) -> int:
+        return sum(handle.wait() for handle in [add_up(str(number), 1) for number in range(100)])
+
+    assert run_worlds(2, rank) == [200, 200]
+    assert len(ticks) <= 1
 
 
 def test_a_rank_whose_other_thread_may_still_call_is_not_stuck(monkeypatch):

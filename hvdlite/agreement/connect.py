@@ -77,8 +77,14 @@ def _listen(group: Group, nodes: Sequence[str]) -> socket.socket:
 def _address_for_others(hosts: Sequence[str]) -> str:
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
     chosen = address_of(interface) if interface else own_address([*dict.fromkeys(hosts), *ELSEWHERE])
-    # As gloo would do it.
-    return chosen or socket.gethostbyname(socket.gethostname())
+    try:
+        # As gloo would do it.
+        return chosen or socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        raise CommunicationError(
+            f"hvd.init() failed on rank 0: it finds no address of its own that other hosts reach ({error}): set "
+            "GLOO_SOCKET_IFNAME to the interface that leads to them"
+        ) from error
 
 
 def _reach(address: Any, secret: str, group: Group, timeout_s: float) -> socket.socket:

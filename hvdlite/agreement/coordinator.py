@@ -52,6 +52,7 @@ class Coordinator:
         self._negotiation = negotiation
         self._all = tuple(range(size))
         self._secret = secret
+        self._ticked_at_s = 0.0
         self._selector = selectors.DefaultSelector()
         self._rank_of: dict[Mailbox, int] = {}
         self._mailbox_of: dict[int, Mailbox] = {}
@@ -124,7 +125,10 @@ class Coordinator:
                 self._accept(now_s)
             elif isinstance(key.fileobj, Mailbox):
                 self._hear(key.fileobj, now_s)
-        self._negotiation.tick(now_s)
+        # Not with every message: it looks at all that is pending, which may be much.
+        if now_s - self._ticked_at_s >= _TICK_S:
+            self._ticked_at_s = now_s
+            self._negotiation.tick(now_s)
         self._answer(now_s)
         return True
 

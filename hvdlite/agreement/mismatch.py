@@ -11,18 +11,17 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def first_difference(asked: Mapping[int, Mapping[str, Any]]) -> str | None:
+def first_difference(values: Sequence[Mapping[str, Any]]) -> str | None:
     """The first key, in the order in which ranks have them, whose values differ between the ranks; None if none do."""
-    values = list(asked.values())
     keys = dict.fromkeys(key for same in values for key in same)
     # By their words: a number that is none (nan) differs from itself.
     return next((key for key in keys if len({repr(same.get(key)) for same in values}) > 1), None)
 
 
-def words_of_difference(
-    kind: str, what: str, asked: Mapping[int, Mapping[str, Any]], key: str, hosts: Sequence[str]
-) -> str:
-    """What is wrong with an operation that ranks have asked for with different values of ``key``."""
+def words_of_difference(kind: str, what: str, asked: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> str:
+    """What is wrong with an operation that ranks have asked for with different values."""
+    key = first_difference(list(asked.values()))
+    assert key is not None, "called only where they differ"
     values = {rank: _words(same.get(key)) for rank, same in sorted(asked.items())}
     one, another = list(dict.fromkeys(values.values()))[:2]
     operation = kind.upper()

@@ -68,6 +68,8 @@ class Negotiation:
             self._pending[pending.id_] = pending
             alike.append(pending)
         pending.asks[rank] = ask
+        if ask.same != pending.first.same and first_difference([pending.first.same, ask.same]) is not None:
+            pending.differs = True
         self._id_of[rank, ask.ticket] = pending.id_
         self._consider(pending, now_s)
 
@@ -134,17 +136,17 @@ class Negotiation:
         if first.kind not in _WITH_JOIN and any(rank in self._joined for rank in first.members):
             self._refuse(pending, "CommunicationError", self._words_of_join(first))
             return
-        missing = [rank for rank in first.members if rank not in pending.asks and rank not in self._joined]
-        asked = {rank: ask.same for rank, ask in pending.asks.items()}
-        key = first_difference(asked)
-        if key is None:
-            if not missing:
+        # The first question is the usual answer, and costs nothing.
+        is_complete = len(pending.asks) + len(self._joined) >= len(first.members) and not pending.missing(self._joined)
+        if not pending.differs:
+            if is_complete:
                 self._begin(pending)
             return
         if pending.differs_since_s is None:
             pending.differs_since_s = now_s
-        if not missing or now_s - pending.differs_since_s >= SETTLING_S:
-            words = words_of_difference(first.kind, first.what, asked, key, self._hosts)
+        if is_complete or now_s - pending.differs_since_s >= SETTLING_S:
+            asked = {rank: ask.same for rank, ask in pending.asks.items()}
+            words = words_of_difference(first.kind, first.what, asked, self._hosts)
             self._refuse(pending, "MismatchError", words)
 
     def _begin(self, pending: Pending) -> None:

@@ -55,6 +55,7 @@ class Pending:
     first: Ask
     since_s: float
     asks: dict[int, Ask] = field(default_factory=dict)
+    differs: bool = False
     differs_since_s: float | None = None
     warned_at_s: float | None = None
     refusal: Refusal | None = None

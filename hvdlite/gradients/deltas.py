@@ -22,7 +22,7 @@ from ..channels.collective import Group
 from ..collectives.adasum import adasum_all_reduce
 from ..collectives.fusion import flat_of
 from ..errors import GradientError
-from .params import ParamListener, listen, require_same_model, take_over
+from .params import ParamListener, listen, require_same_model, take_over, too_many_passes
 from .plan import Description, ParamSpec, plan_buckets
 from .tracks import Tracks
 from .wire import Settings
@@ -88,11 +88,7 @@ class Deltas(ParamListener):
             return
         passes = self._passes[param] = self._passes.get(param, 0) + 1
         if passes > self.backward_passes_per_step:
-            raise GradientError(
-                f"gradients of {self._name_of[param]!r} were computed more than backward_passes_per_step="
-                f"{self.backward_passes_per_step} times before step(): to accumulate over several backward "
-                "passes, raise backward_passes_per_step or wrap all but the last in `with optimizer.no_sync():`"
-            )
+            raise too_many_passes(self._name_of[param], self.backward_passes_per_step)
 
     @contextmanager
     def only_accumulating(self) -> Iterator[None]:

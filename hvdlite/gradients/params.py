@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..channels.collective import Group
-from ..errors import MismatchError
+from ..errors import GradientError, MismatchError
 from .plan import Description, first_difference
 
 
@@ -45,6 +45,17 @@ def listen(param: Tensor, on_gradient: object) -> RemovableHandle:
         param.requires_grad_(False)
     assert isinstance(handle, RemovableHandle), "torch returns what removes the hook"
     return handle
+
+
+def too_many_passes(name: str, backward_passes_per_step: int) -> GradientError:
+    """What a listener raises at a gradient that is one backward pass too many."""
+    # The first two sentences are Horovod's.
+    return GradientError(
+        "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
+        f"backward_passes_per_step to accumulate gradients locally. (The first: those of {name!r}, with "
+        f"backward_passes_per_step={backward_passes_per_step}. Or wrap all backward passes but the last in `with "
+        "optimizer.no_sync():`)"
+    )
 
 
 def require_same_model(group: Group, description: Description) -> None:

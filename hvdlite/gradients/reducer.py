@@ -27,7 +27,7 @@ from ..errors import GradientError
 from .bucket import Slot
 from .convoy import Convoy
 from .layout import Layout
-from .params import ParamListener, listen, require_same_model, take_over
+from .params import ParamListener, listen, require_same_model, take_over, too_many_passes
 from .plan import Description
 from .tracks import Tracks
 from .wire import Settings
@@ -257,13 +257,7 @@ class Reducer(ParamListener):
             # So that the step can still be taken to its end with the other ranks, and dropped.
             self._is_spoilt = True
             self._give_up()
-            # The first two sentences are Horovod's.
-            raise GradientError(
-                "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
-                "backward_passes_per_step to accumulate gradients locally. (The first: those of "
-                f"{slot.name!r}, with backward_passes_per_step={self.backward_passes_per_step}. Or wrap all backward "
-                "passes but the last in `with optimizer.no_sync():`)"
-            )
+            raise too_many_passes(slot.name, self.backward_passes_per_step)
 
     def _discard(self) -> None:
         """Let what is under way come to its end on all ranks, and begin anew."""
