@@ -151,7 +151,7 @@ def test_more_backward_passes_than_agreed_are_an_error_but_not_under_no_sync():
             model(torch.ones(1, 2)).sum().backward()
         with pytest.raises(
             hvd.GradientError,
-            match="Gradients were computed more than .*those of 'weight', with backward_passes_per_step=2",
+            match=r"Gradients were computed more than .*those of 'weight', with backward_passes_per_step=2",
         ):
             model(torch.ones(1, 2)).sum().backward()
 
