@@ -21,6 +21,15 @@ from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
 
+class PeerGoneError(RuntimeError):
+    """An engine's word that another rank is no more, from one that knows which."""
+
+    def __init__(self, message: str, place: int) -> None:
+        """``place`` is the rank's among those of the engine."""
+        super().__init__(message)
+        self.place = place
+
+
 class EngineWork(Protocol):
     """What an engine returns at once for an operation that it has begun."""
 

@@ -1,0 +1,140 @@
+"""
+The ranks of an engine as one of them sees them: how far everybody is, waiting for that, and who is no more.
+
+    advance ── a counter of this rank's board ── the last one to come rings the bell
+    wait_for ── look, spin, sleep at the bell ── now and then: who has gone, how late is it
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import time
+from collections.abc import Sequence
+
+from ..channels.engine import PeerGoneError
+from .board import FAILED, OPEN, Board
+from .futex import fence, sleep_while, wake
+
+# How long a rank that has a core for itself looks before it sleeps; what two ranks that are in step need.
+_SPIN_S = 100e-6
+_LOOKS_PER_CLOCK = 50
+# Without a core for each rank looking again keeps the others from coming: they get the core instead, a few times.
+_YIELDS = 4
+# While asleep: how often to look for ranks that have gone, and so for a signal that came just before the sleep.
+_WATCH_S = 0.1
+
+
+class Crew:
+    """All ranks of an engine, this one at place ``rank`` among them."""
+
+    def __init__(self, rank: int, boards: Sequence[Board], pids: Sequence[int], timeout_s: float) -> None:
+        self.rank = rank
+        self.size = len(boards)
+        self.boards = boards
+        self.own = boards[rank]
+        self.timeout_s = timeout_s
+        self._pids = pids
+        self._words = [board.words for board in boards]
+        self._own_words = self.own.words
+        self._others = [words for place, words in enumerate(self._words) if place != rank]
+        self._bell = boards[0]
+        self._spins = len(os.sched_getaffinity(0)) >= self.size
+        self._lives = {place: os.pidfd_open(pid) for place, pid in enumerate(pids) if pid != os.getpid()}
+        self._poll = select.poll()
+        for fd in self._lives.values():
+            self._poll.register(fd, select.POLLIN)
+
+    def advance(self, counter: int, value: int) -> None:
+        """Show the others that this rank is so far, with all it has written before."""
+        fence()
+        self._own_words[counter] = value
+        fence()
+        # Who comes last wakes the others. Of two that come at once, at least one sees that.
+        if self.reached(counter, value):
+            self._wake_sleepers()
+
+    def reached(self, counter: int, value: int) -> bool:
+        """Whether every other rank is so far."""
+        for words in self._others:  # noqa: SIM110 - a generator would take longer than all else here
+            if words[counter] < value:
+                return False
+        return True
+
+    def wait_for(self, counter: int, value: int, deadline: float) -> None:
+        """Return when every rank is so far; a RuntimeError if one cannot come, or does not by ``deadline``.
+
+        The deadline is by `time.monotonic`.
+        """
+        if self.reached(counter, value) or self._came_meanwhile(counter, value):
+            return
+        own, bell = self.own, self._bell
+        own.sleeps = True
+        try:
+            while True:
+                fence()
+                ring = bell.bell
+                if self.reached(counter, value):
+                    return
+                self._require_alive(counter, value)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise RuntimeError(self._words_of_timeout(counter, value))
+                sleep_while(bell.bell_address, ring, min(_WATCH_S, left_s))
+        finally:
+            own.sleeps = False
+
+    def leave(self, state: int) -> None:
+        """Take part no more, having ``LEFT`` or ``FAILED``; the others are not left waiting."""
+        if self.own.state == OPEN:
+            self.own.leave(state)
+            fence()
+            self._wake_sleepers()
+
+    def close(self) -> None:
+        """Give back what watches over the others."""
+        for fd in self._lives.values():
+            os.close(fd)
+        self._lives.clear()
+
+    def describe(self, place: int) -> str:
+        """A rank of the engine, by its place there and its process."""
+        return f"rank {place} of this group (pid {self._pids[place]})"
+
+    def _came_meanwhile(self, counter: int, value: int) -> bool:
+        if not self._spins:
+            for _ in range(_YIELDS):
+                os.sched_yield()
+                if self.reached(counter, value):
+                    return True
+            return False
+        until = time.monotonic() + _SPIN_S
+        while time.monotonic() < until:
+            for _ in range(_LOOKS_PER_CLOCK):
+                if self.reached(counter, value):
+                    return True
+        return False
+
+    def _wake_sleepers(self) -> None:
+        for board in self.boards:
+            if board.sleeps and board is not self.own:
+                self._bell.ring()
+                wake(self._bell.bell_address)
+                return
+
+    def _require_alive(self, counter: int, value: int) -> None:
+        """Raise if a rank that is waited for will never come."""
+        gone = {fd for fd, _ in self._poll.poll(0)} if self._lives else set()
+        for place, words in enumerate(self._words):
+            state = self.boards[place].state
+            if words[counter] >= value or place == self.rank:
+                continue
+            if state == FAILED:
+                raise RuntimeError(f"{self.describe(place)} has given up, for an error of its own")
+            if state != OPEN or self._lives.get(place) in gone:
+                how = "has left" if state != OPEN else "is no more"
+                raise PeerGoneError(f"{self.describe(place)} {how}: connection closed by peer", place)
+
+    def _words_of_timeout(self, counter: int, value: int) -> str:
+        late = [self.describe(place) for place, words in enumerate(self._words) if words[counter] < value]
+        return f"timed out after {self.timeout_s:g} s: {', '.join(late)} did not come"

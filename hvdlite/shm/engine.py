@@ -1,0 +1,196 @@
+"""
+The engine: collectives of `torch.distributed.ProcessGroup` on tensors of the CPU, between ranks of one host.
+
+    a call ── checked, its turn taken ── Operation ── Queue ── ShmWork
+
+What the operations do is in `reductions` and `exchanges`; how an engine comes into being in `meeting`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import threading
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllToAllOptions
+
+from ..channels.flat import as_bytes, pieces_of
+from .arithmetic import DTYPES, OPS, Arithmetic, factor_of
+from .board import LEFT, PAYLOAD_BYTES
+from .exchanges import AllGather, AllToAll, Barrier, Broadcast
+from .queue import Operation, Queue
+from .reductions import AllReduce, Blocks, ReduceScatter
+from .segment import NoMemoryError
+from .turn import KINDS, Station, Turn
+from .work import ShmWork
+
+_KIND = {name: number for number, name in enumerate(KINDS)}
+_DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
+_OP = {op: number for number, op in enumerate(OPS)}
+_UINT8 = _DTYPE[torch.uint8]
+
+
+class ShmEngine:
+    """Every collective returns at once; its tensors are the engine's until its work is done.
+
+    All ranks must call the same in the same order, from one thread at a time: a MismatchError on every rank
+    otherwise. Reductions add in rank order, narrow floats in float32, and are rounded once; the bits are the same on
+    all ranks and in every run.
+    """
+
+    def __init__(self, station: Station, name: str) -> None:
+        self._station = station
+        self.rank = station.crew.rank
+        self.size = station.crew.size
+        self._queue = Queue(station.crew, name)
+        self._numbers = itertools.count(1)
+        self._calling = threading.Lock()
+        self._blocks = Blocks(station)
+        self._arithmetics: dict[tuple[object, torch.dtype, float | None], Arithmetic] = {}
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A flat tensor of zeros that is reduced where it lies, for data that travel often; None if there is no memory.
+
+        It lives as long as the engine, even if nobody refers to it.
+        """
+        nbytes = numel * dtype.itemsize
+        try:
+            return self._station.segment.allocate(nbytes).tensor[:nbytes].view(dtype)
+        except NoMemoryError:
+            return None
+
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> ShmWork:
+        (tensor,) = tensors
+        flat = _flat(tensor, "all-reduce")
+        arithmetic = self._arithmetic(opts.reduceOp, tensor.dtype)
+        return self._submit(
+            tensors,
+            lambda turn: AllReduce(turn, tensor, flat, arithmetic, self._blocks),
+            "all-reduce", tensor.numel(), tensor.dtype, flat.numel(), op=opts.reduceOp,
+        )  # fmt: skip
+
+    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: dist.ReduceOp) -> ShmWork:
+        """``parts`` are this rank's terms for each rank; all are as many elements as the output."""
+        into = _flat(output, "reduce-scatter")
+        flats = [_flat(part, "reduce-scatter") for part in parts]
+        if len(flats) != self.size or any(flat.numel() != into.numel() for flat in flats):
+            raise ValueError(
+                f"reduce-scatter needs an input for each of the {self.size} ranks, as large as the output of "
+                f"{output.numel()} elements, and was given {[part.numel() for part in parts]}"
+            )
+        arithmetic = self._arithmetic(op, output.dtype)
+        return self._submit(
+            [output],
+            lambda turn: ReduceScatter(turn, into, flats, arithmetic),
+            "reduce-scatter", output.numel(), output.dtype, into.numel(), op=op,
+        )  # fmt: skip
+
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> ShmWork:
+        (tensor,) = tensors
+        flat, root = _flat(tensor, "broadcast"), opts.rootRank
+        if not 0 <= root < self.size:
+            raise ValueError(f"broadcast: there is no rank {root} among {self.size}")
+        return self._submit(
+            tensors, lambda turn: Broadcast(turn, flat, root),
+            "broadcast", tensor.numel(), tensor.dtype, flat.numel(), root=root,
+        )  # fmt: skip
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> ShmWork:
+        ((tensor,), (parts,)) = inputs, outputs
+        flat = _flat(tensor, "all-gather")
+        into = [_flat(part, "all-gather") for part in parts]
+        if len(into) != self.size or any(part.numel() != flat.numel() for part in into):
+            raise ValueError(
+                f"all-gather needs an output for each of the {self.size} ranks, as large as the input of "
+                f"{tensor.numel()} elements, and was given {[part.numel() for part in parts]}"
+            )
+        return self._submit(
+            list(parts), lambda turn: AllGather(turn, into, flat),
+            "all-gather", tensor.numel(), tensor.dtype, flat.numel(),
+        )  # fmt: skip
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
+    ) -> ShmWork:
+        parts = _split(input, input_counts, self.size, "input")
+        outputs = _split(output, output_counts, self.size, "output")
+        return self.alltoall(outputs, parts)
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor]) -> ShmWork:
+        """A part from each rank, and one to each."""
+        for kind, tensors in (("output", outputs), ("input", inputs)):
+            if len(tensors) != self.size:
+                raise ValueError(f"all-to-all needs an {kind} for each of the {self.size} ranks, not {len(tensors)}")
+        into, parts = ([_flat(part, "all-to-all") for part in side] for side in (outputs, inputs))
+        # What parts there are differs by rank, and so stands in the operation's own table.
+        return self._submit(
+            list(outputs), lambda turn: AllToAll(turn, into, parts),
+            "all-to-all", 0, inputs[0].dtype, PAYLOAD_BYTES + 1,
+        )  # fmt: skip
+
+    def barrier(self) -> ShmWork:
+        return self._submit([], Barrier, "barrier", 0, torch.uint8, 0)
+
+    def close(self) -> None:
+        """Leave the other ranks; waits for nobody."""
+        self._queue.close()
+        crew = self._station.crew
+        crew.leave(LEFT)
+        crew.close()
+
+    def _submit(
+        self,
+        tensors: list[Tensor],
+        make: Callable[[Turn], Operation],
+        kind: str,
+        numel: int,
+        dtype: torch.dtype,
+        nbytes: int,
+        *,
+        op: dist.ReduceOp | None = None,
+        root: int = 0,
+    ) -> ShmWork:
+        queue = self._queue
+        work = ShmWork(tensors, queue.carry_on, queue.carry_on_in_background)
+        op_number, extra = (0, 0) if op is None else (_OP[op.op], _bits(factor_of(op)))
+        with self._calling:
+            number = next(self._numbers)
+            turn = Turn(self._station, number, _KIND[kind], op_number, _DTYPE.get(dtype, _UINT8), root, numel, extra)
+            # The others need nothing more of what fits a payload: it is shown at once.
+            queue.submit(turn, make(turn), work, in_background=nbytes > PAYLOAD_BYTES)
+        return work
+
+    def _arithmetic(self, op: dist.ReduceOp, dtype: torch.dtype) -> Arithmetic:
+        key = (op.op, dtype, factor_of(op))
+        made = self._arithmetics.get(key)
+        if made is None:
+            made = self._arithmetics[key] = Arithmetic(op.op, dtype, self.size, key[2])
+        return made
+
+
+def _flat(tensor: Tensor, what: str) -> Tensor:
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{what}: hvdshm carries tensors of the CPU, and this one is on {tensor.device}")
+    if not tensor.is_contiguous() and not tensor.is_contiguous(memory_format=torch.channels_last):
+        raise ValueError(f"{what}: the tensor of shape {tuple(tensor.shape)} is not contiguous")
+    return as_bytes(tensor)
+
+
+def _bits(factor: float | None) -> int:
+    """A factor as something that can be compared between ranks."""
+    return 0 if factor is None else int.from_bytes(struct.pack("=d", factor), "little")
+
+
+def _split(tensor: Tensor, counts: Sequence[int], size: int, what: str) -> list[Tensor]:
+    """By rows; evenly where no counts are given."""
+    if not counts:
+        if tensor.dim() == 0 or tensor.shape[0] % size:
+            raise ValueError(f"all-to-all: the {what} of shape {tuple(tensor.shape)} has not as much for each of {size} ranks")
+        counts = [tensor.shape[0] // size] * size
+    if sum(counts) != tensor.shape[0]:
+        raise ValueError(f"all-to-all: the {what} has {tensor.shape[0]} rows, and {list(counts)} were asked for")
+    return pieces_of(tensor, counts)

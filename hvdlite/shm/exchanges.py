@@ -1,0 +1,163 @@
+"""
+Collectives that move data and change none: broadcast, all-gather, all-to-all, barrier; gather and scatter are of these.
+
+Each is a generator that yields what it waits for, as those in `reductions`. Large data go through staging slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .board import DONE, PAYLOAD_BYTES, POSTED
+from .reductions import cell_bytes
+from .turn import CHUNK_BYTES, Steps, Turn
+
+
+class Barrier:
+    """Returns when all ranks have come."""
+
+    def __init__(self, turn: Turn) -> None:
+        self._turn = turn
+
+    def begin(self) -> bool:
+        self._turn.show_nothing()
+        return True
+
+    def run(self, has_begun: bool) -> Steps:
+        yield POSTED, self._turn.after(1)
+        self._turn.check()
+        self._turn.finish()
+
+
+class Broadcast:
+    """Overwrites every rank's bytes with the root's."""
+
+    def __init__(self, turn: Turn, flat: Tensor, root: int) -> None:
+        self._turn = turn
+        self._flat = flat
+        self._root = root
+        self._is_root = turn.crew.rank == root
+
+    def begin(self) -> bool:
+        if self._flat.numel() <= PAYLOAD_BYTES and self._is_root:
+            self._turn.show_payload(self._flat)
+        elif not self._is_root:
+            self._turn.show_nothing()
+        else:
+            return False
+        return True
+
+    def run(self, has_begun: bool) -> Steps:
+        turn, nbytes = self._turn, self._flat.numel()
+        if nbytes <= PAYLOAD_BYTES:
+            yield POSTED, turn.after(1)
+            turn.check()
+            if not self._is_root:
+                self._flat.copy_(turn.payloads()[self._root][:nbytes])
+            turn.finish()
+            return
+        chunks = -(-nbytes // CHUNK_BYTES)
+        for chunk in range(chunks):
+            here = self._flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+            if self._is_root:
+                yield from turn.stage(chunk, chunks, [(0, here)])
+            through = turn.done_with(chunk, chunks)
+            yield POSTED, turn.after(chunk + 1)
+            if chunk == 0:
+                turn.check()
+            if not self._is_root:
+                here.copy_(turn.chunk_of(self._root, chunk)[: here.numel()])
+            turn.crew.advance(DONE, through)
+
+
+class AllGather:
+    """Leaves every rank's bytes in each rank's outputs; all are as many."""
+
+    def __init__(self, turn: Turn, outputs: Sequence[Tensor], flat: Tensor) -> None:
+        self._turn = turn
+        self._outputs = outputs
+        self._flat = flat
+
+    def begin(self) -> bool:
+        if self._flat.numel() > PAYLOAD_BYTES:
+            return False
+        self._turn.show_payload(self._flat)
+        return True
+
+    def run(self, has_begun: bool) -> Steps:
+        turn, nbytes = self._turn, self._flat.numel()
+        if has_begun:
+            yield POSTED, turn.after(1)
+            turn.check()
+            for output, payload in zip(self._outputs, turn.payloads(), strict=True):
+                output.copy_(payload[:nbytes])
+            turn.finish()
+            return
+        chunks = -(-nbytes // CHUNK_BYTES)
+        yield from self._stage(0, chunks)
+        for chunk in range(chunks):
+            if chunk + 1 < chunks:
+                yield from self._stage(chunk + 1, chunks)
+            through = turn.done_with(chunk, chunks)
+            yield POSTED, turn.after(chunk + 1)
+            if chunk == 0:
+                turn.check()
+            for place, output in enumerate(self._outputs):
+                here = output[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+                here.copy_(turn.chunk_of(place, chunk)[: here.numel()])
+            turn.crew.advance(DONE, through)
+
+    def _stage(self, chunk: int, chunks: int) -> Steps:
+        return self._turn.stage(chunk, chunks, [(0, self._flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])])
+
+
+class AllToAll:
+    """Gives each rank its part of what this one has; the parts' sizes are any."""
+
+    def __init__(self, turn: Turn, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """Flat tensors of bytes, one for each rank."""
+        self._turn = turn
+        self._outputs = outputs
+        self._parts = parts
+        self._cell_bytes = cell_bytes(turn.crew.size)
+        self._sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64)
+
+    def begin(self) -> bool:
+        return False
+
+    def run(self, has_begun: bool) -> Steps:
+        turn, crew, cell = self._turn, self._turn.crew, self._cell_bytes
+        # The first chunk begins with the sizes, from which all ranks know how many chunks there are.
+        table_bytes = self._sizes.numel() * 8
+        yield from turn.stage(0, 2, [(0, self._sizes.view(torch.uint8))])
+        yield POSTED, turn.after(1)
+        turn.check()
+        sizes = [turn.chunk_of(place, 0)[:table_bytes].view(torch.int64).tolist() for place in range(crew.size)]
+        crew.advance(DONE, turn.after(1))
+        self._require_expected([row[crew.rank] for row in sizes])
+        chunks = 2 + (max(max(row) for row in sizes) - 1) // cell
+        for chunk in range(1, chunks):
+            at = (chunk - 1) * cell
+            pieces = [(place * cell, part[at : at + cell]) for place, part in enumerate(self._parts)]
+            yield from turn.stage(chunk, chunks, pieces)
+            through = turn.done_with(chunk, chunks)
+            yield POSTED, turn.after(chunk + 1)
+            start = crew.rank * cell
+            for place, output in enumerate(self._outputs):
+                here = output[at : at + cell]
+                here.copy_(turn.chunk_of(place, chunk)[start : start + here.numel()])
+            crew.advance(DONE, through)
+        turn.finish()
+
+    def _require_expected(self, sent: Sequence[int]) -> None:
+        expected = [output.numel() for output in self._outputs]
+        for place, (there, here) in enumerate(zip(sent, expected, strict=True)):
+            if there != here:
+                crew = self._turn.crew
+                raise ValueError(
+                    f"all-to-all: {crew.describe(place)} sends {there} bytes to {crew.describe(crew.rank)}, which "
+                    f"expects {here}"
+                )

@@ -1,0 +1,194 @@
+"""
+The operations that an engine has been asked for, and who carries them on.
+
+    submit ── begun at once where that is possible ── carried on, one after the other:
+              by whoever waits, by whoever submits the next, or by a thread in the background
+
+They end in the order in which they were submitted, which is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Protocol
+
+from .board import FAILED
+from .crew import Crew
+from .turn import Condition, Steps, Turn
+from .work import ShmWork
+
+
+class Operation(Protocol):
+    """What is done in a turn."""
+
+    def begin(self) -> bool:
+        """Show all of this rank's data, if they can be shown at once; whether they were."""
+        ...
+
+    def run(self, has_begun: bool, /) -> Steps:
+        """The rest of it; yields what must have come to pass before it goes on."""
+        ...
+
+
+class _Entry:
+    """An operation in the queue."""
+
+    __slots__ = ("awaited", "has_begun", "is_shown", "operation", "steps", "turn", "work")
+
+    def __init__(self, turn: Turn, operation: Operation, work: ShmWork) -> None:
+        self.turn = turn
+        self.operation = operation
+        self.work = work
+        self.has_begun = False
+        # Whether all of this rank's data have been shown.
+        self.is_shown = False
+        self.steps: Steps | None = None
+        self.awaited: Condition | None = None
+
+
+class Queue:
+    """The operations of one engine on this rank."""
+
+    def __init__(self, crew: Crew, name: str) -> None:
+        """``name`` is for the thread in the background."""
+        self._crew = crew
+        self._name = name
+        self._entries: deque[_Entry] = deque()
+        # Held to look at the entries, or to begin one; never while waiting.
+        self._entries_lock = threading.Lock()
+        # Held by whoever carries on.
+        self._carrying = threading.Lock()
+        self._waiters = 0
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self._is_wanted = threading.Semaphore(0)
+        self._thread: threading.Thread | None = None
+
+    def submit(self, turn: Turn, operation: Operation, work: ShmWork, in_background: bool) -> None:
+        """Have it carried out after all before it; ``in_background``: without anybody waiting for it."""
+        entry = _Entry(turn, operation, work)
+        with self._entries_lock:
+            if self._failure is not None or self._is_closed:
+                raise RuntimeError("this engine communicates no more: it was closed, or failed before") from self._failure
+            self._begin(entry, self._entries[-1] if self._entries else None)
+            self._entries.append(entry)
+        # What lies before it may be ready by now.
+        self._carry_on_without_waiting()
+        if in_background and not work.is_done:
+            self.carry_on_in_background()
+
+    def carry_on(self, work: ShmWork) -> None:
+        """Return when this one is done, or has failed."""
+        self._waiters += 1
+        try:
+            with self._carrying:
+                while not work.is_done:
+                    self._step(may_wait=True)
+        finally:
+            self._waiters -= 1
+        if self._thread is not None and self._entries:
+            self._is_wanted.release()
+
+    def carry_on_in_background(self) -> None:
+        """Have a thread carry on until there is nothing left, or somebody else does."""
+        with self._entries_lock:
+            if self._thread is None and not self._is_closed:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        self._is_wanted.release()
+
+    def close(self) -> None:
+        """End what is under way as failed. Waits for nobody."""
+        with self._entries_lock:
+            self._is_closed = True
+        self._is_wanted.release()
+        if self._carrying.acquire(blocking=False):
+            try:
+                self._fail(RuntimeError("the engine was closed"))
+            finally:
+                self._carrying.release()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not self._entries
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._is_wanted.acquire()
+            while self._entries and not self._waiters and not self._is_closed:
+                with self._carrying:
+                    self._step(may_wait=True)
+
+    def _carry_on_without_waiting(self) -> None:
+        if self._carrying.acquire(blocking=False):
+            try:
+                while self._step(may_wait=False):
+                    pass
+            finally:
+                self._carrying.release()
+
+    def _begin(self, entry: _Entry, before: _Entry | None) -> None:
+        """Show what this rank has, so that no other waits for it, if all before it is shown."""
+        if before is None or before.is_shown:
+            counter, value = entry.turn.has_room()
+            if self._crew.reached(counter, value):
+                entry.has_begun = True
+                entry.is_shown = entry.operation.begin()
+
+    def _step(self, may_wait: bool) -> bool:
+        """Carry the first one on as far as it goes; whether there may be more to do at once."""
+        with self._entries_lock:
+            if not self._entries:
+                return False
+            entry = self._entries[0]
+        try:
+            if not self._advance(entry, may_wait):
+                return False
+        except StopIteration:
+            self._end(entry)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                raise
+        return True
+
+    def _advance(self, entry: _Entry, may_wait: bool) -> bool:
+        awaited = entry.awaited or (None if entry.has_begun else entry.turn.has_room())
+        if awaited is not None and not self._crew.reached(*awaited):
+            if not may_wait:
+                return False
+            self._crew.wait_for(*awaited, time.monotonic() + self._crew.timeout_s)
+        if entry.steps is None:
+            with self._entries_lock:
+                if not entry.has_begun:
+                    entry.has_begun = True
+                    entry.is_shown = entry.operation.begin()
+            entry.steps = entry.operation.run(entry.is_shown)
+        entry.awaited = next(entry.steps)
+        return True
+
+    def _end(self, entry: _Entry) -> None:
+        with self._entries_lock:
+            self._entries.popleft()
+            entry.is_shown = True
+            # The next ones could not begin before its data were all shown.
+            before: _Entry | None = None
+            for other in self._entries:
+                if not other.has_begun:
+                    self._begin(other, before)
+                before = other
+        entry.work.end()
+
+    def _fail(self, error: BaseException) -> None:
+        """Nothing that was or will be submitted can come to an end."""
+        with self._entries_lock:
+            self._failure = error
+            failed = list(self._entries)
+            self._entries.clear()
+        if failed:
+            self._crew.leave(FAILED)
+        for entry in failed:
+            entry.work.end(error)

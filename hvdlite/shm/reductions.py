@@ -1,0 +1,180 @@
+"""
+All-reduce and reduce-scatter in shared memory.
+
+    small     every rank reads all payloads, and sums them itself
+    resident  every rank sums its share where the data lie, and writes it to all
+    any       in chunks: every rank sums its share of the staged chunk, and takes the others' from them
+
+An element is summed by one rank, or by all in the same order, so that all have the same bits. Each is a generator that
+yields what it waits for; who waits, and how, is for `queue` and `crew`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .arithmetic import BLOCK_BYTES, Arithmetic
+from .board import DONE, PAYLOAD_BYTES, POSTED, REDUCED, RESIDENT, Place
+from .turn import CHUNK_BYTES, Station, Steps, Turn, share_of
+
+_REMEMBERED = 512
+
+
+class Blocks:
+    """The views of all ranks' memory that a share consists of, made once for data that travel often."""
+
+    def __init__(self, station: Station) -> None:
+        self._station = station
+        self._made: dict[tuple[object, ...], list[list[Tensor]]] = {}
+
+    def of(self, places: Sequence[Place], dtype: torch.dtype, numel: int, share: tuple[int, int]) -> list[list[Tensor]]:
+        """Block by block of elements ``share``, each rank's."""
+        key = (tuple(places), dtype, numel, share)
+        blocks = self._made.get(key)
+        if blocks is None:
+            if len(self._made) >= _REMEMBERED:
+                self._made.clear()
+            nbytes = numel * dtype.itemsize
+            wholes = [
+                self._station.bytes_of(place, where)[where.within : where.within + nbytes].view(dtype)
+                for place, where in enumerate(places)
+            ]
+            blocks = self._made[key] = list(_blocks(wholes, *share))
+        return blocks
+
+
+def _blocks(wholes: Sequence[Tensor], start: int, stop: int) -> list[list[Tensor]]:
+    step = BLOCK_BYTES // wholes[0].element_size()
+    return [[whole[at : min(at + step, stop)] for whole in wholes] for at in range(start, stop, step)]
+
+
+class AllReduce:
+    """Combines a contiguous tensor over all ranks, in place."""
+
+    def __init__(self, turn: Turn, tensor: Tensor, flat: Tensor, arithmetic: Arithmetic, blocks: Blocks) -> None:
+        """``flat`` is the tensor's memory as bytes."""
+        self._turn = turn
+        self._tensor = tensor
+        self._flat = flat
+        self._arithmetic = arithmetic
+        self._blocks = blocks
+
+    def begin(self) -> bool:
+        """Show this rank's data, if they can all be shown at once."""
+        if self._flat.numel() <= PAYLOAD_BYTES:
+            self._turn.show_payload(self._flat)
+            return True
+        return self._turn.show_resident(self._flat)
+
+    def run(self, has_begun: bool) -> Steps:
+        turn = self._turn
+        nbytes = self._flat.numel()
+        chunks = -(-nbytes // CHUNK_BYTES)
+        if not has_begun:
+            yield from self._stage(0, chunks)
+        yield POSTED, turn.after(1)
+        turn.check()
+        if nbytes <= PAYLOAD_BYTES:
+            dtype, numel = self._tensor.dtype, self._tensor.numel()
+            terms = [payload[:nbytes].view(dtype) for payload in turn.payloads()]
+            if numel:
+                self._arithmetic.into(terms, self._flat.view(dtype))
+        elif all(place.how == RESIDENT for place in turn.places):
+            self._sum_where_they_lie()
+            turn.crew.advance(REDUCED, turn.end)
+            yield REDUCED, turn.end
+        else:
+            yield from self._in_chunks(chunks, not has_begun)
+        turn.finish()
+
+    def _sum_where_they_lie(self) -> None:
+        turn, into = self._turn, self._arithmetic.into
+        crew, tensor = turn.crew, self._tensor
+        share = share_of(crew.rank, crew.size, tensor.numel(), tensor.element_size())
+        for terms in self._blocks.of(turn.places, tensor.dtype, tensor.numel(), share):
+            # No other rank reads or writes this share of any rank's memory.
+            total = terms[0]
+            into(terms, total)
+            for other in terms[1:]:
+                other.copy_(total)
+
+    def _in_chunks(self, chunks: int, is_staged: bool) -> Steps:
+        turn, crew = self._turn, self._turn.crew
+        dtype = self._tensor.dtype
+        for chunk in range(chunks):
+            if is_staged and chunk + 1 < chunks:
+                yield from self._stage(chunk + 1, chunks)
+            through = turn.done_with(chunk, chunks)
+            yield POSTED, turn.after(chunk + 1)
+            here = self._flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES].view(dtype)
+            terms = [self._terms_of(place, chunk, here.numel()) for place in range(crew.size)]
+            shares = [share_of(place, crew.size, here.numel(), here.element_size()) for place in range(crew.size)]
+            for block in _blocks(terms, *shares[crew.rank]):
+                self._arithmetic.into(block, block[crew.rank])
+            crew.advance(REDUCED, through)
+            yield REDUCED, through
+            for place, (start, stop) in enumerate(shares):
+                if is_staged or place != crew.rank:
+                    here[start:stop].copy_(terms[place][start:stop])
+            crew.advance(DONE, through)
+        # Others may still read what lies here.
+        if not is_staged:
+            yield DONE, turn.end
+
+    def _terms_of(self, place: int, chunk: int, numel: int) -> Tensor:
+        where, dtype = self._turn.places[place], self._tensor.dtype
+        if where.how != RESIDENT:
+            return self._turn.chunk_of(place, chunk)[: numel * dtype.itemsize].view(dtype)
+        start = where.within + chunk * CHUNK_BYTES
+        return self._turn.station.bytes_of(place, where)[start : start + numel * dtype.itemsize].view(dtype)
+
+    def _stage(self, chunk: int, chunks: int) -> Steps:
+        data = self._flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+        return self._turn.stage(chunk, chunks, [(0, data)])
+
+
+class ReduceScatter:
+    """Leaves in each rank's output the combination of all ranks' parts for it."""
+
+    def __init__(self, turn: Turn, output: Tensor, parts: Sequence[Tensor], arithmetic: Arithmetic) -> None:
+        """``parts`` are flat tensors of bytes, for each rank as many; ``output`` is such a one too."""
+        self._turn = turn
+        self._output = output
+        self._parts = parts
+        self._arithmetic = arithmetic
+        self._cell_bytes = cell_bytes(turn.crew.size)
+
+    def begin(self) -> bool:
+        return False
+
+    def run(self, has_begun: bool) -> Steps:
+        turn, crew, cell = self._turn, self._turn.crew, self._cell_bytes
+        nbytes, dtype = self._output.numel(), self._arithmetic.dtype
+        chunks = max(1, -(-nbytes // cell))
+        yield from self._stage(0, chunks)
+        for chunk in range(chunks):
+            if chunk + 1 < chunks:
+                yield from self._stage(chunk + 1, chunks)
+            through = turn.done_with(chunk, chunks)
+            yield POSTED, turn.after(chunk + 1)
+            if chunk == 0:
+                turn.check()
+            here = self._output[chunk * cell : (chunk + 1) * cell]
+            start = crew.rank * cell
+            terms = [turn.chunk_of(place, chunk)[start : start + here.numel()].view(dtype) for place in range(crew.size)]
+            if here.numel():
+                self._arithmetic.into(terms, here.view(dtype))
+            crew.advance(DONE, through)
+
+    def _stage(self, chunk: int, chunks: int) -> Steps:
+        cell = self._cell_bytes
+        pieces = [(place * cell, part[chunk * cell : (chunk + 1) * cell]) for place, part in enumerate(self._parts)]
+        return self._turn.stage(chunk, chunks, pieces)
+
+
+def cell_bytes(size: int) -> int:
+    """How much of a staged chunk each of the ranks has, where they get different things."""
+    return CHUNK_BYTES // size // 64 * 64

@@ -1,0 +1,181 @@
+"""
+One operation's turn on an engine: its number, what this rank shows of it, and where the others' data lie.
+
+    Station (what an engine has: crew, memory, two staging slots) ── Turn ── reductions, exchanges
+
+A rank's data are shown in one of three ways: in its board's payload where they are small; where they lie, if that is
+in its segment; else in chunks, through two slots by turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+from torch import Tensor
+
+from ..errors import MismatchError
+from .arithmetic import DTYPES, OPS
+from .board import DONE, INLINE, NOWHERE, POSTED, RESIDENT, SIGNATURE, STAGED, WINDOW, Place
+from .crew import Crew
+from .segment import Address, Segment
+
+CHUNK_BYTES = 2**20
+ALIGNMENT_BYTES = 64
+
+KINDS = ("all-reduce", "reduce-scatter", "broadcast", "all-gather", "all-to-all", "barrier", "reduce-share", "spread-share")
+_CHUNK_BITS = 24
+_ALL_CHUNKS = 2**_CHUNK_BITS - 1
+
+# A counter of the board, and what it must have come to on all ranks.
+Condition = tuple[int, int]
+Steps = Iterator[Condition]
+
+
+class Station:
+    """What the operations of one engine have in common."""
+
+    def __init__(self, crew: Crew, segment: Segment, addresses: Sequence[Address]) -> None:
+        """``addresses`` are of the ranks' segments, by place. A NoMemoryError if there are no staging slots."""
+        self.crew = crew
+        self.segment = segment
+        self._addresses = addresses
+        self._staging = segment.allocate(2 * CHUNK_BYTES)
+        # How many chunks have gone through the slots, and when the last one of each slot was: on all ranks' boards.
+        self._staged = 0
+        self._used = [0, 0]
+
+    def bytes_of(self, place: int, where: Place) -> Tensor:
+        """The whole piece of memory that a rank's data lie in."""
+        return self.segment.of_peer(self._addresses[place], where.offset, where.nbytes).tensor
+
+    def next_slot(self) -> int:
+        """Which of the two is to be used next."""
+        return self._staged % 2
+
+    def slot(self, number: int) -> Tensor:
+        """A slot's bytes."""
+        return self._staging.tensor[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+
+    def free_after(self, number: int) -> Condition:
+        """When all ranks have read what was in a slot."""
+        return DONE, self._used[number]
+
+    def use(self, value: int) -> None:
+        """The next slot has been filled; ``value`` is what DONE will come to when it has been read."""
+        self._used[self._staged % 2] = value
+        self._staged += 1
+
+    def staging_place(self) -> Place:
+        """For the header of an operation whose first chunk will be in the next slot."""
+        return Place(STAGED, self._staging.offset, self._staging.nbytes, self.next_slot())
+
+
+class Turn:
+    """One operation, number by number the same on all ranks."""
+
+    def __init__(self, station: Station, number: int, kind: int, op: int, dtype: int, root: int, numel: int, extra: int = 0) -> None:
+        """What must be equal on all ranks; ``op`` and ``dtype`` are places in `OPS` and `DTYPES`."""
+        self.station = station
+        self.crew = station.crew
+        self.number = number
+        self._signature = SIGNATURE.pack(number, kind, op, dtype, root, numel, extra)
+        self.end = self.after(_ALL_CHUNKS)
+
+    def after(self, chunks: int) -> int:
+        """What a counter comes to when so many chunks of this operation are through."""
+        return self.number << _CHUNK_BITS | chunks
+
+    def has_room(self) -> Condition:
+        """When the board has room for it."""
+        return DONE, (self.number - WINDOW) << _CHUNK_BITS | _ALL_CHUNKS if self.number > WINDOW else 0
+
+    # -- showing
+
+    def show_nothing(self) -> None:
+        """This rank has nothing to give."""
+        self._show(Place(NOWHERE))
+
+    def show_payload(self, data: Tensor) -> None:
+        """At most `PAYLOAD_BYTES`, copied."""
+        self.crew.own.payloads[self.number % WINDOW][: data.numel()].copy_(data)
+        self._show(Place(INLINE))
+
+    def show_resident(self, data: Tensor) -> bool:
+        """Bytes that the others read where they lie; False if that is not in this rank's segment."""
+        found = self.station.segment.find(data)
+        if found is None:
+            return False
+        piece, within = found
+        self._show(Place(RESIDENT, piece.offset, piece.nbytes, within))
+        return True
+
+    def _show(self, place: Place) -> None:
+        self.crew.own.write_header(self.number, self._signature, place)
+        self.crew.advance(POSTED, self.end)
+
+    def stage(self, chunk: int, chunks: int, pieces: Sequence[tuple[int, Tensor]]) -> Steps:
+        """Copy one chunk into a slot: bytes, and where in it they are to be."""
+        station = self.station
+        number = station.next_slot()
+        yield station.free_after(number)
+        if chunk == 0:
+            self.crew.own.write_header(self.number, self._signature, station.staging_place())
+        slot = station.slot(number)
+        for start, data in pieces:
+            slot[start : start + data.numel()].copy_(data)
+        station.use(self.done_with(chunk, chunks))
+        self.crew.advance(POSTED, self.done_with(chunk, chunks))
+
+    def done_with(self, chunk: int, chunks: int) -> int:
+        """What a counter comes to after this chunk, the last of which stands for all."""
+        return self.after(chunk + 1) if chunk + 1 < chunks else self.end
+
+    # -- seeing
+
+    def check(self) -> None:
+        """Raise a MismatchError, on all ranks, unless all do the same. Once all have posted."""
+        signatures = [board.signature(self.number) for board in self.crew.boards]
+        for place, signature in enumerate(signatures):
+            if signature != signatures[0]:
+                raise MismatchError(
+                    f"ranks of one group do different things: {self.crew.describe(0)} {_words(signatures[0])} and "
+                    f"{self.crew.describe(place)} {_words(signature)}; every rank must call the same, in the same order"
+                )
+
+    @cached_property
+    def places(self) -> list[Place]:
+        """Where each rank's data lie. Once all have posted."""
+        return [board.place(self.number) for board in self.crew.boards]
+
+    def payloads(self) -> list[Tensor]:
+        """Each rank's payload."""
+        return [board.payloads[self.number % WINDOW] for board in self.crew.boards]
+
+    def chunk_of(self, place: int, chunk: int) -> Tensor:
+        """A staged chunk of a rank's."""
+        where = self.places[place]
+        start = (where.within + chunk) % 2 * CHUNK_BYTES
+        return self.station.bytes_of(place, where)[start : start + CHUNK_BYTES]
+
+    def finish(self) -> None:
+        """This rank has read all that it needs."""
+        self.crew.advance(DONE, self.end)
+
+
+def _words(signature: memoryview) -> str:
+    _, kind, op, dtype, root, numel, _ = SIGNATURE.unpack(signature)
+    name = KINDS[kind]
+    if name == "barrier":
+        return "waits at a barrier"
+    words = f"begins {'an' if name[0] == 'a' else 'a'} {name} of {numel} elements of {DTYPES[dtype]}"
+    if name in ("all-reduce", "reduce-scatter", "reduce-share"):
+        words += f" by {str(OPS[op]).rpartition('.')[2]}"
+    return f"{words} from place {root}" if name == "broadcast" else words
+
+
+def share_of(place: int, size: int, numel: int, itemsize: int) -> tuple[int, int]:
+    """Which elements, from and to, are a rank's to sum; others' begin at other cache lines."""
+    step = max(1, ALIGNMENT_BYTES // itemsize)
+    lines = -(-numel // step)
+    return min(lines * place // size * step, numel), min(lines * (place + 1) // size * step, numel)

@@ -1,0 +1,72 @@
+"""
+An operation that has been begun, as its caller holds it: `torch.distributed.Work`, with a future.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class ShmWork(dist.Work):
+    """Done when its tensors may be read; the failure, if there is one, is raised by `wait`."""
+
+    def __init__(
+        self, tensors: list[Tensor], carry_on: Callable[[ShmWork], None], in_background: Callable[[], None]
+    ) -> None:
+        """``carry_on`` returns when it is done; ``in_background`` has a thread see to that."""
+        super().__init__()
+        self._tensors = tensors
+        self._carry_on = carry_on
+        self._in_background = in_background
+        self._future: torch.futures.Future[Any] | None = None
+        self.is_done = False
+        self.failure: BaseException | None = None
+
+    def end(self, failure: BaseException | None = None) -> None:
+        """To be called once, by whoever carried it on."""
+        self.failure = failure
+        self.is_done = True
+        future = self._future
+        if future is not None:
+            self._settle(future)
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        # Twice at the same moment: by the thread that ends it, and by one that asks for the future just then.
+        if not future.done():
+            if self.failure is None:
+                future.set_result(self._tensors)
+            else:
+                future.set_exception(self.failure)  # type: ignore[no-untyped-call]  # torch's own is untyped
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: B008 - torch's own signature
+        """Return when the tensors may be read; raise what went wrong."""
+        if not self.is_done:
+            self._carry_on(self)
+        if self.failure is not None:
+            raise self.failure
+        return True
+
+    def is_completed(self) -> bool:
+        return self.is_done
+
+    def is_success(self) -> bool:
+        return self.is_done and self.failure is None
+
+    def result(self) -> list[Tensor]:
+        return self._tensors
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Done when this is, by a thread of the engine's if nobody waits."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            if self.is_done:
+                self._settle(self._future)
+            else:
+                self._in_background()
+        return self._future
