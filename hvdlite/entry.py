@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
 
 from .agreement.conductor import Conductor
 from .agreement.connect import make_conductor
@@ -34,6 +36,7 @@ from .meeting.rendezvous import meet
 from .meeting.store import LauncherStore
 from .meeting.topology import Seat, Topology, read_seat, refuse_place_of_horovods, seats_to_topology
 from .registry import Registry
+from .shm.channels import ShmChannels
 from .timeline import session as timeline
 
 _GIVING_UP = timedelta(seconds=1)  # for saying so
@@ -147,11 +150,12 @@ def _world_of(
 ) -> World:
     open_log(environment, seat.rank)
     group = Group(channels, seat.rank, seat.size, [f"host of rank {rank}" for rank in range(seat.size)])
-    introductions = group.all_gather_object((seat, _own_version(), environment.timeline), "hvd.init()")
-    seats = [introduced for introduced, _, _ in introductions]
+    token = secrets.token_hex(8)
+    introductions = group.all_gather_object((seat, _own_version(), environment.timeline, token), "hvd.init()")
+    seats = [introduced for introduced, *_ in introductions]
     topology = seats_to_topology(seat.rank, seats)
     group.hosts = topology.hosts
-    for other, (_, other_version, _) in enumerate(introductions):
+    for other, (_, other_version, *_) in enumerate(introductions):
         if other_version != introductions[0][1]:
             raise MismatchError(
                 f"hvdlite is version {introductions[0][1]} on {group.describe_rank(0)} and {other_version} on "
@@ -159,13 +163,25 @@ def _world_of(
             )
     for remark in environment.remarks if seat.rank == 0 else ():
         log.warning(remark)
-    group.require_agreement(environment.check, "hvd.init()", "HVDLITE_CHECK (0 or 1)")
+    switches = (environment.check, environment.shm)
+    group.require_agreement(switches, "hvd.init()", "what (HVDLITE_CHECK, HVDLITE_SHM) say")
+    if environment.shm and len(seats) > 1 and len({seat.node for seat in seats}) == 1:
+        group = _over_shared_memory(group, channels, introductions[0][3], timeout)
     conductor = make_conductor(group, [seat.node for seat in seats], environment, timeout.total_seconds())
     # Rank 0 is the one to write it, so its variable counts.
     timeline_path = introductions[0][2]
     if timeline_path not in (None, DYNAMIC):
         timeline.start(group, conductor, timeline_path)
     return World(topology, group, conductor, environment, Registry(group, conductor), leave, os.getpid())
+
+
+def _over_shared_memory(group: Group, torchs: Channels, token: str, timeout: timedelta) -> Group:
+    """The same ranks, all of one host, over what is fastest there; ``torchs`` carries what that does not."""
+    store = PrefixStore(f"hvdlite.{token}", _get_default_store())
+    channels = ShmChannels(store, group.rank, group.size, timeout, torchs, for_gpus=torch.cuda.is_available())
+    shared = Group(channels, group.rank, group.size, group.hosts)
+    group.close()
+    return shared
 
 
 def _leave(client: StoreClient | None) -> None:

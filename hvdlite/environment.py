@@ -13,6 +13,7 @@ one that is empty says nothing.
     LOG_HIDE_TIME                1: lines of the log begin without the time
     GLOO_TIMEOUT_SECONDS         ``timeout_s`` of `hvd.init`, unless that is given
     CHECK                        0: ranks do not compare what they ask for; as HVDLITE_CHECK alone
+    SHM                          0: ranks of one host do not communicate through shared memory; as HVDLITE_SHM alone
 
 All others that begin with HOROVOD_ are remarked upon: those that mean nothing here are in `_WITHOUT_EFFECT`, with why.
 What launchers set is read in `meeting.topology`, and START_TIMEOUT by hvdlite-run. Pure: nothing here acts on a value.
@@ -121,7 +122,8 @@ _AS_IT_IS = frozenset(
 class Environment:
     """What the user's variables say; None where they say nothing and the default is another's to know.
 
-    ``stall_shutdown_s`` is None for never. ``check`` is whether ranks compare what they ask for. ``remarks`` are what
+    ``stall_shutdown_s`` is None for never. ``check`` is whether ranks compare what they ask for, ``shm`` whether
+    those of one host communicate through shared memory. ``remarks`` are what
     the user is to be told once, of variables that were set to no effect.
     """
 
@@ -134,6 +136,7 @@ class Environment:
     log_hide_time: bool = False
     timeout_s: float | None = None
     check: bool = True
+    shm: bool = True
     remarks: tuple[str, ...] = ()
 
 
@@ -152,6 +155,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         log_hide_time=read.switch("LOG_HIDE_TIME", default=False),
         timeout_s=read.seconds("GLOO_TIMEOUT_SECONDS"),
         check=read.switch("CHECK", default=True, horovods=False),
+        shm=read.switch("SHM", default=True, horovods=False),
         remarks=(*remark, *_without_effect(environ)),
     )
 

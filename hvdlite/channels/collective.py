@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
 from ..errors import CommunicationError, MismatchError, PeerLostError, says_peer_lost
-from .engine import AloneChannels, Channels, ClosedEngine, Engine, EngineWork
+from .engine import AloneChannels, Channels, ClosedEngine, Engine, EngineWork, HasMemory, PeerGoneError
 from .flat import as_bytes, pieces_of, unpickle
 from .recorder import Recorder
 from .reduce_op import OP_OF_ENGINE, ReduceOp, Sum
@@ -123,6 +123,14 @@ class Group:
         self._channels.close(self.engine)
         self.engine = ClosedEngine()
 
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor for what travels often: in memory of the engine's, where it has some. Waits for nobody."""
+        if device.type == "cpu" and isinstance(self.engine, HasMemory):
+            memory = self.engine.empty(numel, dtype)
+            if memory is not None:
+                return memory
+        return torch.zeros(numel, dtype=dtype, device=device)
+
     def describe_rank(self, rank: int) -> str:
         """The global rank of the group's ``rank``, and its host, such as ``rank 3 (node2)``."""
         return f"rank {self.ranks[rank]} ({self.hosts[rank]})"
@@ -135,6 +143,8 @@ class Group:
                 f"{where} because another rank did not take part in time: it hangs, or the ranks call different "
                 f"things; raise hvd.init(timeout_s=...) if it is only slow. ({_first_line(error)})"
             )
+        if isinstance(error, PeerGoneError):
+            return self._error_of_end(where, _first_line(error), self.ranks[error.place])
         if says_peer_lost(error):
             return self._error_of_end(where, _first_line(error))
         return CommunicationError(f"{where}: {_first_line(error)}")
@@ -149,9 +159,9 @@ class Group:
             raise ValueError(f"root_rank={root_rank!r} is not one of {members}")
         return self.ranks.index(root_rank)
 
-    def _error_of_end(self, where: str, words: str) -> CommunicationError:
-        """A rank has left, and the engine does not say which."""
-        rank, by_itself = self.watch.first_end() or (None, False)
+    def _error_of_end(self, where: str, words: str, seen: int | None = None) -> CommunicationError:
+        """A rank has left: the global rank ``seen``, if the engine says which."""
+        rank, by_itself = self.watch.first_end() or (seen, False)
         if rank is None or rank not in self.ranks:
             who = "another rank"
         else:

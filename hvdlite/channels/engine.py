@@ -3,8 +3,8 @@ What carries a collective: a torch.distributed process group, or nobody where a 
 
     Channels (where engines come from) ── open ── Engine (four operations) ── EngineWork (under way)
 
-What is sent through an engine, and which ranks take part, is in `collective`. A backend of hvdlite's own
-would be another `Engine`.
+What is sent through an engine, and which ranks take part, is in `collective`.
+hvdlite's own engine, through memory that ranks of a host share, is in `shm`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,15 @@ class Engine(Protocol):
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
     ) -> EngineWork: ...
+
+
+@runtime_checkable
+class HasMemory(Protocol):
+    """An engine that reduces tensors in memory of its own where they lie."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A flat tensor of zeros there, on the CPU; None if there is no more."""
+        ...
 
 
 class Channels(Protocol):

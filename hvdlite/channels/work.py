@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..errors import CommunicationError
+from ..errors import CommunicationError, MismatchError
 from .engine import EngineWork
 
 # An engine may know that a rank has gone a little earlier than who tells which.
@@ -59,6 +59,9 @@ class Work:
         except RuntimeError as error:
             if "DataLoader worker" in str(error):
                 # Raised by a signal handler of PyTorch's wherever the program happens to be.
+                raise
+            if isinstance(error, MismatchError):
+                # From an engine that sees it, with all there is to say.
                 raise
             raise self._error_of(self._what, error) from error
         finally:

@@ -10,7 +10,7 @@ What a bucket holds is decided in `plan`; when it travels, in `reducer` and `con
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -20,6 +20,10 @@ from ..errors import GradientError
 from .plan import BucketPlan, Slice
 
 _TAKES_PART = (1, 0)
+
+
+# Where a flat tensor of zeros comes from: elements, dtype, device.
+Memory = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
 class Home(Protocol):
@@ -58,8 +62,11 @@ class Slot:
 class Bucket:
     """The gradients of some parameters as one flat tensor, and the flags that travel with them."""
 
-    def __init__(self, plan: BucketPlan, params: Sequence[Tensor], *, scale: float, densify: bool) -> None:
+    def __init__(
+        self, plan: BucketPlan, params: Sequence[Tensor], *, scale: float, densify: bool, memory: Memory
+    ) -> None:
         self.plan = plan
+        self._memory = memory
         # By what gradients are multiplied before they travel.
         self._scale = scale
         self.asleep = plan.asleep
@@ -84,7 +91,7 @@ class Bucket:
         """The flat buffer; its memory is taken when it is first asked for."""
         if self._buffer is None:
             plan = self.plan
-            self._buffer = torch.zeros(plan.numel, dtype=plan.dtype, device=plan.device)
+            self._buffer = self._memory(plan.numel, plan.dtype, plan.device)
             for slot in self.slots:
                 spec = slot.piece.spec
                 slot.view = self._buffer.as_strided(spec.shape, spec.stride, slot.piece.start)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from .bucket import Bucket, Slot
+from .bucket import Bucket, Memory, Slot
 from .plan import BucketPlan, Description, ParamSpec, plan_buckets
 from .sparse import SparseHome
 
@@ -21,13 +21,15 @@ from .sparse import SparseHome
 class Layout:
     """The homes of the gradients of one optimizer's parameters."""
 
-    def __init__(self, *, cap_bytes: int, scale: float, densify: bool) -> None:
+    def __init__(self, *, cap_bytes: int, scale: float, densify: bool, memory: Memory) -> None:
+        """``memory`` is where buckets take theirs, when their first gradient comes."""
         self.buckets: list[Bucket] = []
         self.sparse: list[SparseHome] = []
         self.slots: dict[Tensor, Slot] = {}
         self._cap_bytes = cap_bytes
         self._scale = scale
         self._densify = densify
+        self._memory = memory
 
     def add(self, params: dict[str, Tensor], groups: Iterable[Iterable[str]]) -> Description:
         """Plan buckets for more parameters, after those there are; what ranks are to compare of them."""
@@ -58,6 +60,6 @@ class Layout:
             self.sparse.append(slot.home)
 
     def _make_bucket(self, plan: BucketPlan, params: Sequence[Tensor]) -> Bucket:
-        bucket = Bucket(plan, params, scale=self._scale, densify=self._densify)
+        bucket = Bucket(plan, params, scale=self._scale, densify=self._densify, memory=self._memory)
         self.slots.update((slot.param, slot) for slot in bucket.slots)
         return bucket

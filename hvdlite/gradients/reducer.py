@@ -52,7 +52,10 @@ class Reducer(ParamListener):
         self._tracks = Tracks(group.recorder)
         self._is_closed = False
         self._layout = Layout(
-            cap_bytes=settings.cap_bytes, scale=settings.scales(group.size)[0], densify=settings.sparse_as_dense
+            cap_bytes=settings.cap_bytes,
+            scale=settings.scales(group.size)[0],
+            densify=settings.sparse_as_dense,
+            memory=self._take_memory,
         )
         self._convoy = Convoy(self._layout, settings, self._tracks)
         self._uncompared: list[Description] = []
@@ -86,6 +89,10 @@ class Reducer(ParamListener):
             self._group = self._ranks.duplicate()
             self._ranks.reducers.add(self)
         return self._group
+
+    def _take_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        # Of the engine that will carry it: where that is shared memory, gradients are summed where they lie.
+        return self.meet().zeros(numel, dtype, device)
 
     def close(self) -> None:
         """Remove every hook. Gradients stay where they are; what is under way is not waited for."""

@@ -18,7 +18,8 @@ from torch import Tensor
 # So many elements at once, so that those of all ranks stay in a core's cache from the first pass to the last.
 BLOCK_BYTES = 256 * 1024
 
-_Op = dist.ReduceOp.RedOpType
+# torch's own stubs know only some of them.
+_Op: Any = dist.ReduceOp.RedOpType
 
 # In these numbers the same for all ranks' headers.
 OPS: tuple[Any, ...] = (
@@ -129,7 +130,7 @@ _LOWEST = -(2**63)
 
 def factor_of(op: dist.ReduceOp) -> float | None:
     """The factor of PREMUL_SUM; None for the other ops."""
-    state = op.__getstate__()
+    state: Any = op.__getstate__()  # (kind, factor)
     return float(state[1]) if len(state) > 1 and state[1] is not None else None
 
 

@@ -12,6 +12,7 @@ import itertools
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -73,7 +74,7 @@ class ShmEngine:
             "all-reduce", tensor.numel(), tensor.dtype, flat.numel(), op=opts.reduceOp,
         )  # fmt: skip
 
-    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: dist.ReduceOp) -> ShmWork:
+    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: Any) -> ShmWork:
         """``parts`` are this rank's terms for each rank; all are as many elements as the output."""
         into = _flat(output, "reduce-scatter")
         flats = [_flat(part, "reduce-scatter") for part in parts]
@@ -151,7 +152,7 @@ class ShmEngine:
         dtype: torch.dtype,
         nbytes: int,
         *,
-        op: dist.ReduceOp | None = None,
+        op: Any = None,
         root: int = 0,
     ) -> ShmWork:
         queue = self._queue
@@ -164,7 +165,7 @@ class ShmEngine:
             queue.submit(turn, make(turn), work, in_background=nbytes > PAYLOAD_BYTES)
         return work
 
-    def _arithmetic(self, op: dist.ReduceOp, dtype: torch.dtype) -> Arithmetic:
+    def _arithmetic(self, op: Any, dtype: torch.dtype) -> Arithmetic:
         key = (op.op, dtype, factor_of(op))
         made = self._arithmetics.get(key)
         if made is None:
@@ -189,7 +190,9 @@ def _split(tensor: Tensor, counts: Sequence[int], size: int, what: str) -> list[
     """By rows; evenly where no counts are given."""
     if not counts:
         if tensor.dim() == 0 or tensor.shape[0] % size:
-            raise ValueError(f"all-to-all: the {what} of shape {tuple(tensor.shape)} has not as much for each of {size} ranks")
+            raise ValueError(
+                f"all-to-all: the {what} of shape {tuple(tensor.shape)} has not as much for each of {size} ranks"
+            )
         counts = [tensor.shape[0] // size] * size
     if sum(counts) != tensor.shape[0]:
         raise ValueError(f"all-to-all: the {what} has {tensor.shape[0]} rows, and {list(counts)} were asked for")

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 from datetime import timedelta
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 
@@ -34,57 +35,61 @@ def meet(store: Store, rank: int, size: int, segment: Segment | NoMemoryError, t
 
     A NoMemoryError on every rank if one has no shared memory, or cannot see another's: it says which, and why.
     """
-    mine, told = _prepare(segment)
-    told_by = _exchange(store, "board", rank, size, told, timeout)
+    own = _make_board(segment)
+    told_by = _exchange(store, "board", rank, size, _describe(own, segment), timeout)
     _require_all("has no shared memory", told_by)
+    station, seen = None, {}
     try:
-        assert isinstance(segment, Segment), "those who have none have raised"
-        boards, addresses = _look_at(segment, told_by)
-        crew = Crew(rank, boards, [int(each["pid"]) for each in told_by], timeout.total_seconds())
+        assert isinstance(own, Board), "those who have none have raised"
+        assert isinstance(segment, Segment), "who has a board has memory"
+        addresses = [Address(each["pid"], each["fd"]) for each in told_by]
+        boards = [
+            own if place == rank else _look_at(segment, addresses[place], each) for place, each in enumerate(told_by)
+        ]
+        crew = Crew(rank, boards, [each["pid"] for each in told_by], timeout.total_seconds())
         station = Station(crew, segment, addresses)
-        seen: dict[str, object] = {}
     except (NoMemoryError, OSError, ValueError) as error:
-        station, seen = None, {"error": str(error)}
+        seen = {"error": str(error)}
     _require_all("cannot use what the others share", _exchange(store, "seen", rank, size, seen, timeout))
-    assert station is not None and mine is not None, "no rank has an error"
+    assert station is not None, "no rank has an error"
     return station
 
 
-def _prepare(segment: Segment | NoMemoryError) -> tuple[Board | None, dict[str, object]]:
+def _make_board(segment: Segment | NoMemoryError) -> Board | NoMemoryError:
     if isinstance(segment, NoMemoryError):
-        return None, {"error": str(segment)}
+        return segment
     try:
         board = Board(segment.allocate(BOARD_BYTES))
     except NoMemoryError as error:
-        return None, {"error": str(error)}
+        return error
     board.token = secrets.randbits(63)
-    where = {"pid": os.getpid(), "fd": segment.address.fd, "offset": board.offset, "token": board.token}
-    return board, dict(where)
+    return board
 
 
-def _look_at(segment: Segment, told_by: list[dict[str, object]]) -> tuple[list[Board], list[Address]]:
-    boards, addresses = [], []
-    for each in told_by:
-        address = Address(int(str(each["pid"])), int(str(each["fd"])))
-        board = Board(segment.of_peer(address, int(str(each["offset"])), BOARD_BYTES))
-        # Another machine, or another container, may have a process of this number with such a file too.
-        if board.token != each["token"]:
-            raise NoMemoryError(f"process {address.pid} is not of this machine, or in a container of its own")
-        boards.append(board)
-        addresses.append(address)
-    return boards, addresses
+def _describe(board: Board | NoMemoryError, segment: Segment | NoMemoryError) -> dict[str, Any]:
+    if isinstance(board, NoMemoryError) or isinstance(segment, NoMemoryError):
+        return {"error": str(board)}
+    return {"pid": os.getpid(), "fd": segment.address.fd, "offset": board.offset, "token": board.token}
+
+
+def _look_at(segment: Segment, address: Address, told: dict[str, Any]) -> Board:
+    board = Board(segment.see(address, told["offset"], BOARD_BYTES))
+    # Another machine, or another container, may have a process of this number with such a file too.
+    if board.token != told["token"]:
+        raise NoMemoryError(f"process {address.pid} is not of this machine, or in a container of its own")
+    return board
 
 
 def _exchange(
-    store: Store, what: str, rank: int, size: int, value: dict[str, object], timeout: timedelta
-) -> list[dict[str, object]]:
+    store: Store, what: str, rank: int, size: int, value: dict[str, Any], timeout: timedelta
+) -> list[dict[str, Any]]:
     store.set(f"{what}{rank}", json.dumps(value))
     keys = [f"{what}{place}" for place in range(size)]
     store.wait(keys, timeout)
     return [json.loads(store.get(key)) for key in keys]
 
 
-def _require_all(complaint: str, told_by: list[dict[str, object]]) -> None:
+def _require_all(complaint: str, told_by: list[dict[str, Any]]) -> None:
     for place, each in enumerate(told_by):
         if "error" in each:
             raise NoMemoryError(f"rank {place} of {len(told_by)} {complaint}: {each['error']}")

@@ -1,25 +1,31 @@
 """
 Memory that the ranks of a host share: each rank's own, and that of the others as it is seen from here.
 
-    Segment.allocate ── a Piece of this rank's file ── its offset, told to others ── Segment.of_peer
+    Segment.allocate ── a Piece of this rank's file ── its offset, told to others ── Segment.see
 
 A file in /dev/shm that never has a name: other ranks open it through the file descriptor of the process that made it.
-So it is gone when the last process that has mapped it is, however that ends, and no other user can open it.
+So it is gone when the last process that has mapped it is, however that ends, and no other user can open it. A piece's
+memory is given back when nothing refers to it any more.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
-from bisect import bisect_right
+import weakref
+from bisect import bisect_right, insort
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 DIRECTORY = "/dev/shm"
-_PAGE = mmap.PAGESIZE
+_PUNCH_HOLE = 1 | 2  # and keep the size
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
 class NoMemoryError(RuntimeError):
@@ -34,10 +40,6 @@ class Piece:
     memory: mmap.mmap
     tensor: Tensor
 
-    @property
-    def nbytes(self) -> int:
-        return self.tensor.numel()
-
 
 @dataclass(frozen=True, slots=True)
 class Address:
@@ -48,7 +50,7 @@ class Address:
 
 
 class Segment:
-    """This rank's shared memory, which grows, and other ranks' as far as it has been looked at."""
+    """This rank's shared memory, which grows and shrinks, and other ranks' as far as it has been looked at."""
 
     def __init__(self) -> None:
         """A NoMemoryError where there is none to be had."""
@@ -58,15 +60,15 @@ class Segment:
             raise NoMemoryError(f"{DIRECTORY}: {error.strerror}") from error
         self.address = Address(os.getpid(), self._fd)
         self._size = 0
-        # For `find`: where the pieces begin in this process, ascending.
-        self._starts: list[tuple[int, Piece]] = []
-        self._files: dict[Address, int] = {}
-        self._seen: dict[tuple[Address, int], Piece] = {}
-        self._lock = threading.Lock()
+        self._fds = {self.address: self._fd}
+        # Where this rank's pieces begin in its own memory, ascending: (pointer, offset, bytes).
+        self._pieces: list[tuple[int, int, int]] = []
+        self._lock = threading.RLock()
+        weakref.finalize(self, _close_all, self._fds).atexit = False
 
     def allocate(self, nbytes: int) -> Piece:
         """More memory, all zero. A NoMemoryError where there is not as much."""
-        length = -(-max(nbytes, 1) // _PAGE) * _PAGE
+        length = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             offset = self._size
             try:
@@ -78,47 +80,44 @@ class Segment:
                 reason = getattr(error, "strerror", None) or str(error)
                 raise NoMemoryError(f"{length / 2**20:.1f} MiB more in {DIRECTORY}: {reason}") from error
             self._size += length
-            self._seen[self.address, offset] = piece
-            self._starts = sorted([*self._starts, (piece.tensor.data_ptr(), piece)], key=lambda pair: pair[0])
-            return piece
-
-    def find(self, tensor: Tensor) -> tuple[Piece, int] | None:
-        """The piece that a contiguous tensor lies in, and how many bytes after its beginning."""
-        pointer = tensor.data_ptr()
-        index = bisect_right(self._starts, pointer, key=lambda pair: pair[0]) - 1
-        if index < 0:
-            return None
-        start, piece = self._starts[index]
-        within = pointer - start
-        return (piece, within) if within + tensor.numel() * tensor.element_size() <= piece.nbytes else None
-
-    def of_peer(self, address: Address, offset: int, nbytes: int) -> Piece:
-        """A piece of another rank's file (or of this one's), as that rank has told it."""
-        key = (address, offset)
-        piece = self._seen.get(key)
-        if piece is None:
-            with self._lock:
-                piece = self._seen[key] = _map(self._open(address), offset, nbytes)
+            known = (piece.tensor.data_ptr(), offset, length)
+            insort(self._pieces, known)
+        weakref.finalize(piece.memory, self._free, known).atexit = False
         return piece
 
-    def _open(self, address: Address) -> int:
-        fd = self._files.get(address)
-        if fd is None:
-            try:
-                fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
-            except OSError as error:
-                raise NoMemoryError(f"the memory of process {address.pid} cannot be opened: {error}") from error
-            self._files[address] = fd
-        return fd
+    def find(self, tensor: Tensor) -> tuple[int, int, int] | None:
+        """Where a contiguous tensor lies here: offset and bytes of the piece, how far into it; None if it does not."""
+        pointer = tensor.data_ptr()
+        index = bisect_right(self._pieces, (pointer, self._size, 0)) - 1
+        if index < 0:
+            return None
+        start, offset, nbytes = self._pieces[index]
+        within = pointer - start
+        return (offset, nbytes, within) if within + tensor.numel() * tensor.element_size() <= nbytes else None
 
-    def close(self) -> None:
-        """No more is to be allocated or looked at. What is mapped stays, as long as a tensor has it."""
+    def see(self, address: Address, offset: int, nbytes: int) -> Piece:
+        """A piece of another rank's file (or of this one's), as that rank has told it."""
         with self._lock:
-            for fd in [*self._files.values(), self._fd]:
-                os.close(fd)
-            self._files.clear()
-            self._seen.clear()
-            self._starts.clear()
+            fd = self._fds.get(address)
+            if fd is None:
+                try:
+                    fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
+                except OSError as error:
+                    raise NoMemoryError(f"the memory of process {address.pid} cannot be opened: {error}") from error
+                self._fds[address] = fd
+        return _map(fd, offset, nbytes)
+
+    def _free(self, known: tuple[int, int, int]) -> None:
+        with self._lock:
+            self._pieces.remove(known)
+            if self._fds:
+                _libc.fallocate(self._fd, _PUNCH_HOLE, known[1], known[2])
+
+
+def _close_all(fds: dict[Address, int]) -> None:
+    for fd in fds.values():
+        os.close(fd)
+    fds.clear()
 
 
 def _map(fd: int, offset: int, length: int) -> Piece:

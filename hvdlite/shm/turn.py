@@ -18,12 +18,12 @@ from ..errors import MismatchError
 from .arithmetic import DTYPES, OPS
 from .board import DONE, INLINE, NOWHERE, POSTED, RESIDENT, SIGNATURE, STAGED, WINDOW, Place
 from .crew import Crew
-from .segment import Address, Segment
+from .segment import Address, Piece, Segment
 
-CHUNK_BYTES = 2**20
+CHUNK_BYTES = 2 * 2**20
 ALIGNMENT_BYTES = 64
 
-KINDS = ("all-reduce", "reduce-scatter", "broadcast", "all-gather", "all-to-all", "barrier", "reduce-share", "spread-share")
+KINDS = ("all-reduce", "reduce-scatter", "broadcast", "all-gather", "all-to-all", "barrier")
 _CHUNK_BITS = 24
 _ALL_CHUNKS = 2**_CHUNK_BITS - 1
 
@@ -40,6 +40,7 @@ class Station:
         self.crew = crew
         self.segment = segment
         self._addresses = addresses
+        self._seen: dict[tuple[int, int], Piece] = {}
         self._staging = segment.allocate(2 * CHUNK_BYTES)
         # How many chunks have gone through the slots, and when the last one of each slot was: on all ranks' boards.
         self._staged = 0
@@ -47,7 +48,11 @@ class Station:
 
     def bytes_of(self, place: int, where: Place) -> Tensor:
         """The whole piece of memory that a rank's data lie in."""
-        return self.segment.of_peer(self._addresses[place], where.offset, where.nbytes).tensor
+        key = (place, where.offset)
+        piece = self._seen.get(key)
+        if piece is None:
+            piece = self._seen[key] = self.segment.see(self._addresses[place], where.offset, where.nbytes)
+        return piece.tensor
 
     def next_slot(self) -> int:
         """Which of the two is to be used next."""
@@ -68,13 +73,15 @@ class Station:
 
     def staging_place(self) -> Place:
         """For the header of an operation whose first chunk will be in the next slot."""
-        return Place(STAGED, self._staging.offset, self._staging.nbytes, self.next_slot())
+        return Place(STAGED, self._staging.offset, len(self._staging.memory), self.next_slot())
 
 
 class Turn:
     """One operation, number by number the same on all ranks."""
 
-    def __init__(self, station: Station, number: int, kind: int, op: int, dtype: int, root: int, numel: int, extra: int = 0) -> None:
+    def __init__(
+        self, station: Station, number: int, kind: int, op: int, dtype: int, root: int, numel: int, extra: int = 0
+    ) -> None:
         """What must be equal on all ranks; ``op`` and ``dtype`` are places in `OPS` and `DTYPES`."""
         self.station = station
         self.crew = station.crew
@@ -106,8 +113,7 @@ class Turn:
         found = self.station.segment.find(data)
         if found is None:
             return False
-        piece, within = found
-        self._show(Place(RESIDENT, piece.offset, piece.nbytes, within))
+        self._show(Place(RESIDENT, *found))
         return True
 
     def _show(self, place: Place) -> None:
@@ -169,7 +175,7 @@ def _words(signature: memoryview) -> str:
     if name == "barrier":
         return "waits at a barrier"
     words = f"begins {'an' if name[0] == 'a' else 'a'} {name} of {numel} elements of {DTYPES[dtype]}"
-    if name in ("all-reduce", "reduce-scatter", "reduce-share"):
+    if name in ("all-reduce", "reduce-scatter"):
         words += f" by {str(OPS[op]).rpartition('.')[2]}"
     return f"{words} from place {root}" if name == "broadcast" else words
 

@@ -42,9 +42,9 @@ class ShmWork(dist.Work):
             if self.failure is None:
                 future.set_result(self._tensors)
             else:
-                future.set_exception(self.failure)  # type: ignore[no-untyped-call]  # torch's own is untyped
+                future.set_exception(self.failure)
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:  # noqa: B008 - torch's own signature
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return when the tensors may be read; raise what went wrong."""
         if not self.is_done:
             self._carry_on(self)

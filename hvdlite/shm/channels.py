@@ -1,0 +1,112 @@
+"""
+Where ranks of one host get engines from: shared memory for tensors of the CPU, torch's own for those of GPUs.
+
+    open ── meet in the store ── ShmEngine ── with others for GPUs beside it: DeviceEngine
+
+Whether a group's ranks are on one host is for `entry` to know.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
+
+from ..channels.engine import AloneChannels, Channels, Engine, EngineWork
+from ..log import log
+from .engine import ShmEngine
+from .meeting import meet, open_segment
+from .segment import NoMemoryError, Segment
+
+
+class DeviceEngine:
+    """Tensors of the CPU take one engine, all others another."""
+
+    def __init__(self, cpu: ShmEngine, other: Engine) -> None:
+        self.cpu = cpu
+        self.other = other
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self.cpu.empty(numel, dtype)
+
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
+        return self._of(tensors[0]).allreduce(tensors, opts)
+
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
+        return self._of(tensors[0]).broadcast(tensors, opts)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
+        return self._of(inputs[0]).allgather(outputs, inputs)
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
+    ) -> EngineWork:
+        return self._of(input).alltoall_base(output, input, output_counts, input_counts, opts)
+
+    def _of(self, tensor: Tensor) -> Engine:
+        return self.cpu if tensor.device.type == "cpu" else self.other
+
+
+class ShmChannels:
+    """Engines for ranks of one host. Where shared memory is missing on one of them, torch's on all."""
+
+    def __init__(
+        self, store: Store, place: int, size: int, timeout: timedelta, torchs: Channels, *, for_gpus: bool
+    ) -> None:
+        """``store`` is of these ranks alone; ``torchs`` gives other engines, ``for_gpus`` beside these."""
+        self._store = store
+        self._place = place
+        self._size = size
+        self._timeout = timeout
+        self._torchs = torchs
+        self._for_gpus = for_gpus
+        self._opened = itertools.count()
+        self._segment = _segment_or_error()
+        self._has_warned = False
+
+    def open(self) -> Engine:
+        store = PrefixStore(f"shm{next(self._opened)}", self._store)
+        try:
+            station = meet(store, self._place, self._size, self._segment, self._timeout)
+        except NoMemoryError as error:
+            self._warn(error)
+            return self._torchs.open()
+        engine = ShmEngine(station, "hvdlite shm")
+        return DeviceEngine(engine, self._torchs.open()) if self._for_gpus else engine
+
+    def close(self, engine: Engine, /) -> None:
+        if isinstance(engine, DeviceEngine):
+            engine.cpu.close()
+            self._torchs.close(engine.other)
+        elif isinstance(engine, ShmEngine):
+            engine.close()
+        else:
+            self._torchs.close(engine)
+
+    def among(self, places: Sequence[int], place: int, token: str, /) -> Channels:
+        if len(places) == 1:
+            return AloneChannels()
+        torchs = self._torchs.among(places, place, token)
+        store = PrefixStore(f"hvdlite.shm.{token}", self._store)
+        return ShmChannels(store, place, len(places), self._timeout, torchs, for_gpus=self._for_gpus)
+
+    def _warn(self, error: NoMemoryError) -> None:
+        if self._place == 0 and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "gloo instead of shared memory, which would be faster: %s (a container has as much as "
+                "`docker run --shm-size` gives it; HVDLITE_SHM=0 keeps this line away)",
+                error,
+            )
+
+
+def _segment_or_error() -> Segment | NoMemoryError:
+    try:
+        return open_segment()
+    except NoMemoryError as error:
+        return error
