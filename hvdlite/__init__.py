@@ -10,7 +10,7 @@ hvdlite: two lines around an optimizer, and its gradients are averaged over all 
 What is public is here, and made elsewhere. Packages and modules import only what stands before them, and within a
 package its own docstring has the order:
 
-    errors < environment < log < launch < meeting < call < channels < shm < agreement < timeline < process_set
+    errors < idle < environment < log < launch < meeting < call < channels < shm < agreement < timeline < process_set
            < registry < farewell < entry < world < process_sets < built < tracing < collectives < gradients < links
            < communicator
 
@@ -84,6 +84,7 @@ from .gradients.optimizer import DistributedOptimizer
 from .launch import run
 from .process_set import ProcessSet
 from .process_sets import add_process_set, global_process_set, remove_process_set
+from .shm.backend import register as _register_backend
 from .tracing import start_timeline, stop_timeline
 from .world import (
     cross_rank,
@@ -97,6 +98,9 @@ from .world import (
     shutdown,
     size,
 )
+
+# So that `import hvdlite` is all it takes to name it in torch.distributed.
+_register_backend()
 
 __all__ = [
     "Adasum",

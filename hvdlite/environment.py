@@ -5,6 +5,8 @@ Each variable is read under two names, HVDLITE_ and HOROVOD_ and what stands her
 one that is empty says nothing.
 
     FUSION_THRESHOLD             bytes of gradients in a bucket, unless ``bucket_cap_mb`` is given; 0: one each
+    AUTOTUNE                     1: measure how large buckets should be, unless either of those two says it
+    AUTOTUNE_LOG                 the file to which rank 0 adds what was measured
     TIMELINE                     the file of the timeline, or DYNAMIC
     STALL_CHECK_DISABLE          1: nobody looks for ranks that are waited for
     STALL_CHECK_TIME_SECONDS     until a warning names them (60); HVDLITE_STALL_CHECK_TIME_S too
@@ -15,7 +17,7 @@ one that is empty says nothing.
     CHECK                        0: ranks do not compare what they ask for; as HVDLITE_CHECK alone
     SHM                          0: ranks of one host do not communicate through shared memory; as HVDLITE_SHM alone
 
-All others that begin with HOROVOD_ are remarked upon: those that mean nothing here are in `_WITHOUT_EFFECT`, with why.
+All others that begin with HOROVOD_ are remarked upon: `idle` has those that mean nothing here, with why.
 What launchers set is read in `meeting.topology`, and START_TIMEOUT by hvdlite-run. Pure: nothing here acts on a value.
 """
 
@@ -23,10 +25,11 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+
+from .idle import remarks_of_idle
 
 DYNAMIC = "DYNAMIC"
 """As `Environment.timeline`: none now, but the program may start one."""
@@ -48,75 +51,6 @@ _SWITCH: Mapping[str, bool] = MappingProxyType(
     {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 )
 
-_NO_CYCLES = "there are no cycles: a collective starts when it is asked for"
-_NO_HIERARCHY = "how ranks of a host and between hosts divide the work is gloo's and NCCL's own to choose"
-_NO_AUTOTUNE = "nothing is tuned while it runs: hvd.DistributedOptimizer(bucket_cap_mb=...) is the one number to try"
-_NO_CHOICE = "CPU tensors travel over gloo and CUDA tensors over NCCL, as torch was built with them"
-_NO_BUFFER_COPIES = "gradients are computed in the buffer that travels"
-_NO_ELASTIC = "there is no elastic training"
-_NO_RENDEZVOUS = "ranks meet through hvdlite-run or the launcher that there is"
-_WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
-    {
-        "HOROVOD_CYCLE_TIME": _NO_CYCLES,
-        "HOROVOD_TIMELINE_MARK_CYCLES": _NO_CYCLES,
-        "HOROVOD_CACHE_CAPACITY": "the plan of the buckets is agreed on once, and needs no cache of answers",
-        "HOROVOD_HIERARCHICAL_ALLREDUCE": _NO_HIERARCHY,
-        "HOROVOD_HIERARCHICAL_ALLGATHER": _NO_HIERARCHY,
-        "HOROVOD_TORUS_ALLREDUCE": _NO_HIERARCHY,
-        "HOROVOD_AUTOTUNE": _NO_AUTOTUNE,
-        "HOROVOD_AUTOTUNE_LOG": _NO_AUTOTUNE,
-        "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": _NO_AUTOTUNE,
-        "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": _NO_AUTOTUNE,
-        "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": _NO_AUTOTUNE,
-        "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": _NO_AUTOTUNE,
-        "HOROVOD_CONTROLLER": _NO_CHOICE,
-        "HOROVOD_CPU_OPERATIONS": _NO_CHOICE,
-        "HOROVOD_GLOO_IFACE": "torch's gloo reads GLOO_SOCKET_IFNAME, and hvdlite-run has --network-interface",
-        "HOROVOD_NUM_NCCL_STREAMS": "torch gives NCCL a stream of its own",
-        "HOROVOD_THREAD_AFFINITY": "threads run where the system lets them: taskset or numactl say where that is",
-        "HOROVOD_MPI_THREADS_DISABLE": "no MPI is used",
-        "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "no MPI is used",
-        "HOROVOD_BATCH_D2D_MEMCOPIES": _NO_BUFFER_COPIES,
-        "HOROVOD_DISABLE_GROUP_FUSION": _NO_BUFFER_COPIES,
-        "HOROVOD_ENABLE_ASYNC_COMPLETION": "waiting for a CUDA tensor holds up its stream and not the program, always",
-        "HOROVOD_DISABLE_NVTX_RANGES": "no NVTX ranges are written",
-        "HOROVOD_DYNAMIC_PROCESS_SETS": "process sets may be added and removed at any time",
-        "HOROVOD_ELASTIC": _NO_ELASTIC,
-        "HOROVOD_ELASTIC_TIMEOUT": _NO_ELASTIC,
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": _NO_RENDEZVOUS,
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": _NO_RENDEZVOUS,
-        "HOROVOD_SPARK_START_TIMEOUT": "there is no Spark in it",
-        "HOROVOD_ENABLE_XLA_OPS": "hvdlite is for PyTorch",
-        "HOROVOD_CCL_CACHE": "no oneCCL is used",
-    }
-)
-_NOTHING_BUILT = "nothing is built"
-# What said how Horovod was to be built, and may still be set where it was.
-_OF_BUILDING = re.compile(r"HOROVOD_((WITH|WITHOUT|GPU|BUILD|CUDA|NCCL|ROCM|CCL|ALLOW)(_.*)?|SKIP_COMPILE)")
-# Read, but not here: a worker's place, and by hvdlite-run how long hosts and ranks may take.
-_OF_LAUNCHERS = frozenset(
-    {
-        *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK"),
-        *("HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME", "HOROVOD_START_TIMEOUT"),
-    }
-)
-_READ = frozenset(
-    f"HOROVOD_{name}"
-    for name in (
-        *("FUSION_THRESHOLD", "TIMELINE", "STALL_CHECK_DISABLE", "STALL_CHECK_TIME_SECONDS"),
-        *("STALL_SHUTDOWN_TIME_SECONDS", "LOG_LEVEL", "LOG_HIDE_TIME", "GLOO_TIMEOUT_SECONDS"),
-    )
-)
-# These say what is so in any case.
-_AS_IT_IS = frozenset(
-    {
-        *(("HOROVOD_CONTROLLER", "gloo"), ("HOROVOD_CPU_OPERATIONS", "gloo"), ("HOROVOD_DYNAMIC_PROCESS_SETS", "1")),
-        *(("HOROVOD_AUTOTUNE", "0"), ("HOROVOD_ELASTIC", "0"), ("HOROVOD_TIMELINE_MARK_CYCLES", "0")),
-        *(("HOROVOD_HIERARCHICAL_ALLREDUCE", "0"), ("HOROVOD_HIERARCHICAL_ALLGATHER", "0")),
-        *(("HOROVOD_TORUS_ALLREDUCE", "0"),),
-    }
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Environment:
@@ -128,6 +62,8 @@ class Environment:
     """
 
     fusion_threshold_bytes: int | None = None
+    autotune: bool = False
+    autotune_log: str | None = None
     timeline: str | None = None
     stall_check: bool = True
     stall_warning_s: float = DEFAULT_STALL_WARNING_S
@@ -145,8 +81,11 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
     read = _Reader(environ)
     stall_check = not read.switch("STALL_CHECK_DISABLE", default=False)
     warning_s, shutdown_s, remark = _stall_times(read, stall_check=stall_check)
+    autotune, autotune_remark = _autotune(read)
     return Environment(
         fusion_threshold_bytes=read.fusion_threshold_bytes(),
+        autotune=autotune,
+        autotune_log=read.text("AUTOTUNE_LOG")[1] or None,
         timeline=read.text("TIMELINE")[1] or None,
         stall_check=stall_check,
         stall_warning_s=warning_s,
@@ -156,8 +95,19 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         timeout_s=read.seconds("GLOO_TIMEOUT_SECONDS"),
         check=read.switch("CHECK", default=True, horovods=False),
         shm=read.switch("SHM", default=True, horovods=False),
-        remarks=(*remark, *_without_effect(environ)),
+        remarks=(*remark, *autotune_remark, *remarks_of_idle(environ)),
     )
+
+
+def _autotune(read: _Reader) -> tuple[bool, tuple[str, ...]]:
+    """Whether to measure, and what is to be said of it."""
+    name, text = read.text("AUTOTUNE")
+    threshold, size = read.text("FUSION_THRESHOLD")
+    if not read.switch("AUTOTUNE", default=False):
+        return False, ()
+    if size:
+        return False, (f"{name}={text} has no effect, as {threshold}={size} says how large buckets are",)
+    return True, ()
 
 
 def _stall_times(read: _Reader, *, stall_check: bool) -> tuple[float, float | None, tuple[str, ...]]:
@@ -176,26 +126,6 @@ def _stall_times(read: _Reader, *, stall_check: bool) -> tuple[float, float | No
         why = f"it must be more than the {warning_s:g} s of the warning"
         return warning_s, None, (f"{name}={text} has no effect: {why}",)
     return warning_s, shutdown_s, ()
-
-
-def _without_effect(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """One line for all that are set to no effect."""
-    names_by_reason: dict[str, list[str]] = {}
-    for name in sorted(environ):
-        text = environ[name].strip()
-        ignored = name.startswith("HOROVOD_") and name not in _READ | _OF_LAUNCHERS
-        if ignored and text and (name, text.lower()) not in _AS_IT_IS:
-            names_by_reason.setdefault(_why_without_effect(name), []).append(name)
-    if not names_by_reason:
-        return ()
-    said = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in names_by_reason.items())
-    return (f"set, but without effect in hvdlite: {said}",)
-
-
-def _why_without_effect(name: str) -> str:
-    if name in _WITHOUT_EFFECT:
-        return _WITHOUT_EFFECT[name]
-    return _NOTHING_BUILT if _OF_BUILDING.fullmatch(name) else "not known"
 
 
 @dataclass(frozen=True, slots=True)

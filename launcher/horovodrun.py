@@ -21,6 +21,10 @@ Flags of horovodrun's that tune a job:
 
   --fusion-threshold-mb MIB
                         how much of the gradients travels at once (16); 0 is each for itself
+  --autotune, --no-autotune
+                        measure how much that should be, or do not
+  --autotune-log-file FILE
+                        add what was measured to a file
   --timeline-filename FILE
                         write when each gradient was ready, travelled and was waited for, for Perfetto
   --stall-check, --no-stall-check
@@ -42,8 +46,8 @@ These have nothing to tune here, and say so:
   --cycle-time-ms, --cache-capacity, --disable-cache, --num-nccl-streams, --thread-affinity
   --hierarchical-allreduce, --hierarchical-allgather, --torus-allreduce, --timeline-mark-cycles
   --no-hierarchical-allreduce, --no-hierarchical-allgather, --no-torus-allreduce, --no-timeline-mark-cycles
-  --autotune, --no-autotune, --autotune-log-file, --autotune-warmup-samples, --autotune-steps-per-sample
-  --autotune-bayes-opt-max-samples, --autotune-gaussian-process-noise
+  --autotune-warmup-samples, --autotune-steps-per-sample, --autotune-bayes-opt-max-samples
+  --autotune-gaussian-process-noise
   --mpi, --jsrun, --mpi-args, --binding-args, --mpi-threads-disable, --no-mpi-threads-disable
 
 These are refused, since elastic training is not there:
@@ -124,8 +128,13 @@ def _level(_: str, text: str) -> str:
 def _path(_: str, text: str) -> str:
     if not text:
         raise ValueError("'' is no file")
-    # Workers may change their directory before they open it. DYNAMIC is no file: the program starts the timeline.
-    return text if text == "DYNAMIC" else os.path.abspath(text)
+    # Workers may change their directory before they open it.
+    return os.path.abspath(text)
+
+
+def _timeline(name: str, text: str) -> str:
+    # DYNAMIC is no file: the program starts the timeline.
+    return text if text == "DYNAMIC" else _path(name, text)
 
 
 def _any(_: str, text: str) -> str:
@@ -136,13 +145,16 @@ _STALL_CHECK_DISABLE = "HVDLITE_STALL_CHECK_DISABLE"
 _LOG_HIDE_TIME = "HVDLITE_LOG_HIDE_TIME"
 _NO_CYCLES = "there are no cycles: a collective starts when it is asked for"
 _NO_HIERARCHY = "how the ranks of a host and those between hosts divide the work is gloo's and NCCL's own to choose"
-_NO_AUTOTUNE = "nothing is tuned while it runs; --fusion-threshold-mb is the one number to try"
+_NO_SAMPLES = "autotune measures once, before the first step, and there is nothing to say of how"
 _NO_MPI = "no mpirun is called"
 _ITSELF = "hvdlite-run starts the workers itself"
 
 ROWS: tuple[Sets | Idle | Refused, ...] = (
     Sets(("--fusion-threshold-mb",), "HVDLITE_FUSION_THRESHOLD", _bytes_of_mebibytes),
-    Sets(("--timeline-filename",), "HVDLITE_TIMELINE", _path),
+    Sets(("--autotune",), "HVDLITE_AUTOTUNE"),
+    Sets(("--no-autotune",), "HVDLITE_AUTOTUNE", value="0"),
+    Sets(("--autotune-log-file",), "HVDLITE_AUTOTUNE_LOG", _path),
+    Sets(("--timeline-filename",), "HVDLITE_TIMELINE", _timeline),
     Sets(("--stall-check",), _STALL_CHECK_DISABLE, value="0"),
     Sets(("--no-stall-check",), _STALL_CHECK_DISABLE),
     Sets(("--stall-check-warning-time-seconds",), "HVDLITE_STALL_CHECK_TIME_S", _positive),
@@ -165,13 +177,10 @@ ROWS: tuple[Sets | Idle | Refused, ...] = (
         for name in ("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce")
         for row in (Idle((f"--{name}",), _NO_HIERARCHY), Idle((f"--no-{name}",), None))
     ),
-    Idle(("--autotune",), _NO_AUTOTUNE),
-    Idle(("--no-autotune",), None),
-    Idle(("--autotune-log-file",), _NO_AUTOTUNE, _any),
-    Idle(("--autotune-warmup-samples",), _NO_AUTOTUNE, _number),
-    Idle(("--autotune-steps-per-sample",), _NO_AUTOTUNE, _number),
-    Idle(("--autotune-bayes-opt-max-samples",), _NO_AUTOTUNE, _number),
-    Idle(("--autotune-gaussian-process-noise",), _NO_AUTOTUNE, _share),
+    Idle(("--autotune-warmup-samples",), _NO_SAMPLES, _number),
+    Idle(("--autotune-steps-per-sample",), _NO_SAMPLES, _number),
+    Idle(("--autotune-bayes-opt-max-samples",), _NO_SAMPLES, _number),
+    Idle(("--autotune-gaussian-process-noise",), _NO_SAMPLES, _share),
     Idle(("--mpi",), f"{_ITSELF}; to have MPI do that: mpirun -np 4 python train.py"),
     Idle(("--jsrun",), _ITSELF),
     Idle(("--mpi-args",), _NO_MPI, _any),

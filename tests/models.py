@@ -139,7 +139,8 @@ def train_rank(
 ) -> nn.Module:
     """One rank's share of the same training."""
     model = copy.deepcopy(model)
-    options.setdefault("bucket_cap_mb", 0.0002)
+    if not options.get("autotune"):
+        options.setdefault("bucket_cap_mb", 0.0002)
     optimizer = hvd.DistributedOptimizer(
         make(list(model.parameters())),
         named_parameters=model.named_parameters(),

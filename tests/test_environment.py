@@ -12,13 +12,17 @@ from torch import nn
 from worlds import run_worlds
 
 import hvdlite as hvd
-from hvdlite.environment import _WITHOUT_EFFECT, TRACE, Environment, read_environment
+from hvdlite.environment import TRACE, Environment, read_environment
+from hvdlite.idle import WITHOUT_EFFECT
 from hvdlite.log import log, open_log
 from hvdlite.world import current_world
 
 MEANINGS = [
     ("FUSION_THRESHOLD", "1048576", {"fusion_threshold_bytes": 1 << 20}),
     ("FUSION_THRESHOLD", "0", {"fusion_threshold_bytes": 0}),
+    ("AUTOTUNE", "1", {"autotune": True}),
+    ("AUTOTUNE", "0", {}),
+    ("AUTOTUNE_LOG", "/tmp/a.json", {"autotune_log": "/tmp/a.json"}),
     ("TIMELINE", "/tmp/t.json", {"timeline": "/tmp/t.json"}),
     ("TIMELINE", "DYNAMIC", {"timeline": "DYNAMIC"}),
     ("STALL_CHECK_DISABLE", "1", {"stall_check": False}),
@@ -78,10 +82,16 @@ def test_an_end_that_cannot_come_is_said_to_have_no_effect(environ, remark):
     assert read.remarks == (remark,)
 
 
+def test_a_size_of_buckets_that_is_given_is_not_measured():
+    read = read_environment({"HOROVOD_AUTOTUNE": "1", "HVDLITE_FUSION_THRESHOLD": "0"})
+    remark = "HOROVOD_AUTOTUNE=1 has no effect, as HVDLITE_FUSION_THRESHOLD=0 says how large buckets are"
+    assert (read.autotune, read.fusion_threshold_bytes, read.remarks) == (False, 0, (remark,))
+
+
 def test_all_that_mean_nothing_here_are_named_in_one_line_with_why():
-    (remark,) = read_environment(dict.fromkeys(_WITHOUT_EFFECT, "7")).remarks
+    (remark,) = read_environment(dict.fromkeys(WITHOUT_EFFECT, "7")).remarks
     assert "\n" not in remark
-    assert all(name in remark and reason in remark for name, reason in _WITHOUT_EFFECT.items())
+    assert all(name in remark and reason in remark for name, reason in WITHOUT_EFFECT.items())
     assert read_environment({"HOROVOD_CONTROLLER": "gloo", "HOROVOD_AUTOTUNE": "0"}).remarks == ()
 
 

@@ -59,6 +59,9 @@ CONSTRUCTION_ERRORS = [
     ({"groups": [[weight(3)]]}, "not a parameter of the optimizer"),
     ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
     ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25'"),
+    ({"autotune": "yes"}, "autotune=.yes. is neither True nor False"),
+    ({"autotune": True, "bucket_cap_mb": 8}, "autotune=True: bucket_cap_mb=8 says already .* give one of the two"),
+    ({"autotune": True, "op": hvd.Adasum}, "autotune=True: with op=hvd.Adasum nothing travels during backward"),
 ]
 
 
@@ -165,6 +168,7 @@ def test_models_that_differ_in_more_than_shape_are_told_apart(attribute):
         {"op": hvd.Sum},
         {"backward_passes_per_step": 2},
         {"bucket_cap_mb": 1.0},
+        {"autotune": True},
         {"groups": 1},
         {"sparse_as_dense": True},
     ],

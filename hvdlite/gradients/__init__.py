@@ -5,5 +5,6 @@ From gradients to averages, inside an optimizer.
 
 Modules import only what stands before them:
 
-    plan < bucket < sparse < layout < tracks < wire < convoy < params < reducer < deltas < arguments < proxy < optimizer
+    plan < bucket < sparse < layout < tracks < wire < convoy < params < tuning < probe < autotune < reducer < deltas
+         < arguments < proxy < optimizer
 """

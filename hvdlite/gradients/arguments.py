@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from ..channels.reduce_op import Adasum, Average, ReduceOp, Sum
+from ..environment import Environment
+from ..log import log
 
 MEBIBYTE = 2**20
 
@@ -51,13 +53,33 @@ def check_predivide(factor: float, op: ReduceOp) -> float:
     return float(factor)
 
 
-def check_cap(bucket_cap_mb: float | None, default_bytes: int) -> int:
-    """The cap in bytes."""
+def check_cap(bucket_cap_mb: float | None, threshold_bytes: int | None, default_bytes: int) -> int:
+    """The cap in bytes: the argument's, or the environment's, or the default."""
     if bucket_cap_mb is None:
-        return default_bytes
+        return default_bytes if threshold_bytes is None else threshold_bytes
     if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
         raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not a positive number of MiB")
     return max(1, int(bucket_cap_mb * MEBIBYTE))
+
+
+def check_autotune(autotune: object, bucket_cap_mb: float | None, op: ReduceOp, environment: Environment) -> bool:
+    """Whether the cap is to be measured. An argument beats the environment, which is said in the log."""
+    if not isinstance(autotune, bool):
+        raise ValueError(f"autotune={autotune!r} is neither True nor False")
+    if bucket_cap_mb is not None:
+        obstacle = f"bucket_cap_mb={bucket_cap_mb!r} says already how large buckets are: give one of the two"
+    elif environment.fusion_threshold_bytes is not None:
+        size = environment.fusion_threshold_bytes
+        obstacle = f"HVDLITE_FUSION_THRESHOLD={size} says already how large buckets are: give one of the two"
+    elif op == Adasum:
+        obstacle = "with op=hvd.Adasum nothing travels during backward, so that the size of buckets decides nothing"
+    else:
+        return autotune or environment.autotune
+    if autotune:
+        raise ValueError(f"autotune=True: {obstacle}")
+    if environment.autotune:
+        log.info("HVDLITE_AUTOTUNE=1 measures nothing for this optimizer: %s", obstacle)
+    return False
 
 
 def check_positive_int(value: object, argument: str) -> None:

@@ -26,7 +26,8 @@ class Layout:
         self.buckets: list[Bucket] = []
         self.sparse: list[SparseHome] = []
         self.slots: dict[Tensor, Slot] = {}
-        self._cap_bytes = cap_bytes
+        # Of what is planned from now on.
+        self.cap_bytes = cap_bytes
         self._scale = scale
         self._densify = densify
         self._memory = memory
@@ -34,7 +35,7 @@ class Layout:
     def add(self, params: dict[str, Tensor], groups: Iterable[Iterable[str]]) -> Description:
         """Plan buckets for more parameters, after those there are; what ranks are to compare of them."""
         specs = [ParamSpec.of(name, param) for name, param in params.items()]
-        plans = plan_buckets(specs, cap_bytes=self._cap_bytes, groups=groups)
+        plans = plan_buckets(specs, cap_bytes=self.cap_bytes, groups=groups)
         buckets = [self._make_bucket(plan, [params[piece.spec.name] for piece in plan.slices]) for plan in plans]
         if buckets:
             # The first bucket's plan has room for their calls.

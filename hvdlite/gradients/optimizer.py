@@ -20,11 +20,13 @@ from torch import Tensor
 from ..channels.collective import Group
 from ..channels.reduce_op import Adasum, Average, ReduceOp
 from ..collectives.compression import AnyCompression, Compression, check_compression
+from ..environment import Environment
 from ..errors import GradientError
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
 from ..world import current_world, is_initialized
 from .arguments import (
+    check_autotune,
     check_cap,
     check_groups,
     check_named_parameters,
@@ -35,6 +37,7 @@ from .arguments import (
     groups_of,
     names_of_added_group,
 )
+from .autotune import tuned_cap
 from .deltas import Deltas
 from .proxy import OptimizerProxy
 from .reducer import Reducer
@@ -82,6 +85,12 @@ class DistributedOptimizer(OptimizerProxy):
     ``bucket_cap_mb``: gradients travel in buckets of at most so many MiB, each as soon as it is full. Unless
     given, it is 16, or what ``HVDLITE_FUSION_THRESHOLD`` says in bytes (0: a bucket for each parameter).
 
+    ``autotune``: choose that size by measuring. For about a second at most, before the constructor returns, buckets of
+    zeros travel as those of gradients will; the latency and the bandwidth that follow from it, and the sizes of this
+    model's gradients, say which cap makes the shortest step. All ranks take the same, for parameters that are added
+    later too; the log tells which at level info. `HVDLITE_AUTOTUNE=1` does it for every optimizer that is given no
+    ``bucket_cap_mb``. Not for ``hvd.Adasum``, nor together with a size that is given: a ValueError.
+
     An average is bit-identical on all ranks, and from run to run.
     """
 
@@ -99,15 +108,19 @@ class DistributedOptimizer(OptimizerProxy):
         process_set: ProcessSet = global_process_set,
         *,
         bucket_cap_mb: float | None = None,
+        autotune: bool = False,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
         super().__init__(check_optimizer(optimizer))
+        # A process set may be used without a world.
+        environment = current_world().environment if is_initialized() else Environment()
+        tunes = check_autotune(autotune, bucket_cap_mb, op, environment)
         settings = Settings(
             check_compression(compression),
             check_op(op),
             check_predivide(gradient_predivide_factor, op),
-            check_cap(bucket_cap_mb, _default_cap_bytes()),
+            check_cap(bucket_cap_mb, environment.fusion_threshold_bytes, DEFAULT_BUCKET_CAP_BYTES),
             bool(sparse_as_dense),
         )
         check_positive_int(backward_passes_per_step, "backward_passes_per_step")
@@ -115,22 +128,27 @@ class DistributedOptimizer(OptimizerProxy):
         named_groups = check_groups(groups_of(num_groups, groups), named)
         if isinstance(process_set, ProcessSet) and not process_set.included():
             # This rank trains by itself.
-            group, settings = current_world().group.alone(), settings.of_bystander()
+            group, settings, tunes = current_world().group.alone(), settings.of_bystander(), False
         else:
             group = group_of(process_set, "hvd.DistributedOptimizer")
         self._uses_the_world = process_set is global_process_set
         self._named = named
         self._skipping = False
-        self._connect(_reducer_of(group, settings, backward_passes_per_step), named, named_groups)
+        reducer = _reducer_of(group, settings, backward_passes_per_step)
         try:
             group.require_agreement(
-                (*settings.signature(), backward_passes_per_step, named_groups),
+                (*settings.signature(), backward_passes_per_step, named_groups, tunes),
                 "hvd.DistributedOptimizer",
-                "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, passes per step, groups)",
+                "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, passes per step, groups, autotune)",
             )
-            self._reducer.meet()
+            if tunes:
+                assert isinstance(reducer, Reducer), "with Adasum it is refused"
+                path = environment.autotune_log
+                reducer.set_cap(tuned_cap(reducer.meet(), settings, named, named_groups, path=path))
+            self._connect(reducer, named, named_groups)
+            reducer.meet()
         except BaseException:
-            self._reducer.close()
+            reducer.close()
             raise
 
     def _connect(
@@ -300,9 +318,3 @@ def _reducer_of(group: Group, settings: Settings, backward_passes_per_step: int)
     if settings.op is Adasum:
         return Deltas(group, settings, backward_passes_per_step)
     return Reducer(group, settings, backward_passes_per_step)
-
-
-def _default_cap_bytes() -> int:
-    # A process set may be used without a world.
-    given = current_world().environment.fusion_threshold_bytes if is_initialized() else None
-    return DEFAULT_BUCKET_CAP_BYTES if given is None else given

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -69,6 +70,11 @@ class Reducer(ParamListener):
         self._backwards: set[int] = set()
 
     # -- the plan
+
+    def set_cap(self, cap_bytes: int) -> None:
+        """Plan with another cap whatever is taken in from now on. On every rank."""
+        self.settings = replace(self.settings, cap_bytes=cap_bytes)
+        self._layout.cap_bytes = cap_bytes
 
     def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
         """Take in parameters: plan their buckets, after those there are, and hook their gradients."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 
@@ -29,6 +30,23 @@ def test_its_flags_tune_the_workers_or_say_why_not(launch):
     assert err.decode() == (
         "hvdlite-run: --cycle-time-ms has no effect: there are no cycles: a collective starts when it is asked for\n"
     )
+
+
+def test_autotune_measures_for_every_optimizer_and_writes_one_line_for_each(launch, tmp_path):
+    program = (
+        "import torch, hvdlite as hvd; hvd.init(); model = torch.nn.Linear(512, 512); "
+        "o = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()); "
+        "model(torch.ones(1, 512)).sum().backward(); o.step(); "
+        "print(*hvd.allgather_object(o._reducer.settings.cap_bytes))"
+    )
+    flags = ("--autotune", "--autotune-log-file", "log.jsonl", "--log-level", "INFO")
+    job = launch(*flags, "-np", "2", sys.executable, "-c", program, cwd=tmp_path)
+    code, out, err = job.ended()
+    (line,) = (tmp_path / "log.jsonl").read_text().splitlines()
+    cap = json.loads(line)["cap_bytes"]
+    assert (code, sorted(out.decode().splitlines())) == (0, [f"[{rank}]<stdout>:{cap} {cap}" for rank in (0, 1)])
+    told = [each for each in err.decode().splitlines() if "INFO: autotune: gradients travel in buckets" in each]
+    assert [each.partition(":")[0] for each in told] == ["[0]<stderr>"]
 
 
 @pytest.mark.parametrize(

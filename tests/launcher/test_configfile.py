@@ -150,7 +150,7 @@ def test_a_file_of_horovodruns_says_in_its_sections_what_the_flags_say(write):
 
 def test_a_switch_that_is_false_is_the_contrary_switch_where_there_is_one(write):
     content = "no-stall-check: false\nlogging: {hide_timestamp: false}\nparams:\nautotune: false\n"
-    assert config_words(write(content), Parser()) == ["--stall-check", "--no-log-hide-timestamp"]
+    assert config_words(write(content), Parser()) == ["--stall-check", "--no-log-hide-timestamp", "--no-autotune"]
 
 
 @pytest.mark.parametrize("config_file_first", [True, False])

@@ -43,6 +43,8 @@ def test_every_flag_of_horovodruns_is_known():
     [
         (["--fusion-threshold-mb", "32"], {"HVDLITE_FUSION_THRESHOLD": "33554432"}),
         (["--fusion-threshold-mb=0"], {"HVDLITE_FUSION_THRESHOLD": "0"}),
+        (["--autotune"], {"HVDLITE_AUTOTUNE": "1"}),
+        (["--autotune", "--no-autotune"], {"HVDLITE_AUTOTUNE": "0"}),
         (["--timeline-filename", "DYNAMIC"], {"HVDLITE_TIMELINE": "DYNAMIC"}),
         (["--no-stall-check"], {"HVDLITE_STALL_CHECK_DISABLE": "1"}),
         (["--no-stall-check", "--stall-check"], {"HVDLITE_STALL_CHECK_DISABLE": "0"}),
@@ -62,9 +64,10 @@ def test_what_can_be_tuned_is_a_variable_of_the_workers(words, variables):
     assert set_by(*words) == variables
 
 
-def test_the_timeline_is_where_the_user_is_wherever_the_program_goes(monkeypatch, tmp_path):
+def test_files_are_where_the_user_is_wherever_the_program_goes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert set_by("--timeline-filename", "t.json") == {"HVDLITE_TIMELINE": f"{tmp_path}/t.json"}
+    assert set_by("--autotune-log-file", "DYNAMIC") == {"HVDLITE_AUTOTUNE_LOG": f"{tmp_path}/DYNAMIC"}
 
 
 @pytest.mark.parametrize("row", IDLE, ids=lambda row: row.names[0])
@@ -99,6 +102,7 @@ def test_what_is_elastic_is_refused_however_many_values_it_has(row, capsys):
         (["--gloo-timeout-seconds", "0"], "gloo_timeout_seconds=0 must be > 0"),
         (["--log-level", "loud"], "--log-level: 'loud' is none of TRACE, DEBUG, INFO, WARNING, ERROR, FATAL"),
         (["--timeline-filename", ""], "--timeline-filename: '' is no file"),
+        (["--autotune-log-file", ""], "--autotune-log-file: '' is no file"),
         (["--check", "--tcp"], "--check looks at hosts and starts no workers: leave out --tcp"),
     ],
 )  # fmt: skip

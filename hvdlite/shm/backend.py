@@ -1,0 +1,162 @@
+"""
+The engine as a backend of `torch.distributed`, by the name ``hvdshm``: for DDP and whatever else names one.
+
+    import hvdlite
+    torch.distributed.init_process_group("cpu:hvdshm")
+
+Only what `torch.distributed` calls by other names, or with other arguments, is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllToAllOptions, Store
+
+from ..channels.flat import pieces_of
+from .engine import ShmEngine
+from .meeting import meet, open_segment
+from .segment import NoMemoryError
+from .work import ShmWork
+
+NAME = "hvdshm"
+
+
+# Its stubs have other names and forms in each version; torch calls all of it by position.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, as said above
+    """Ranks of one host, by tensors of the CPU; every collective may be awaited or asked for its future."""
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        """Every rank must make one; it waits for all. A RuntimeError on all ranks if one is on another host."""
+        super().__init__(rank, size)
+        try:
+            station = meet(store, rank, size, open_segment(), timeout)
+        except NoMemoryError as error:
+            raise RuntimeError(
+                f"{NAME} is for ranks of one host that share memory: {error}. Use gloo between hosts, and where "
+                "/dev/shm is too small"
+            ) from error
+        self._engine = ShmEngine(station, NAME)
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's own name
+        return NAME
+
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> ShmWork:
+        return self._engine.allreduce(tensors, opts or dist.AllreduceOptions())
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        options = dist.AllreduceOptions()
+        if opts is not None:
+            options.reduceOp = opts.reduceOp
+        return _last([self._engine.allreduce([tensor], options) for tensor in tensors])
+
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> ShmWork:
+        return self._engine.broadcast(tensors, opts)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> ShmWork:
+        return self._engine.allgather(outputs, inputs)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> ShmWork:
+        return self._engine.allgather([_parts(output, self.size())], [input])
+
+    # What newer versions of torch call instead of those with an underscore.
+    all_gather_single = _allgather_base
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        return _last([self._allgather_base(output, part) for output, part in zip(outputs, inputs, strict=True)])
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+
+    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> ShmWork:
+        ((output,), (parts,)) = outputs, inputs
+        return self._engine.reduce_scatter(output, parts, opts.reduceOp)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> ShmWork:
+        return self._engine.reduce_scatter(output, _parts(input, self.size()), opts.reduceOp)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
+        pairs = zip(outputs, inputs, strict=True)
+        return _last([self._reduce_scatter_base(output, whole, opts) for output, whole in pairs])
+
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: Any = None
+    ) -> ShmWork:
+        return self._engine.alltoall_base(output, input, output_counts, input_counts, opts or AllToAllOptions())
+
+    all_to_all_single = alltoall_base
+
+    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> ShmWork:
+        return self._engine.alltoall(outputs, inputs)
+
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> ShmWork:
+        ((tensor,),) = (inputs,)
+        empty = tensor.new_empty(0)
+        parts = outputs[0] if self.rank() == opts.rootRank else [empty] * self.size()
+        sent = [tensor if place == opts.rootRank else empty for place in range(self.size())]
+        return self._engine.alltoall(parts, sent)
+
+    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> ShmWork:
+        ((output,),) = (outputs,)
+        empty = output.new_empty(0)
+        sent = inputs[0] if self.rank() == opts.rootRank else [empty] * self.size()
+        received = [output if place == opts.rootRank else empty for place in range(self.size())]
+        return self._engine.alltoall(received, sent)
+
+    def reduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:
+        (tensor,) = tensors
+        options = dist.AllreduceOptions()
+        options.reduceOp = opts.reduceOp
+        # Only the root's tensor may change.
+        return self._engine.allreduce([tensor if self.rank() == opts.rootRank else tensor.clone()], options)
+
+    def barrier(self, opts: Any = None) -> ShmWork:
+        return self._engine.barrier()
+
+    def send(self, *_: object) -> NoReturn:
+        raise _no_point_to_point("send")
+
+    def recv(self, *_: object) -> NoReturn:
+        raise _no_point_to_point("recv")
+
+    def recv_anysource(self, *_: object) -> NoReturn:
+        raise _no_point_to_point("recv")
+
+    def shutdown(self) -> None:
+        self._engine.close()
+
+    def abort(self) -> None:
+        self._engine.close()
+
+
+def register() -> None:
+    """Let `torch.distributed` know the name."""
+    if dist.is_available() and NAME.upper() not in dist.Backend.__dict__:
+        dist.Backend.register_backend(NAME, ShmProcessGroup, devices=["cpu"])
+
+
+def _parts(tensor: Tensor, size: int) -> list[Tensor]:
+    if tensor.numel() % size:
+        raise ValueError(f"a tensor of {tensor.numel()} elements cannot be divided among {size} ranks")
+    return pieces_of(tensor.view(-1), [tensor.numel() // size] * size)
+
+
+def _last(works: Sequence[ShmWork]) -> dist.Work:
+    # They end in order.
+    return works[-1]
+
+
+def _no_point_to_point(what: str) -> NotImplementedError:
+    return NotImplementedError(f"{NAME} has no {what}: make a group over gloo for it, dist.new_group(backend='gloo')")
