@@ -64,9 +64,16 @@ def test_without_latency_buckets_are_small_and_without_a_limit_of_bandwidth_ther
 
 
 @given(st.lists(st.floats(0.1, 600), min_size=1, max_size=30), latencies, paces)
-def test_the_longer_the_latency_the_fewer_the_buckets(sizes_kib, alpha_s, beta_s):
+def test_a_longer_latency_never_shortens_the_chosen_step(sizes_kib, alpha_s, beta_s):
     specs = [spec(f"p{i}", kib) for i, kib in enumerate(sizes_kib)]
-    assert chosen(specs, Line(10 * alpha_s, beta_s)).buckets <= chosen(specs, Line(alpha_s, beta_s)).buckets
+    assert chosen(specs, Line(10 * alpha_s, beta_s)).step_s >= chosen(specs, Line(alpha_s, beta_s)).step_s
+
+
+def test_the_longer_the_latency_the_fewer_the_buckets():
+    specs = [spec(f"p{i}", 64) for i in range(64)]
+    buckets = [chosen(specs, Line(alpha_s, 1e-9)).buckets for alpha_s in (0.0, 1e-5, 1e-4, 1e-3, 1e-1)]
+    assert buckets == sorted(buckets, reverse=True)
+    assert buckets[0] > buckets[2] > buckets[-1]
 
 
 def test_a_step_is_as_long_as_its_buckets_make_it_one_after_the_other():
