@@ -11,6 +11,7 @@ one that is empty says nothing.
     STALL_SHUTDOWN_TIME_SECONDS  until that ends the job (0: never); HVDLITE_STALL_SHUTDOWN_S too
     LOG_LEVEL                    trace, debug, info, warning, error or fatal
     LOG_HIDE_TIME                1: lines of the log begin without the time
+    HIERARCHICAL_ALLREDUCE       1: all-reduces go within hosts and between them; 0: they do not; else that is measured
     GLOO_TIMEOUT_SECONDS         ``timeout_s`` of `hvd.init`, unless that is given
     CHECK                        0: ranks do not compare what they ask for; as HVDLITE_CHECK alone
     SHM                          0: ranks of one host do not communicate through shared memory; as HVDLITE_SHM alone
@@ -49,7 +50,7 @@ _SWITCH: Mapping[str, bool] = MappingProxyType(
 )
 
 _NO_CYCLES = "there are no cycles: a collective starts when it is asked for"
-_NO_HIERARCHY = "how ranks of a host and between hosts divide the work is gloo's and NCCL's own to choose"
+_NO_HIERARCHY = "how ranks of a host and between hosts divide this work is gloo's and NCCL's own to choose"
 _NO_AUTOTUNE = "nothing is tuned while it runs: hvd.DistributedOptimizer(bucket_cap_mb=...) is the one number to try"
 _NO_CHOICE = "CPU tensors travel over gloo and CUDA tensors over NCCL, as torch was built with them"
 _NO_BUFFER_COPIES = "gradients are computed in the buffer that travels"
@@ -60,7 +61,6 @@ _WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
         "HOROVOD_CYCLE_TIME": _NO_CYCLES,
         "HOROVOD_TIMELINE_MARK_CYCLES": _NO_CYCLES,
         "HOROVOD_CACHE_CAPACITY": "the plan of the buckets is agreed on once, and needs no cache of answers",
-        "HOROVOD_HIERARCHICAL_ALLREDUCE": _NO_HIERARCHY,
         "HOROVOD_HIERARCHICAL_ALLGATHER": _NO_HIERARCHY,
         "HOROVOD_TORUS_ALLREDUCE": _NO_HIERARCHY,
         "HOROVOD_AUTOTUNE": _NO_AUTOTUNE,
@@ -105,6 +105,7 @@ _READ = frozenset(
     for name in (
         *("FUSION_THRESHOLD", "TIMELINE", "STALL_CHECK_DISABLE", "STALL_CHECK_TIME_SECONDS"),
         *("STALL_SHUTDOWN_TIME_SECONDS", "LOG_LEVEL", "LOG_HIDE_TIME", "GLOO_TIMEOUT_SECONDS"),
+        "HIERARCHICAL_ALLREDUCE",
     )
 )
 # These say what is so in any case.
@@ -112,8 +113,7 @@ _AS_IT_IS = frozenset(
     {
         *(("HOROVOD_CONTROLLER", "gloo"), ("HOROVOD_CPU_OPERATIONS", "gloo"), ("HOROVOD_DYNAMIC_PROCESS_SETS", "1")),
         *(("HOROVOD_AUTOTUNE", "0"), ("HOROVOD_ELASTIC", "0"), ("HOROVOD_TIMELINE_MARK_CYCLES", "0")),
-        *(("HOROVOD_HIERARCHICAL_ALLREDUCE", "0"), ("HOROVOD_HIERARCHICAL_ALLGATHER", "0")),
-        *(("HOROVOD_TORUS_ALLREDUCE", "0"),),
+        *(("HOROVOD_HIERARCHICAL_ALLGATHER", "0"), ("HOROVOD_TORUS_ALLREDUCE", "0")),
     }
 )
 
@@ -123,8 +123,9 @@ class Environment:
     """What the user's variables say; None where they say nothing and the default is another's to know.
 
     ``stall_shutdown_s`` is None for never. ``check`` is whether ranks compare what they ask for, ``shm`` whether
-    those of one host communicate through shared memory. ``remarks`` are what
-    the user is to be told once, of variables that were set to no effect.
+    those of one host communicate through shared memory, ``hierarchical`` whether all-reduces go within hosts and between
+    them, None where that is to be measured. ``remarks`` are what the user is to be told once, of variables that were set
+    to no effect.
     """
 
     fusion_threshold_bytes: int | None = None
@@ -137,6 +138,7 @@ class Environment:
     timeout_s: float | None = None
     check: bool = True
     shm: bool = True
+    hierarchical: bool | None = None
     remarks: tuple[str, ...] = ()
 
 
@@ -156,6 +158,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         timeout_s=read.seconds("GLOO_TIMEOUT_SECONDS"),
         check=read.switch("CHECK", default=True, horovods=False),
         shm=read.switch("SHM", default=True, horovods=False),
+        hierarchical=read.switch_or_none("HIERARCHICAL_ALLREDUCE"),
         remarks=(*remark, *_without_effect(environ)),
     )
 
@@ -233,9 +236,13 @@ class _Reader:
         raise ValueError(f"{name}={text!r} is not a positive number of seconds, such as 60{never}")
 
     def switch(self, name: str, *, default: bool, horovods: bool = True) -> bool:
+        switched = self.switch_or_none(name, horovods=horovods)
+        return default if switched is None else switched
+
+    def switch_or_none(self, name: str, *, horovods: bool = True) -> bool | None:
         name, text = self.text(name, horovods=horovods)
         if not text:
-            return default
+            return None
         if text.lower() not in _SWITCH:
             raise ValueError(f"{name}={text!r} is neither 1 nor 0")
         return _SWITCH[text.lower()]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
-from .engine import Channels, Engine, EngineWork
+from .engine import Channels, Engine, EngineWork, HasMemory
 
 # For less than this one step takes less time than three, whatever the network.
 LEAST_BYTES = 64 * 2**10
@@ -76,6 +76,9 @@ class HierarchicalEngine:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._follower: _Follower | None = None
 
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self.flat.empty(numel, dtype) if isinstance(self.flat, HasMemory) else None
+
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
         (tensor,) = tensors
         if tensor.device.type not in self._devices or tensor.numel() * tensor.element_size() < LEAST_BYTES:
@@ -88,12 +91,16 @@ class HierarchicalEngine:
         way.begin(self._scatter)
         if tensor.is_cuda:
             # The wait of a CUDA engine holds up the stream that it is called in: not the program's, but this one.
-            stream = self._streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(self._stream(tensor.device)):
                 return _Holding(way.go_on(), way)
         if self._follower is None:
             self._follower = _Follower()
         return self._follower.follow(way)
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own is untyped
+        return self._streams[device]
 
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
         return self.flat.broadcast(tensors, opts)
@@ -186,7 +193,7 @@ class _Follower:
             try:
                 way.go_on().wait()
             except Exception as error:  # noqa: BLE001 - raised where the program waits for it
-                done.set_exception(error)
+                done.set_exception(error)  # type: ignore[arg-type]  # torch's own says that it takes a result
             else:
                 done.set_result(None)
 
@@ -229,11 +236,15 @@ class HierarchicalChannels:
 
     def close(self, engine: Engine, /) -> None:
         assert isinstance(engine, HierarchicalEngine), "it was opened here"
+        self.abandon(engine)
+        self._flat.close(engine.flat)
+
+    def abandon(self, engine: HierarchicalEngine) -> None:
+        """Give back all but the flat engine."""
         engine.close()
         closes: list[Callable[[Engine], None]] = [self._within.close, self._across.close, self._within.close]
         for close, part in zip(closes, engine.parts, strict=True):
             close(part)
-        self._flat.close(engine.flat)
 
     def among(self, places: Sequence[int], place: int, token: str, /) -> Channels:
         return self._flat.among(places, place, token)
