@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from .agreement.conductor import Conductor
 from .agreement.connect import make_conductor
+from .channels.choice import choose_levels
 from .channels.collective import Group
 from .channels.engine import AloneChannels, Channels, TorchChannels
 from .environment import DYNAMIC, Environment
@@ -151,7 +152,9 @@ def _world_of(
     open_log(environment, seat.rank)
     group = Group(channels, seat.rank, seat.size, [f"host of rank {rank}" for rank in range(seat.size)])
     token = secrets.token_hex(8)
-    introductions = group.all_gather_object((seat, _own_version(), environment.timeline, token), "hvd.init()")
+    introductions = group.all_gather_object(
+        (seat, _own_version(), environment.timeline, token, environment.hierarchical), "hvd.init()"
+    )
     seats = [introduced for introduced, *_ in introductions]
     topology = seats_to_topology(seat.rank, seats)
     group.hosts = topology.hosts
@@ -165,9 +168,13 @@ def _world_of(
         log.warning(remark)
     switches = (environment.check, environment.shm)
     group.require_agreement(switches, "hvd.init()", "what (HVDLITE_CHECK, HVDLITE_SHM) say")
-    if environment.shm and len(seats) > 1 and len({seat.node for seat in seats}) == 1:
+    nodes = [seat.node for seat in seats]
+    if environment.shm and len(seats) > 1 and len(set(nodes)) == 1:
         group = _over_shared_memory(group, channels, introductions[0][3], timeout)
-    conductor = make_conductor(group, [seat.node for seat in seats], environment, timeout.total_seconds())
+    # Rank 0's word counts, as its measurements do.
+    hierarchical = introductions[0][4]
+    choose_levels(group, channels, nodes, hierarchical, _own_gpu(group, topology) if hierarchical is None else None)
+    conductor = make_conductor(group, nodes, environment, timeout.total_seconds())
     # Rank 0 is the one to write it, so its variable counts.
     timeline_path = introductions[0][2]
     if timeline_path not in (None, DYNAMIC):
@@ -182,6 +189,18 @@ def _over_shared_memory(group: Group, torchs: Channels, token: str, timeout: tim
     shared = Group(channels, group.rank, group.size, group.hosts)
     group.close()
     return shared
+
+
+def _own_gpu(group: Group, topology: Topology) -> torch.device | None:
+    """This rank's GPU, where every rank has one and the ranks are on several hosts, several on each; waits for all."""
+    if not topology.is_homogeneous or topology.local_size in (1, topology.size):
+        return None
+    own = None
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        own = torch.device("cuda", topology.local_rank % torch.cuda.device_count())
+    number = None if own is None else str(torch.cuda.get_device_properties(own).uuid)
+    numbers = group.all_gather_object(number, "hvd.init()")
+    return own if None not in numbers and len(set(numbers)) == group.size else None
 
 
 def _leave(client: StoreClient | None) -> None:

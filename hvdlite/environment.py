@@ -13,6 +13,7 @@ one that is empty says nothing.
     STALL_SHUTDOWN_TIME_SECONDS  until that ends the job (0: never); HVDLITE_STALL_SHUTDOWN_S too
     LOG_LEVEL                    trace, debug, info, warning, error or fatal
     LOG_HIDE_TIME                1: lines of the log begin without the time
+    HIERARCHICAL_ALLREDUCE       1: all-reduces go within hosts and between them; 0: they do not; else that is measured
     GLOO_TIMEOUT_SECONDS         ``timeout_s`` of `hvd.init`, unless that is given
     CHECK                        0: ranks do not compare what they ask for; as HVDLITE_CHECK alone
     SHM                          0: ranks of one host do not communicate through shared memory; as HVDLITE_SHM alone
@@ -57,8 +58,9 @@ class Environment:
     """What the user's variables say; None where they say nothing and the default is another's to know.
 
     ``stall_shutdown_s`` is None for never. ``check`` is whether ranks compare what they ask for, ``shm`` whether
-    those of one host communicate through shared memory. ``remarks`` are what
-    the user is to be told once, of variables that were set to no effect.
+    those of one host communicate through shared memory, ``hierarchical`` whether all-reduces go within hosts and
+    between them, None where that is to be found out. ``remarks`` are what the user is to be told once, of variables
+    that were set to no effect.
     """
 
     fusion_threshold_bytes: int | None = None
@@ -73,6 +75,7 @@ class Environment:
     timeout_s: float | None = None
     check: bool = True
     shm: bool = True
+    hierarchical: bool | None = None
     remarks: tuple[str, ...] = ()
 
 
@@ -95,6 +98,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         timeout_s=read.seconds("GLOO_TIMEOUT_SECONDS"),
         check=read.switch("CHECK", default=True, horovods=False),
         shm=read.switch("SHM", default=True, horovods=False),
+        hierarchical=read.switch_or_none("HIERARCHICAL_ALLREDUCE"),
         remarks=(*remark, *autotune_remark, *remarks_of_idle(environ)),
     )
 
@@ -163,9 +167,13 @@ class _Reader:
         raise ValueError(f"{name}={text!r} is not a positive number of seconds, such as 60{never}")
 
     def switch(self, name: str, *, default: bool, horovods: bool = True) -> bool:
+        switched = self.switch_or_none(name, horovods=horovods)
+        return default if switched is None else switched
+
+    def switch_or_none(self, name: str, *, horovods: bool = True) -> bool | None:
         name, text = self.text(name, horovods=horovods)
         if not text:
-            return default
+            return None
         if text.lower() not in _SWITCH:
             raise ValueError(f"{name}={text!r} is neither 1 nor 0")
         return _SWITCH[text.lower()]

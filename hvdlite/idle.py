@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _NO_CYCLES = "there are no cycles: a collective starts when it is asked for"
-_NO_HIERARCHY = "how ranks of a host and between hosts divide the work is gloo's and NCCL's own to choose"
+_NO_HIERARCHY = "how ranks of a host and between hosts divide this work is gloo's and NCCL's own to choose"
 _NO_SAMPLES = "autotune measures once, before the first step, and there is nothing to say of how"
 _NO_CHOICE = "CPU tensors travel over gloo and CUDA tensors over NCCL, as torch was built with them"
 _NO_BUFFER_COPIES = "gradients are computed in the buffer that travels"
@@ -22,7 +22,6 @@ WITHOUT_EFFECT: Mapping[str, str] = MappingProxyType(
         "HOROVOD_CYCLE_TIME": _NO_CYCLES,
         "HOROVOD_TIMELINE_MARK_CYCLES": _NO_CYCLES,
         "HOROVOD_CACHE_CAPACITY": "the plan of the buckets is agreed on once, and needs no cache of answers",
-        "HOROVOD_HIERARCHICAL_ALLREDUCE": _NO_HIERARCHY,
         "HOROVOD_HIERARCHICAL_ALLGATHER": _NO_HIERARCHY,
         "HOROVOD_TORUS_ALLREDUCE": _NO_HIERARCHY,
         "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": _NO_SAMPLES,
@@ -65,6 +64,7 @@ _READ = frozenset(
     for name in (
         *("FUSION_THRESHOLD", "AUTOTUNE", "AUTOTUNE_LOG", "TIMELINE", "LOG_LEVEL", "LOG_HIDE_TIME"),
         *("STALL_CHECK_DISABLE", "STALL_CHECK_TIME_SECONDS", "STALL_SHUTDOWN_TIME_SECONDS", "GLOO_TIMEOUT_SECONDS"),
+        "HIERARCHICAL_ALLREDUCE",
     )
 )
 # These say what is so in any case.
@@ -72,8 +72,7 @@ _AS_IT_IS = frozenset(
     {
         *(("HOROVOD_CONTROLLER", "gloo"), ("HOROVOD_CPU_OPERATIONS", "gloo"), ("HOROVOD_DYNAMIC_PROCESS_SETS", "1")),
         *(("HOROVOD_ELASTIC", "0"), ("HOROVOD_TIMELINE_MARK_CYCLES", "0")),
-        *(("HOROVOD_HIERARCHICAL_ALLREDUCE", "0"), ("HOROVOD_HIERARCHICAL_ALLGATHER", "0")),
-        *(("HOROVOD_TORUS_ALLREDUCE", "0"),),
+        *(("HOROVOD_HIERARCHICAL_ALLGATHER", "0"), ("HOROVOD_TORUS_ALLREDUCE", "0")),
     }
 )
 

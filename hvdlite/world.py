@@ -12,6 +12,7 @@ import atexit
 import multiprocessing
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import timedelta
 
 from .entry import World, enter
@@ -27,7 +28,12 @@ DEFAULT_TIMEOUT_S = 1800.0
 _world: World | None = None
 
 
-def init(timeout_s: float | None = None, *, process_sets: Iterable[ProcessSet] | str | None = None) -> None:
+def init(
+    timeout_s: float | None = None,
+    *,
+    process_sets: Iterable[ProcessSet] | str | None = None,
+    hierarchical: bool | None = None,
+) -> None:
     """Find this process's place among the others and connect to them.
 
     Every rank must call it, and each waits for all. Does nothing where it has been called already; after
@@ -45,6 +51,10 @@ def init(timeout_s: float | None = None, *, process_sets: Iterable[ProcessSet] |
 
     ``process_sets``: those to register at once, equal on all ranks; more can be added at any time, with or without
     Horovod's word for that, ``"dynamic"``.
+
+    ``hierarchical``: True has all-reduces go in two levels where several hosts have as many ranks each, more than one:
+    within each host, and between the hosts, each rank with its share. False has them go in one. Unless given, it
+    is ``HVDLITE_HIERARCHICAL_ALLREDUCE``, or, of CUDA tensors over NCCL, what is the faster at start. Rank 0's counts.
     """
     global _world  # noqa: PLW0603 - the one module variable that rank(), size() and the rest read
     if _world is not None:
@@ -57,7 +67,11 @@ def init(timeout_s: float | None = None, *, process_sets: Iterable[ProcessSet] |
             "hvd.init() was called in a child process that multiprocessing started, where it would take the place "
             'of its parent\'s rank: put what the main program does under `if __name__ == "__main__":`'
         )
+    if hierarchical not in (None, True, False):
+        raise ValueError(f"hierarchical={hierarchical!r} is none of True, False and None")
     environment = read_environment(os.environ)
+    if hierarchical is not None:
+        environment = replace(environment, hierarchical=bool(hierarchical))
     timeout = timedelta(seconds=timeout_s or environment.timeout_s or DEFAULT_TIMEOUT_S)
     _world = enter(timeout, environment)
     try:

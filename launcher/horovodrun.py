@@ -38,14 +38,16 @@ Flags of horovodrun's that tune a job:
   --log-level LEVEL     what workers log to stderr: TRACE, DEBUG, INFO, WARNING, ERROR or FATAL
   --log-with-timestamp, --no-log-hide-timestamp, --log-without-timestamp, --log-hide-timestamp
                         with the time, or without
+  --hierarchical-allreduce, --no-hierarchical-allreduce
+                        sum within hosts and then between them, or do not; else what is faster on GPUs is measured
   --tcp                 keep NCCL off InfiniBand
   --gloo                CPU tensors travel over gloo, as they do without it
 
 These have nothing to tune here, and say so:
 
   --cycle-time-ms, --cache-capacity, --disable-cache, --num-nccl-streams, --thread-affinity
-  --hierarchical-allreduce, --hierarchical-allgather, --torus-allreduce, --timeline-mark-cycles
-  --no-hierarchical-allreduce, --no-hierarchical-allgather, --no-torus-allreduce, --no-timeline-mark-cycles
+  --hierarchical-allgather, --torus-allreduce, --timeline-mark-cycles
+  --no-hierarchical-allgather, --no-torus-allreduce, --no-timeline-mark-cycles
   --autotune-warmup-samples, --autotune-steps-per-sample, --autotune-bayes-opt-max-samples
   --autotune-gaussian-process-noise
   --mpi, --jsrun, --mpi-args, --binding-args, --mpi-threads-disable, --no-mpi-threads-disable
@@ -142,9 +144,10 @@ def _any(_: str, text: str) -> str:
 
 
 _STALL_CHECK_DISABLE = "HVDLITE_STALL_CHECK_DISABLE"
+_HIERARCHICAL = "HVDLITE_HIERARCHICAL_ALLREDUCE"
 _LOG_HIDE_TIME = "HVDLITE_LOG_HIDE_TIME"
 _NO_CYCLES = "there are no cycles: a collective starts when it is asked for"
-_NO_HIERARCHY = "how the ranks of a host and those between hosts divide the work is gloo's and NCCL's own to choose"
+_NO_HIERARCHY = "how the ranks of a host and those between hosts divide this work is gloo's and NCCL's own to choose"
 _NO_SAMPLES = "autotune measures once, before the first step, and there is nothing to say of how"
 _NO_MPI = "no mpirun is called"
 _ITSELF = "hvdlite-run starts the workers itself"
@@ -163,6 +166,8 @@ ROWS: tuple[Sets | Idle | Refused, ...] = (
     Sets(("--log-level",), "HVDLITE_LOG_LEVEL", _level),
     Sets(("--log-with-timestamp", "--no-log-hide-timestamp"), _LOG_HIDE_TIME, value="0"),
     Sets(("--log-without-timestamp", "--log-hide-timestamp"), _LOG_HIDE_TIME),
+    Sets(("--hierarchical-allreduce",), _HIERARCHICAL),
+    Sets(("--no-hierarchical-allreduce",), _HIERARCHICAL, value="0"),
     Sets(("--tcp",), "NCCL_IB_DISABLE"),
     Idle(("--gloo",), None),
     Idle(("--cycle-time-ms",), _NO_CYCLES, _number),
@@ -174,7 +179,7 @@ ROWS: tuple[Sets | Idle | Refused, ...] = (
     Idle(("--thread-affinity",), "the system places threads; numactl before the command binds them", _number),
     *(
         row
-        for name in ("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce")
+        for name in ("hierarchical-allgather", "torus-allreduce")
         for row in (Idle((f"--{name}",), _NO_HIERARCHY), Idle((f"--no-{name}",), None))
     ),
     Idle(("--autotune-warmup-samples",), _NO_SAMPLES, _number),

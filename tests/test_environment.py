@@ -36,6 +36,8 @@ MEANINGS = [
     ("LOG_LEVEL", "fatal", {"log_level": logging.CRITICAL}),
     ("LOG_HIDE_TIME", "1", {"log_hide_time": True}),
     ("GLOO_TIMEOUT_SECONDS", "30", {"timeout_s": 30.0}),
+    ("HIERARCHICAL_ALLREDUCE", "1", {"hierarchical": True}),
+    ("HIERARCHICAL_ALLREDUCE", "0", {"hierarchical": False}),
 ]
 
 

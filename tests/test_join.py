@@ -51,11 +51,11 @@ def test_all_reduces_go_on_without_the_ranks_that_have_joined(size, average):
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("average", ["all", "active"])
-@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
-def test_steps_go_on_without_the_ranks_that_have_joined(size, average, compression):
+@pytest.mark.parametrize("options", [{}, {"compression": hvd.Compression.fp16, "gradient_predivide_factor": 1.5}])
+def test_steps_go_on_without_the_ranks_that_have_joined(size, average, options):
     def rank(own: int) -> list[float]:
         param = nn.Parameter(torch.zeros(3))
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), compression=compression)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), **options)
         seen = []
         for _ in range(2 * own + 1):
             optimizer.zero_grad()

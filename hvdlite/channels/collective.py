@@ -101,6 +101,10 @@ class Group:
         self._share_with(group)
         return group
 
+    def change_engines(self, channels: Channels, engine: Engine) -> None:
+        """From now on communicate over another engine of the same ranks, and open further ones where that is from."""
+        self._channels, self.engine = channels, engine
+
     def alone(self) -> Group:
         """This rank by itself."""
         group = Group(AloneChannels(), 0, 1, [self.hosts[self.rank]], ranks=[self.ranks[self.rank]])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .codec import BF16Compressor, FP16Compressor, NoneCompressor, PerTensor
 from .codec import Compressor as HorovodCompressor
+from .kernels import scale_cast
 
 
 @runtime_checkable
@@ -56,12 +57,25 @@ class CastCompression:
         self.dtype = dtype
         self._name = name
 
+    def casts(self, dtype: torch.dtype) -> bool:
+        """Whether buffers of this dtype travel in the narrower one."""
+        return dtype.itemsize > self.dtype.itemsize
+
     def compress(self, buffer: Tensor) -> Tensor:
-        return buffer.to(self.dtype) if buffer.element_size() > self.dtype.itemsize else buffer
+        return buffer.to(self.dtype) if self.casts(buffer.dtype) else buffer
 
     def decompress(self, wire: Tensor, out: Tensor) -> None:
         if wire is not out:
             out.copy_(wire)
+
+    @staticmethod
+    def convert(source: Tensor, factor: float, scaled_numel: int, out: Tensor) -> None:
+        """Cast a buffer into its wire, or that into the buffer, and scale the first elements on the way."""
+        if factor == 1.0:
+            out.copy_(source)
+        else:
+            scale_cast(source[:scaled_numel], factor, out[:scaled_numel])
+            out[scaled_numel:].copy_(source[scaled_numel:])
 
     def __repr__(self) -> str:
         return self._name

@@ -151,15 +151,19 @@ class Bucket:
         param.grad = view
         self._note_version(last_pass)
 
-    def seal(self) -> Tensor:
-        """The flat buffer, ready to travel: no stale values, and the flags of this rank set."""
+    def seal(self, *, leave_scale: bool) -> tuple[Tensor, float]:
+        """The flat buffer, ready to travel: no stale values, and the flags of this rank set.
+
+        And by what its gradients are still to be multiplied, which is 1 unless the caller would do that on the way.
+        """
         buffer = self.buffer
         if self._presence != _TAKES_PART:
             buffer.zero_()
             buffer[self.plan.presence_start : self.plan.wake_start].copy_(torch.tensor(self._presence))
-            return buffer
+            return buffer, 1.0
         self._require_untouched()
         used = [self._fill(slot) for slot in self.slots]
+        scale_left = self._scale_rest(leave_scale)
         tail = buffer[self.plan.grad_numel :]
         if all(used) and not self.sleepers and not any(slot.sparse for slot in self.slots):
             # Filled in place, without a copy from the host: the usual case stays asynchronous on a GPU.
@@ -171,7 +175,7 @@ class Bucket:
             wake = [sleeper.asleep and sleeper.needed for sleeper in self.sleepers]
             tail.copy_(torch.tensor([*used, *sparse, *_TAKES_PART, *wake], dtype=buffer.dtype))
         self._note_version(True)
-        return buffer
+        return buffer, scale_left
 
     def give_up(self) -> None:
         """What this step brings is wanted by nobody: it may be changed, or cast away, at any time."""
@@ -225,9 +229,22 @@ class Bucket:
         elif not slot.arrived or slot.sparse:
             slot.view.zero_()
             return False
-        if not slot.scaled and self._scale != 1.0:
-            slot.view.mul_(self._scale)
         return True
+
+    def _scale_rest(self, leave: bool) -> float:
+        """Scale what was not scaled as it was taken; by what all is to be scaled where that is left."""
+        if self._scale == 1.0 or all(slot.scaled for slot in self.slots):
+            return 1.0
+        if not any(slot.scaled for slot in self.slots):
+            if leave:
+                return self._scale
+            self.buffer[: self.plan.grad_numel].mul_(self._scale)
+            return 1.0
+        for slot in self.slots:
+            if slot.arrived and not slot.scaled:
+                assert slot.view is not None, "the buffer sets the views"
+                slot.view.mul_(self._scale)
+        return 1.0
 
     @property
     def needed(self) -> bool:

@@ -16,9 +16,13 @@ from torch import Tensor
 
 from ..channels.collective import Group
 from ..channels.reduce_op import Average, ReduceOp, Sum
-from ..collectives.compression import Compression, Compressor
+from ..collectives.compression import CastCompression, Compression, Compressor
+from ..collectives.kernels import scale_by
 from .bucket import Bucket
 from .tracks import NO_TRACK, Track
+
+# Where a bucket is scaled and cast in one pass. On a CPU that is slower than in two: PyTorch makes a copy for it.
+SCALES_ON_THE_WAY = frozenset({"cuda"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +67,19 @@ class InFlight:
         self._compression = settings.compression
         self._averages = settings.op is Average and group.size > 1
         _, self._scale_after = settings.scales(group.size)
+        self._cast = _cast_of(settings.compression, bucket)
         with track.compressing():
-            self._out = _as_real(bucket.seal())
+            on_the_way = self._cast is not None and bucket.plan.device.type in SCALES_ON_THE_WAY
+            buffer, scale = bucket.seal(leave_scale=on_the_way)
+            self._out = _as_real(buffer)
+            # What is scaled: all but the flags, which are counts.
+            self._gradients = _as_real(buffer[: bucket.plan.grad_numel])
             # Held until finish(): the engine reads and writes this memory meanwhile.
-            self._wire = settings.compression.compress(self._out)
+            if self._cast is None:
+                self._wire = settings.compression.compress(self._out)
+            else:
+                self._wire = torch.empty_like(self._out, dtype=self._cast.dtype)
+                self._cast.convert(self._out, scale, self._gradients.numel(), self._wire)
         self._work = group.all_reduce(self._wire, f"the all-reduce of the {bucket.plan.describe()}")
         track.launched(self._work, self._wire)
 
@@ -79,18 +92,19 @@ class InFlight:
         with self._track.waiting():
             self._work.wait()
         self._bucket.accept()
-        self._compression.decompress(self._wire, self._out)
-        if self._scale_after != 1.0:
-            self._out.mul_(self._scale_after)
+        if self._cast is not None:
+            self._cast.convert(self._wire, self._scale_after, self._gradients.numel(), self._out)
+        else:
+            self._compression.decompress(self._wire, self._out)
+            if self._scale_after != 1.0:
+                self._gradients.mul_(self._scale_after)
         if self._averages:
             self._weigh()
         self._bucket.hold()
 
     def _weigh(self) -> None:
         """Make it the average over those that count, where ranks sit out (`join` with average="active")."""
-        presence = self._bucket.presence
-        # Without the tail, which is still to be read.
-        gradients = _as_real(self._bucket.buffer[: self._bucket.plan.grad_numel])
+        presence, gradients = self._bucket.presence, self._gradients
         if presence.device.type == "cpu":
             weight = weight_of(presence, self._group.size)
             if weight != 1.0:
@@ -98,13 +112,19 @@ class InFlight:
         else:
             # On the device, which is not waited for: multiplying by 1 costs less than to ask.
             weights = self._group.size / presence[0].float().clamp(min=1.0)
-            gradients.mul_(torch.where(presence[1] > 0, weights, torch.ones_like(weights)).to(gradients.dtype))
+            scale_by(gradients, torch.where(presence[1] > 0, weights, torch.ones_like(weights)).to(gradients.dtype))
 
 
 def weight_of(presence: Tensor, size: int) -> float:
     """By what an average over ``size`` ranks is to be multiplied; waits for the device."""
     active, left_out = presence.tolist()
     return size / active if left_out > 0 and active > 0 else 1.0
+
+
+def _cast_of(compression: Compressor, bucket: Bucket) -> CastCompression | None:
+    """How the bucket is cast to its wire, if that is all there is to be done."""
+    real = bucket.plan.dtype.to_real()
+    return compression if isinstance(compression, CastCompression) and compression.casts(real) else None
 
 
 def _as_real(buffer: Tensor) -> Tensor:

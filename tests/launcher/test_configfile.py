@@ -140,7 +140,7 @@ logging:
 
 def test_a_file_of_horovodruns_says_in_its_sections_what_the_flags_say(write):
     assert parsed(*config_words(write(HOROVODS), Parser())) == parsed(
-        *("--mpi", "--fusion-threshold-mb", "32", "--cycle-time-ms", "10", "--autotune"),
+        *("--mpi", "--fusion-threshold-mb", "32", "--cycle-time-ms", "10", "--no-hierarchical-allreduce", "--autotune"),
         *("--autotune-log-file", "log.txt", "--autotune-gaussian-process-noise", "0.9"),
         *("--timeline-filename", "/tmp/t.json", "--timeline-mark-cycles", "--no-stall-check"),
         *("--stall-check-warning-time-seconds", "120", "--stall-check-shutdown-time-seconds", "240"),

@@ -55,6 +55,8 @@ def test_every_flag_of_horovodruns_is_known():
         (["--log-without-timestamp"], {"HVDLITE_LOG_HIDE_TIME": "1"}),
         (["--log-hide-timestamp", "--log-with-timestamp"], {"HVDLITE_LOG_HIDE_TIME": "0"}),
         (["--no-log-hide-timestamp"], {"HVDLITE_LOG_HIDE_TIME": "0"}),
+        (["--hierarchical-allreduce"], {"HVDLITE_HIERARCHICAL_ALLREDUCE": "1"}),
+        (["--hierarchical-allreduce", "--no-hierarchical-allreduce"], {"HVDLITE_HIERARCHICAL_ALLREDUCE": "0"}),
         (["--tcp"], {"NCCL_IB_DISABLE": "1"}),
         (["--gloo"], {}),
         ([], {}),

@@ -86,7 +86,8 @@ def test_a_flag_does_what_the_page_says(name):
 @pytest.mark.parametrize("name", horovod.VARIABLES)
 def test_a_variable_means_what_the_page_says(name):
     value = {"HOROVOD_LOG_LEVEL": "debug", "HOROVOD_DYNAMIC_PROCESS_SETS": "yes"}.get(name, "7")
-    value = "1" if name.endswith(("_DISABLE", "_HIDE_TIME", "HOROVOD_ELASTIC", "HOROVOD_AUTOTUNE")) else value
+    is_switch = name.endswith(("_DISABLE", "_HIDE_TIME", "_ALLREDUCE", "HOROVOD_ELASTIC", "HOROVOD_AUTOTUNE"))
+    value = "1" if is_switch else value
     said = read_environment({name: value})
     is_read = said != read_environment({}) and not said.remarks
     has_remark = any(name in remark for remark in said.remarks)

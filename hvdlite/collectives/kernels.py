@@ -1,0 +1,228 @@
+"""
+Scale and cast over whole flat tensors, each in one pass over memory.
+
+    scale_cast(source, factor, out)     out = source × factor, in out's dtype        bucket → wire, wire → bucket
+    scale_by(tensor, factor)            tensor × factor, which is on the device      an average of those that count
+
+On a GPU these are kernels of cupy's where cupy is installed and gives what PyTorch gives in every bit, tried out once
+for each device and pair of dtypes; everywhere else they are PyTorch's own operations. What is scaled, and when, is not
+known here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..log import log
+
+# A dtype's name in the kernels.
+_NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64"}
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_THREADS = 256
+_BLOCKS_PER_MULTIPROCESSOR = 8
+
+# PyTorch computes in fp64 where one side is, else in fp32, and rounds once to the nearest, ties to even; so does this.
+# The arithmetic is PTX, since cupy compiles with -ftz=true, under which plain products of tiny numbers are zero.
+_CODE = r"""
+typedef struct { unsigned short bits; } f16;
+typedef struct { unsigned short bits; } bf16;
+typedef float f32;
+typedef double f64;
+
+__device__ inline float times(float x, float y) {
+    float z;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+__device__ inline double times(double x, double y) { return __dmul_rn(x, y); }
+__device__ inline float narrowed(float x) { return x; }
+__device__ inline float narrowed(double x) {
+    float y;
+    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(y) : "d"(x));
+    return y;
+}
+
+__device__ inline void load(f16 x, float& y) { asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits)); }
+__device__ inline void load(bf16 x, float& y) { y = __uint_as_float((unsigned int)x.bits << 16); }
+__device__ inline void load(f32 x, float& y) { y = x; }
+__device__ inline void load(f32 x, double& y) { asm("cvt.f64.f32 %0, %1;" : "=d"(y) : "f"(x)); }
+__device__ inline void load(f64 x, double& y) { y = x; }
+template <class X> __device__ inline void load(X x, double& y) {
+    float z;
+    load(x, z);
+    load(z, y);
+}
+
+template <class A> __device__ inline void store(A x, f16& y) {
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(narrowed(x)));
+}
+template <class A> __device__ inline void store(A x, bf16& y) {
+    unsigned int bits = __float_as_uint(narrowed(x));
+    bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    y.bits = is_nan ? 0x7fff : (unsigned short)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+template <class A> __device__ inline void store(A x, f32& y) { y = narrowed(x); }
+__device__ inline void store(double x, f64& y) { y = x; }
+
+// Sixteen bytes of the wider dtype at a time; PER of each.
+constexpr int PER = 16 / (sizeof(SOURCE) > sizeof(OUT) ? sizeof(SOURCE) : sizeof(OUT));
+template <class T> struct alignas(sizeof(T) * PER) Pack { T at[PER]; };
+
+__device__ inline void convert(SOURCE from, OUT& to, ARITHMETIC factor) {
+    ARITHMETIC x;
+    load(from, x);
+    store(times(x, factor), to);
+}
+
+__device__ inline void run(const SOURCE* source, OUT* out, long long numel, ARITHMETIC factor) {
+    long long step = (long long)gridDim.x * blockDim.x;
+    long long here = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    unsigned long long misplaced = (unsigned long long)source % sizeof(Pack<SOURCE>);
+    misplaced += (unsigned long long)out % sizeof(Pack<OUT>);
+    long long packs = misplaced ? 0 : numel / PER;
+    for (long long i = here; i < packs; i += step) {
+        Pack<SOURCE> from = ((const Pack<SOURCE>*)source)[i];
+        Pack<OUT> to;
+        #pragma unroll
+        for (int k = 0; k < PER; ++k) convert(from.at[k], to.at[k], factor);
+        ((Pack<OUT>*)out)[i] = to;
+    }
+    for (long long i = packs * PER + here; i < numel; i += step) convert(source[i], out[i], factor);
+}
+
+extern "C" __global__ void scale_cast(const SOURCE* source, OUT* out, long long numel, double factor) {
+    ARITHMETIC scale;
+    store(factor, scale);
+    run(source, out, numel, scale);
+}
+
+extern "C" __global__ void scale_by(OUT* tensor, const OUT* factor, long long numel) {
+    ARITHMETIC scale;
+    load(*factor, scale);
+    // What is multiplied by 1 need not be read.
+    if (scale != 1) run((const SOURCE*)tensor, tensor, numel, scale);
+}
+"""
+
+
+def scale_cast(source: Tensor, factor: float, out: Tensor) -> None:
+    """Overwrite ``out`` with ``source`` times ``factor``; flat, contiguous, of as many elements and on one device.
+
+    They are of floating dtypes, equal or of different widths, and do not overlap. The product is made in the wider of
+    them, fp32 at least, and rounded once to ``out``'s.
+    """
+    kernels = _kernels_for(source, out)
+    if kernels is None:
+        scale_cast_in_torch(source, factor, out)
+    else:
+        kernels.scale_cast(source, factor, out)
+
+
+def scale_by(tensor: Tensor, factor: Tensor) -> None:
+    """Multiply a flat, contiguous tensor, in place, by a scalar of the same dtype and device, which is not waited for.
+
+    With cupy a factor of 1 costs no more than the launch.
+    """
+    kernels = _kernels_for(tensor, tensor)
+    if kernels is None:
+        tensor.mul_(factor)
+    else:
+        kernels.scale_by(tensor, factor)
+
+
+def scale_cast_in_torch(source: Tensor, factor: float, out: Tensor) -> None:
+    """`scale_cast` without cupy: on a GPU one pass too, unless ``out`` is the wider and there is a factor."""
+    if source.dtype.itemsize < out.dtype.itemsize:
+        # Its product would be rounded to the source's dtype first.
+        out.copy_(source)
+        if factor != 1.0:
+            out.mul_(factor)
+    else:
+        torch.mul(source, factor, out=out)
+
+
+class CupyKernels:
+    """The kernels for one pair of dtypes, on one device."""
+
+    def __init__(self, cupy: Any, device: torch.device, source: torch.dtype, out: torch.dtype) -> None:
+        """``cupy`` is the module. Compiles on first use, and then keeps that on disk, as cupy does."""
+        self._cupy = cupy
+        self._device = device
+        self._per = 16 // max(source.itemsize, out.itemsize)
+        self._most_blocks = torch.cuda.get_device_properties(device).multi_processor_count * _BLOCKS_PER_MULTIPROCESSOR
+        module = cupy.RawModule(code=source_of(source, out))
+        self._scale_cast = module.get_function("scale_cast")
+        self._scale_by = module.get_function("scale_by")
+
+    def scale_cast(self, source: Tensor, factor: float, out: Tensor) -> None:
+        """As the function."""
+        self._launch(self._scale_cast, out.numel(), (source.data_ptr(), out.data_ptr(), out.numel(), float(factor)))
+
+    def scale_by(self, tensor: Tensor, factor: Tensor) -> None:
+        """As the function."""
+        self._launch(self._scale_by, tensor.numel(), (tensor.data_ptr(), factor.data_ptr(), tensor.numel()))
+
+    def _launch(self, kernel: Any, numel: int, arguments: tuple[object, ...]) -> None:
+        if numel == 0:
+            return
+        blocks = min(-(-numel // (_THREADS * self._per)), self._most_blocks)
+        # On PyTorch's stream, in whose order its allocator gives memory back, and which a CUDA graph may be capturing.
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        with torch.cuda.device(self._device), self._cupy.cuda.ExternalStream(stream, self._device.index):
+            kernel((blocks,), (_THREADS,), arguments)
+
+
+def source_of(source: torch.dtype, out: torch.dtype) -> str:
+    """The kernels in CUDA C++, for one pair of dtypes."""
+    arithmetic = "f64" if torch.float64 in (source, out) else "f32"
+    names = {"SOURCE": _NAMES[source], "OUT": _NAMES[out], "ARITHMETIC": arithmetic}
+    return "".join(f"#define {name} {value}\n" for name, value in names.items()) + _CODE
+
+
+def _kernels_for(source: Tensor, out: Tensor) -> CupyKernels | None:
+    return _cupy_kernels(source.device, source.dtype, out.dtype) if source.is_cuda else None
+
+
+# Nothing but what has been compiled: equal for whoever asks.
+@functools.cache
+def _cupy_kernels(device: torch.device, source: torch.dtype, out: torch.dtype) -> CupyKernels | None:
+    """The kernels if they work here, else None, with the reason in the log; waits for the device, once."""
+    what = f"{source} to {out} on {device}"
+    try:
+        import cupy  # noqa: PLC0415 - optional, and slow to import
+
+        kernels = CupyKernels(cupy, device, source, out)
+        is_equal = gives_what_torch_gives(kernels.scale_cast, device, source, out)
+    except Exception as error:  # noqa: BLE001 - whatever cupy, its compiler or the driver may say: PyTorch does it
+        log.debug("scaling %s by PyTorch, since cupy cannot: %s: %s", what, type(error).__name__, error)
+        return None
+    if not is_equal:
+        log.warning("scaling %s by PyTorch, since cupy's kernel gives other numbers here", what)
+        return None
+    log.debug("scaling %s by a kernel of cupy's", what)
+    return kernels
+
+
+def gives_what_torch_gives(
+    scale: Callable[[Tensor, float, Tensor], None], device: torch.device, source: torch.dtype, out: torch.dtype
+) -> bool:
+    """Whether it does on a sample: every exponent, both signs, ties, and what is no number."""
+    values = torch.arange(-(2**16), 2**16 + 3, dtype=torch.int32, device=device)
+    # As the upper bits of fp32, a little below, at and a little above the middle of two 16-bit numbers.
+    pieces = [((values << 16) + low).view(torch.float32) for low in (0, 0x7FFF, 0x8000, 0x1000, 0x1001)]
+    sample = torch.cat([*pieces, torch.randn(1001, device=device)]).to(source)
+    for factor in (1.0, 1.0 / 3.0, 1e-4):
+        got, expected = (torch.empty_like(sample, dtype=out) for _ in range(2))
+        scale(sample, factor, got)
+        scale_cast_in_torch(sample, factor, expected)
+        same_bits = got.view(_BITS[out.itemsize]) == expected.view(_BITS[out.itemsize])
+        if not (same_bits | got.isnan() & expected.isnan()).all():
+            return False
+    return True
