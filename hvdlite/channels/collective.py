@@ -123,6 +123,10 @@ class Group:
         self._channels.close(self.engine)
         self.engine = ClosedEngine()
 
+    def empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor, in the engine's own memory where it has some for that device."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def describe_rank(self, rank: int) -> str:
         """The global rank of the group's ``rank``, and its host, such as ``rank 3 (node2)``."""
         return f"rank {self.ranks[rank]} ({self.hosts[rank]})"
