@@ -21,7 +21,7 @@ from .memory_left import why_too_large
 from .plot import Chart, Point
 from .progress import Progress
 from .quantities import name_of, show_bandwidth, show_ranks, show_ratio, show_size, show_time
-from .ranks import Ranks, duplicate_of
+from .ranks import Ranks
 from .report import Report
 from .spread import Spread, ratio_of
 from .table import Table
@@ -33,7 +33,7 @@ _BLOCK_S = 0.02
 _MOST_REPEATS = 1000
 # Two tensors, one to copy to, and what gloo and hvdlite take for themselves.
 _TENSORS = 5
-_SHARED_TENSORS = 2
+_SHARED_TENSORS = 1
 
 
 @dataclass
@@ -72,16 +72,16 @@ class AllReduce:
     def run(self, ranks: Ranks, progress: Progress) -> None:
         """Measure; every rank must call it."""
         self._ranks = ranks.size
-        group = duplicate_of(ranks)
         for case in self.cases:
             progress.begin(f"{show_size(case.nbytes)} {name_of(case.dtype)}")
             case.skipped = why_too_large(ranks, _TENSORS * case.nbytes, _shared_bytes(ranks, case.nbytes))
             if case.skipped is not None:
                 progress.advance(self._rounds)
                 continue
-            blocks = blocks_of(ranks, group, case)
-            case.samples = {name: [] for name in blocks}
-            take_turns(ranks, blocks, self._rounds, case.samples, progress)
+            with ranks.channel() as group:
+                blocks = blocks_of(ranks, group, case)
+                case.samples = {name: [] for name in blocks}
+                take_turns(ranks, blocks, self._rounds, case.samples, progress)
 
     def report(self) -> Report:
         """What has been measured by now."""
@@ -163,7 +163,7 @@ def report_of(cases: Sequence[Case], ranks: int) -> Report:
         [
             *(show_size(row["bytes"]), row["dtype"], row["what"], show_time(row["median_s"])),
             f"{show_time(row['low_s'])} … {show_time(row['high_s'])}",
-            *("–" if row[key] is None else show_bandwidth(row[key]) for key in ("algorithm_Bps", "bus_Bps")),
+            *(show_bandwidth(row[key]) for key in ("algorithm_Bps", "bus_Bps")),
             *(show_ratio(row[key]) for key in ("times_faster_than_rival", "times_the_limit")),
         ]
         for row in rows

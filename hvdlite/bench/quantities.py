@@ -93,8 +93,10 @@ def show_time(seconds: float) -> str:
     return f"{seconds * 1e9:.0f} ns"
 
 
-def show_bandwidth(bytes_per_s: float) -> str:
-    """In GB/s of 10^9 bytes, as NCCL's tests have it, or less."""
+def show_bandwidth(bytes_per_s: float | None) -> str:
+    """In GB/s of 10^9 bytes, as NCCL's tests have it, or less; a dash where there is none."""
+    if not bytes_per_s:
+        return "–"
     for scale, unit in ((1e9, "GB/s"), (1e6, "MB/s")):
         if bytes_per_s >= scale:
             return f"{_three_digits(bytes_per_s / scale)} {unit}"

@@ -4,6 +4,8 @@ Those who measure together: what they tell each other meanwhile, and the process
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -65,6 +67,15 @@ class Ranks:
         """What the first rank that says something other than None says, to all."""
         return next((each for each in self.gather(value) if each is not None), None)
 
+    @contextmanager
+    def channel(self) -> Iterator[Group]:
+        """A group of hvdlite's between all ranks, to be measured; what its engine offers of memory ends with it."""
+        group = self.group.duplicate()
+        try:
+            yield group
+        finally:
+            group.close()
+
     @property
     def rival_name(self) -> str:
         """What hvdlite is measured against."""
@@ -88,8 +99,3 @@ class Ranks:
         self._rival = None
         if self._owns_default:
             dist.destroy_process_group()
-
-
-def duplicate_of(ranks: Ranks) -> Group:
-    """A group of hvdlite's between all ranks to be measured; all must call it."""
-    return ranks.group.duplicate()

@@ -25,8 +25,19 @@ _USAGE = 2
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Do what the words ask for; the exit code. Every rank must call it."""
+    """Do what the words ask for; the exit code. Every rank must call it, in a process that then ends."""
     interruption = Interruption()
+    try:
+        return _run(words, interruption)
+    except KeyboardInterrupt:
+        # Collectives are under way that nobody will ever finish: to leave in order would be to wait for them.
+        assert interruption.signum is not None, "who else raises it"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + interruption.signum)
+
+
+def _run(words: Sequence[str] | None, interruption: Interruption) -> int:
     seat = read_seat(os.environ)
     rank = 0 if seat is None else seat.rank
     request, trouble = _understand(words, rank)
@@ -97,10 +108,8 @@ def _measure(request: Request, ranks: Ranks, interruption: Interruption) -> int:
             if says_peer_lost(error):
                 interruption.expect()
             raise
-        complete = True
-    except KeyboardInterrupt:
-        complete = False
     except BaseException:
+        # Ctrl-C, or what went wrong: here as there what was measured is kept.
         interruption.settle()
         progress.close()
         if ranks.rank == 0:
@@ -108,15 +117,9 @@ def _measure(request: Request, ranks: Ranks, interruption: Interruption) -> int:
         raise
     interruption.settle()
     progress.close()
-    code = _show(request, _about(request, ranks, complete=complete)) if ranks.rank == 0 else 0
-    if complete:
-        ranks.close()
-        return code
-    # Collectives are under way that nobody will ever finish: to leave in order would be to wait for them.
-    assert interruption.signum is not None
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(128 + interruption.signum)
+    code = _show(request, _about(request, ranks, complete=True)) if ranks.rank == 0 else 0
+    ranks.close()
+    return code
 
 
 def _show(request: Request, about: dict[str, Any]) -> int:

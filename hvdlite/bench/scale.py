@@ -21,8 +21,8 @@ from .memory_left import why_too_large
 from .plot import Chart, Point
 from .prediction import MOST_RANKS, Prediction, predict, step_s, stops_paying_at
 from .progress import Progress
-from .quantities import show_size, show_time
-from .ranks import Ranks, duplicate_of
+from .quantities import show_ranks, show_size, show_time
+from .ranks import Ranks
 from .report import Report
 from .spread import Spread
 from .step import WARM_UPS, bytes_of
@@ -84,13 +84,14 @@ class Measured:
         """Measure; every rank must call it."""
         self._ranks = ranks.size
         _, dtype = COMPRESSIONS[self._compression]
-        group = duplicate_of(ranks)
         for nbytes in _SWEEP_BYTES:
             progress.begin(f"all-reduce of {show_size(nbytes)}")
-            name, action = next(iter(hvdlite_actions(ranks, group, Case(nbytes // dtype.itemsize, dtype)).items()))
-            samples: Samples = {name: []}
-            self._sweep[nbytes] = samples[name]
-            take_turns(ranks, {name: block_of(ranks, action)}, self._rounds, samples, progress)
+            with ranks.channel() as group:
+                # The first is what gradients do.
+                name, action = next(iter(hvdlite_actions(ranks, group, Case(nbytes // dtype.itemsize, dtype)).items()))
+                samples: Samples = {name: []}
+                self._sweep[nbytes] = samples[name]
+                take_turns(ranks, {name: block_of(ranks, action)}, self._rounds, samples, progress)
         progress.begin(self._workload.name)
         self._run_steps(ranks, progress)
 
@@ -178,7 +179,7 @@ def report_of(calibration: Calibration, least_added: float) -> Report:
     if stops_at is None:
         verdict = f"Up to {MOST_RANKS} ranks one more adds {least_added:.0%} at least of what one does alone."
     else:
-        verdict = f"From {stops_at} ranks on, one more adds less than {least_added:.0%} of what one does alone."
+        verdict = f"From {show_ranks(stops_at)} on, one more adds less than {least_added:.0%} of what one does alone."
     notes = [
         FORMULA,
         f"α = {show_time(link.alpha_s)} a message, 1/β = {_gigabytes_per_s(link.beta_s)}, as between the "

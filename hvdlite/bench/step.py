@@ -87,7 +87,7 @@ class Step:
                 if self._named_variants:
                     raise UsageError(f"--variants: {error}") from None
                 self._variants.remove("horovod")
-                self._notes.append(str(error))
+                self._notes.append(f"left out: {error}")
 
     def run(self, ranks: Ranks, progress: Progress) -> None:
         """Measure; every rank must call it."""

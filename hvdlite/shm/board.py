@@ -60,8 +60,7 @@ class Board:
         ]
         self._signatures = [header[: SIGNATURE.size] for header in self._headers]
         self.payloads = [
-            piece.tensor[start : start + PAYLOAD_BYTES]
-            for start in range(_PAYLOADS_START, BOARD_BYTES, PAYLOAD_BYTES)
+            piece.tensor[start : start + PAYLOAD_BYTES] for start in range(_PAYLOADS_START, BOARD_BYTES, PAYLOAD_BYTES)
         ]
         self.bell_address = piece.tensor.data_ptr() + _BELL * 8
 

@@ -189,7 +189,9 @@ def _split(tensor: Tensor, counts: Sequence[int], size: int, what: str) -> list[
     """By rows; evenly where no counts are given."""
     if not counts:
         if tensor.dim() == 0 or tensor.shape[0] % size:
-            raise ValueError(f"all-to-all: the {what} of shape {tuple(tensor.shape)} has not as much for each of {size} ranks")
+            raise ValueError(
+                f"all-to-all: the {what} of shape {tuple(tensor.shape)} has not as much for each of {size} ranks"
+            )
         counts = [tensor.shape[0] // size] * size
     if sum(counts) != tensor.shape[0]:
         raise ValueError(f"all-to-all: the {what} has {tensor.shape[0]} rows, and {list(counts)} were asked for")

@@ -164,7 +164,9 @@ class ReduceScatter:
                 turn.check()
             here = self._output[chunk * cell : (chunk + 1) * cell]
             start = crew.rank * cell
-            terms = [turn.chunk_of(place, chunk)[start : start + here.numel()].view(dtype) for place in range(crew.size)]
+            terms = [
+                turn.chunk_of(place, chunk)[start : start + here.numel()].view(dtype) for place in range(crew.size)
+            ]
             if here.numel():
                 self._arithmetic.into(terms, here.view(dtype))
             crew.advance(DONE, through)

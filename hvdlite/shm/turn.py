@@ -23,7 +23,16 @@ from .segment import Address, Segment
 CHUNK_BYTES = 2**20
 ALIGNMENT_BYTES = 64
 
-KINDS = ("all-reduce", "reduce-scatter", "broadcast", "all-gather", "all-to-all", "barrier", "reduce-share", "spread-share")
+KINDS = (
+    "all-reduce",
+    "reduce-scatter",
+    "broadcast",
+    "all-gather",
+    "all-to-all",
+    "barrier",
+    "reduce-share",
+    "spread-share",
+)
 _CHUNK_BITS = 24
 _ALL_CHUNKS = 2**_CHUNK_BITS - 1
 
@@ -74,7 +83,9 @@ class Station:
 class Turn:
     """One operation, number by number the same on all ranks."""
 
-    def __init__(self, station: Station, number: int, kind: int, op: int, dtype: int, root: int, numel: int, extra: int = 0) -> None:
+    def __init__(
+        self, station: Station, number: int, kind: int, op: int, dtype: int, root: int, numel: int, extra: int = 0
+    ) -> None:
         """What must be equal on all ranks; ``op`` and ``dtype`` are places in `OPS` and `DTYPES`."""
         self.station = station
         self.crew = station.crew
