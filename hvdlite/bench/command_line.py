@@ -144,7 +144,7 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     _add_variants(parser, tuple(VARIANTS))
     _add_batch(parser)
-    _add_rounds(parser, "--steps", 30, "steps of each")
+    _add_rounds(parser, "--steps", 20, "steps of each")
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
@@ -212,16 +212,12 @@ def _make_allreduce(given: argparse.Namespace) -> Command:
 def _make_step(given: argparse.Namespace) -> Command:
     return Step(
         [WORKLOADS[name] for name in given.models or WORKLOADS],
-        given.variants or _usual_variants(),
+        given.variants or tuple(VARIANTS),
         given.batch,
         given.steps,
         named_models=given.models is not None,
         named_variants=given.variants is not None,
     )
-
-
-def _usual_variants() -> tuple[str, ...]:
-    return tuple(VARIANTS)
 
 
 def _make_memory(given: argparse.Namespace) -> Command:

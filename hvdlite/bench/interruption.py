@@ -20,14 +20,18 @@ class Interruption:
 
     def __init__(self) -> None:
         self.signum: int | None = None
-        self._caught = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN]
-        for each in self._caught:
-            signal.signal(each, self._raise)
+        caught = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN]
+        self._before = {each: signal.signal(each, self._raise) for each in caught}
 
     def settle(self) -> None:
         """Let nothing interrupt what keeps the results."""
-        for each in self._caught:
+        for each in self._before:
             signal.signal(each, signal.SIG_IGN)
+
+    def release(self) -> None:
+        """Leave signals to whoever had them: there is nothing to keep any more."""
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
 
     def expect(self) -> None:
         """Wait a moment for one: other ranks that hear of it earlier, and end, look like ranks that are lost."""

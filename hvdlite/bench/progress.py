@@ -25,8 +25,8 @@ class Progress:
             tqdm = importlib.import_module("tqdm").tqdm
         except ImportError:
             return
-        style = {} if is_terminal else {"mininterval": _LINE_EVERY_S, "ncols": 80, "ascii": True}
-        self._bar = tqdm(total=turns, unit="turn", leave=False, **style)
+        style = {"leave": False} if is_terminal else {"mininterval": _LINE_EVERY_S, "ncols": 80, "ascii": True}
+        self._bar = tqdm(total=turns, unit="turn", **style)
 
     def begin(self, what: str) -> None:
         """What is measured now."""

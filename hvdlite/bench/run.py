@@ -118,6 +118,7 @@ def _measure(request: Request, ranks: Ranks, interruption: Interruption) -> int:
     interruption.settle()
     progress.close()
     code = _show(request, _about(request, ranks, complete=True)) if ranks.rank == 0 else 0
+    interruption.release()
     ranks.close()
     return code
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import math
 
 import pytest
 import torch
 
 import hvdlite as hvd
-from hvdlite.bench import allreduce, memory, step, workloads
+from hvdlite.bench import allreduce, memory, step, variants, workloads
 from hvdlite.bench.allreduce import AllReduce, Case, bus_factor
 from hvdlite.bench.errors import UsageError
+from hvdlite.bench.memory_left import left_in_cgroup
 from hvdlite.bench.plot import Chart, Point, draw
 from hvdlite.bench.progress import Progress
 from hvdlite.bench.ranks import Ranks
 from hvdlite.bench.spread import Spread, ratio_of
 from hvdlite.bench.step import Race, Step
 from hvdlite.bench.table import Table
-from hvdlite.bench.variants import VARIANTS
+from hvdlite.bench.variants import VARIANTS, horovod_module
 from hvdlite.bench.workloads import WORKLOADS
 from hvdlite.world import current_world
 
@@ -130,6 +133,32 @@ def test_both_kinds_of_chart_are_drawn(tmp_path):
     draw(Chart("bars", "t", "", "y", {"a": [Point("mlp", spread)], "b": []}), tmp_path / "bars.svg")
     assert (tmp_path / "lines.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (tmp_path / "bars.svg").read_text()
+
+
+def test_what_a_cgroup_leaves_counts_too(tmp_path):
+    own = tmp_path / "cgroup"
+    own.write_text("0::/job/step\n")
+
+    def limit(path: str, most: str, taken: int) -> None:
+        (tmp_path / path).mkdir(parents=True, exist_ok=True)
+        (tmp_path / path / "memory.max").write_text(f"{most}\n")
+        (tmp_path / path / "memory.current").write_text(f"{taken}\n")
+        (tmp_path / path / "memory.stat").write_text("anon 1\ninactive_file 100\n")
+
+    limit("root/job/step", "max", 10)
+    assert left_in_cgroup(own, tmp_path / "root") == math.inf
+    limit("root/job", "5000", 1000)
+    assert left_in_cgroup(own, tmp_path / "root") == 4100
+    limit("root/job/step", "300", 250)
+    assert left_in_cgroup(own, tmp_path / "root") == 150
+    assert left_in_cgroup(tmp_path / "none", tmp_path / "root") == math.inf
+
+
+def test_hvdlite_under_the_name_of_horovod_is_not_measured_as_horovod(tmp_path, monkeypatch):
+    shim = importlib.util.spec_from_file_location("horovod", hvd.__file__)
+    monkeypatch.setattr(variants.importlib.util, "find_spec", lambda name: shim)
+    with pytest.raises(ImportError, match="there is no Horovod here"):
+        horovod_module()
 
 
 def test_a_model_that_cannot_be_had_is_an_error_only_where_it_was_named(monkeypatch):
