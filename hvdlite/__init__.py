@@ -15,7 +15,7 @@ package its own docstring has the order:
            < communicator
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under
-Horovod's names, and `horovod`, which makes programs find it under these.
+Horovod's names, `horovod`, which makes programs find it under these, and `bench`, which measures all of it.
 """
 
 from .agreement.handle import Handle

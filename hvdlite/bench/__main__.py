@@ -1,0 +1,11 @@
+"""
+`python -m hvdlite.bench`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from .run import main
+
+sys.exit(main())

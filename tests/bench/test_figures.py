@@ -1,0 +1,173 @@
+"""What is made of samples: medians, ratios and tables, and reports of what there is by now."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+
+import pytest
+import torch
+
+import hvdlite as hvd
+from hvdlite.bench import allreduce, memory, step, variants, workloads
+from hvdlite.bench.allreduce import AllReduce, Case, bus_factor
+from hvdlite.bench.errors import UsageError
+from hvdlite.bench.memory_left import left_in_cgroup
+from hvdlite.bench.plot import Chart, Point, draw
+from hvdlite.bench.progress import Progress
+from hvdlite.bench.ranks import Ranks
+from hvdlite.bench.spread import Spread, ratio_of
+from hvdlite.bench.step import Race, Step
+from hvdlite.bench.table import Table
+from hvdlite.bench.variants import VARIANTS, horovod_module
+from hvdlite.bench.workloads import WORKLOADS
+from hvdlite.world import current_world
+
+
+def test_quartiles_lie_between_samples_where_they_must():
+    assert Spread.of([4.0, 1.0, 3.0, 2.0]) == Spread(2.5, 1.75, 3.25, 4)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0, 1)
+    assert Spread.of([]) is None
+    assert ratio_of(Spread.of([6.0]), Spread.of([2.0])) == 3.0
+    assert ratio_of(Spread.of([6.0]), None) is None
+
+
+def test_a_table_has_words_to_the_left_and_numbers_to_the_right():
+    assert str(Table(["what", "time"], [["a", "1 ms"], ["longer", "10 ms"]], title="t")) == (
+        "t\n\nwhat     time\na        1 ms\nlonger  10 ms"
+    )
+
+
+def test_bandwidths_are_as_nccls_tests_define_them():
+    assert [bus_factor(ranks) for ranks in (1, 2, 4)] == [0, 1, 1.5]
+    case = Case(1000, torch.float32, {"hvdlite any": [1e-6, 3e-6, 2e-6], "gloo": [8e-6], "memcpy": [1e-6]})
+    rows = {row["what"]: row for row in allreduce.report_of([case], ranks=4).data["rows"]}
+    assert rows["hvdlite any"]["algorithm_Bps"] == pytest.approx(4000 / 2e-6)
+    assert rows["hvdlite any"]["bus_Bps"] == pytest.approx(1.5 * 4000 / 2e-6)
+    assert rows["hvdlite any"]["times_faster_than_rival"] == pytest.approx(4)
+    assert rows["hvdlite any"]["times_the_limit"] == pytest.approx(2)
+    assert rows["memcpy"]["bus_Bps"] is None
+
+
+def test_what_is_measured_so_far_is_reported_and_the_rest_left_out():
+    done, begun = Case(16, torch.float32, {"gloo": [1e-6]}), Case(64, torch.float32, {"gloo": []})
+    large = Case(2**40, torch.int8, skipped="needs 5120 GB, and 1 GB of memory are free on node1")
+    report = allreduce.report_of([done, begun, large, Case(4, torch.int8)], ranks=2)
+    assert [row["bytes"] for row in report.data["rows"]] == [64]
+    assert "skipped: 1024 GB int8: needs 5120 GB, and 1 GB of memory are free on node1" in str(report)
+    race = Race(WORKLOADS["mlp"], 16, {"none": [1.0, 2.0], "ddp": [3.0], "hvdlite": []})
+    rows = step.report_of([race, Race(WORKLOADS["gpt"], 4)], ranks=2).data["rows"]
+    assert [(row["variant"], row["times_none"], row["times_ddp"]) for row in rows] == [
+        ("none", 1.0, 0.5), ("ddp", 2.0, 1.0),
+    ]  # fmt: skip
+    rows = memory.report_of("mlp", 16, 100, {"ddp-view": [200.0], "hvdlite": [210.0], "none": []}, 2).data["rows"]
+    assert [(row["variant"], row["above_reference_bytes"], row["in_models"]) for row in rows] == [
+        ("ddp-view", 0.0, 2.0), ("hvdlite", 10.0, 2.1),
+    ]  # fmt: skip
+    for empty in (
+        allreduce.report_of([Case(4, torch.int8)], 1),
+        step.report_of([], 1),
+        memory.report_of("mlp", 1, 1, {}, 1),
+    ):
+        assert empty.data["rows"] == []
+        assert "× " in str(empty)
+
+
+def test_one_rank_measures_too_and_its_report_goes_through_json():
+    hvd.init()
+    ranks = Ranks(current_world(), "cpu")
+    try:
+        command = AllReduce([64, 4096], [torch.float32, torch.bfloat16], rounds=2)
+        command.run(ranks, Progress(command.turns, shown=False))
+        rows = json.loads(json.dumps(dict(command.report().data)))["rows"]
+        assert {(row["bytes"], row["dtype"], row["what"], row["count"]) for row in rows} == {
+            (nbytes, dtype, what, 2)
+            for nbytes in (64, 4096)
+            for dtype in ("float32", "bfloat16")
+            for what in ("hvdlite resident", "hvdlite any", "gloo", "memcpy")
+        }
+        huge = AllReduce([2**50], [torch.float32], rounds=2)
+        huge.run(ranks, Progress(huge.turns, shown=False))
+        assert "of memory are free" in huge.report().data["skipped"][0]["why"]
+    finally:
+        ranks.close()
+
+
+@pytest.mark.slow
+def test_models_have_the_sizes_that_are_told_of_them():
+    def size(name: str) -> tuple[int, int]:
+        params = list(WORKLOADS[name].make(torch.device("meta")).parameters())
+        return sum(param.numel() for param in params), len(params)
+
+    assert 25e6 < size("mlp")[0] < 26e6
+    assert 10e6 < size("gpt")[0] < 12e6
+    assert size("resnet-small")[1] > 300
+
+
+@pytest.mark.parametrize("name", ["per-parameter", "ddp", "ddp-view", "ddp-fp16", "hvdlite", "hvdlite-bf16"])
+@pytest.mark.slow
+def test_every_variant_takes_the_step_that_none_takes(name):
+    hvd.init()
+    ranks = Ranks(current_world(), "cpu")
+    try:
+        workload = WORKLOADS["resnet-small"]
+        batch = workload.batch(2, 1, ranks.device)
+        models = [workload.make(ranks.device) for _ in range(2)]
+        for variant, model in zip(("none", name), models, strict=True):
+            training = VARIANTS[variant](ranks, model)
+            training.step(batch)
+            training.close()
+        for got, expected in zip(models[1].parameters(), models[0].parameters(), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-5)
+    finally:
+        del training
+        ranks.close()
+
+
+@pytest.mark.slow
+def test_both_kinds_of_chart_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    spread = Spread(2.0, 1.0, 4.0, 3)
+    draw(Chart("lines", "t", "x", "y", {"a": [Point(4, spread), Point(64, spread)]}), tmp_path / "lines.png")
+    draw(Chart("bars", "t", "", "y", {"a": [Point("mlp", spread)], "b": []}), tmp_path / "bars.svg")
+    assert (tmp_path / "lines.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "bars.svg").read_text()
+
+
+def test_what_a_cgroup_leaves_counts_too(tmp_path):
+    own = tmp_path / "cgroup"
+    own.write_text("0::/job/step\n")
+
+    def limit(path: str, most: str, taken: int) -> None:
+        (tmp_path / path).mkdir(parents=True, exist_ok=True)
+        (tmp_path / path / "memory.max").write_text(f"{most}\n")
+        (tmp_path / path / "memory.current").write_text(f"{taken}\n")
+        (tmp_path / path / "memory.stat").write_text("anon 1\ninactive_file 100\n")
+
+    limit("root/job/step", "max", 10)
+    assert left_in_cgroup(own, tmp_path / "root") == math.inf
+    limit("root/job", "5000", 1000)
+    assert left_in_cgroup(own, tmp_path / "root") == 4100
+    limit("root/job/step", "300", 250)
+    assert left_in_cgroup(own, tmp_path / "root") == 150
+    assert left_in_cgroup(tmp_path / "none", tmp_path / "root") == math.inf
+
+
+def test_hvdlite_under_the_name_of_horovod_is_not_measured_as_horovod(tmp_path, monkeypatch):
+    shim = importlib.util.spec_from_file_location("horovod", hvd.__file__)
+    monkeypatch.setattr(variants.importlib.util, "find_spec", lambda name: shim)
+    with pytest.raises(ImportError, match="there is no Horovod here"):
+        horovod_module()
+
+
+def test_a_model_that_cannot_be_had_is_an_error_only_where_it_was_named(monkeypatch):
+    def refuse(name: str) -> None:
+        raise RuntimeError("operator torchvision::nms does not exist\nand so on")
+
+    monkeypatch.setattr(workloads.importlib, "import_module", refuse)
+    model = [WORKLOADS["resnet50"]]
+    with pytest.raises(UsageError, match=r"^--models: resnet50 needs torchvision, which cannot be imported: operator"):
+        Step(model, ["none"], None, 1, named_models=True, named_variants=True)
+    left_out = Step(model, ["none"], None, 1, named_models=False, named_variants=True)
+    assert "nms does not exist" in left_out.report().data["skipped"][0]["why"]

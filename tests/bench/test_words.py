@@ -1,0 +1,113 @@
+"""What is typed: sizes, names and files, and what is said of those that are wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from hvdlite.bench import plot
+from hvdlite.bench.command_line import parse
+from hvdlite.bench.errors import UsageError
+from hvdlite.bench.quantities import (
+    DEFAULT_SIZES,
+    parse_sizes,
+    show_bandwidth,
+    show_ratio,
+    show_size,
+    show_time,
+)
+
+
+def test_a_size_is_in_bytes_or_in_units_of_1024():
+    assert parse_sizes("100M,4,4K,1g,4,64B,2KiB") == (4, 64, 2048, 4096, 100 * 2**20, 2**30)
+    assert (DEFAULT_SIZES[0], DEFAULT_SIZES[-1]) == (4, 256 * 2**20)
+
+
+def test_quantities_are_shown_with_three_digits_in_a_unit_of_their_size():
+    assert [show_size(each) for each in (4, 4096, 1.5 * 2**20, 2**30)] == ["4 B", "4 KB", "1.5 MB", "1 GB"]
+    assert [show_time(each) for each in (2e-9, 1.234e-5, 0.5, 12.0)] == ["2 ns", "12.3 µs", "500 ms", "12.0 s"]
+    assert [show_bandwidth(each) for each in (2.5e9, 3e7, 1e4, 0, None)] == [
+        "2.50 GB/s", "30.0 MB/s", "10.0 KB/s", "–", "–",
+    ]  # fmt: skip
+    assert [show_ratio(each) for each in (1.934, 123.4, None)] == ["1.93", "123", "–"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("allreduce --sizes 4Q", "hvdlite.bench allreduce: --sizes: '4Q' is not a size, such as 64, 4K or 100M"),
+        ("allreduce --sizes 64,0", "hvdlite.bench allreduce: --sizes: '0' is not a size, such as 64, 4K or 100M"),
+        ("allreduce --sizes -1", "hvdlite.bench allreduce: --sizes: '-1' is not a size, such as 64, 4K or 100M"),
+        ("allreduce --dtypes float8", "hvdlite.bench allreduce: --dtypes: 'float8' is not a dtype that is summed: "),
+        ("allreduce --rounds 0", "hvdlite.bench allreduce: --rounds: '0' is not a whole number of at least 1"),
+        ("step --models mlp,vgg", "hvdlite.bench step: --models: 'vgg' is not a model: these are mlp, gpt, resnet-sma"),
+        ("step --variants ddp,mpi", "hvdlite.bench step: --variants: 'mpi' is not a variant: these are none, per-par"),
+        ("step --batch many", "hvdlite.bench step: --batch: 'many' is not a whole number of at least 1"),
+        ("step --device tpu", "hvdlite.bench step: --device: 'tpu' is not a device: these are auto, cpu, cuda"),
+        ("memory --variants horovod", "hvdlite.bench memory: --variants: 'horovod' is not a variant: these are none, "),
+        ("memory --model mlp,gpt", "hvdlite.bench memory: --model: one at a time, and not mlp,gpt"),
+        ("scale --threshold 1.5", "hvdlite.bench scale: --threshold: '1.5' is not a number between 0 and 1, such as 0"),
+        (
+            "scale --calibration /none.json",
+            "hvdlite.bench scale: --calibration: '/none.json' cannot be read: No such f",
+        ),
+        ("scale --calibration x --model gpt", "hvdlite.bench scale: --calibration has a model of its own: leave --mod"),
+        ("fly", "hvdlite.bench: COMMAND: invalid choice: 'fly' (choose from "),
+        ("", "hvdlite.bench: the following arguments are required: COMMAND"),
+        ("step --fast", "hvdlite.bench: unrecognized arguments: --fast"),
+    ],
+)
+def test_what_does_not_exist_is_told_in_one_line_that_names_the_flag(words, message):
+    with pytest.raises(UsageError) as caught:
+        parse(words.split(), quiet=False)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told():
+    with pytest.raises(UsageError, match=r"hvdlite\.bench step: --device cuda: there is no CUDA device here"):
+        parse(["step", "--device", "cuda"], quiet=False)
+
+
+def test_files_that_cannot_be_written_are_told_before_anything_is_created(tmp_path):
+    def why(*words: object) -> str:
+        with pytest.raises(UsageError) as caught:
+            parse(["allreduce", *map(str, words)], quiet=False).files.check()
+        return str(caught.value)
+
+    missing = tmp_path / "missing"
+    assert why("--json", missing / "a.json") == (
+        f"--json: '{missing}/a.json' cannot be written: there is no directory '{missing}'"
+    )
+    assert why("--json", tmp_path) == f"--json: '{tmp_path}' is a directory"
+    assert why("--plot", tmp_path / "a.gif") == f"--plot: '{tmp_path}/a.gif' does not end in .png, .pdf, .svg"
+    parse(["allreduce", "--json", str(tmp_path / "a.json")], quiet=False).files.check()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
+    def refuse(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(plot.importlib, "import_module", refuse)
+    with pytest.raises(UsageError, match=r"--plot needs matplotlib: pip install 'hvdlite\[bench\]'"):
+        parse(["step", "--plot", "a.png"], quiet=False).files.check()
+
+
+def test_only_rank_0_shows_the_help(capsys):
+    for quiet in (True, False):
+        with pytest.raises(SystemExit) as caught:
+            parse(["allreduce", "--help"], quiet=quiet)
+        assert caught.value.code == 0
+        assert ("--sizes" in capsys.readouterr().out) is not quiet
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", json.dumps({"calibration": {"ranks": 2}})])
+def test_a_calibration_that_is_none_is_told(tmp_path, content):
+    path = tmp_path / "run.json"
+    path.write_text(content)
+    with pytest.raises(UsageError, match="is not what a whole run of `scale --json` has written"):
+        parse(["scale", "--calibration", str(path)], quiet=False)

@@ -1,0 +1,134 @@
+"""`python -m hvdlite.bench` as a user runs it, at the smallest sizes: what it prints and writes, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+BENCH = (sys.executable, "-m", "hvdlite.bench")
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+PATIENCE_S = 120
+
+
+@pytest.fixture
+def bench(launch):
+    """``bench("allreduce", "--rounds", 2)``: exit code, stdout and stderr of 2 ranks."""
+
+    def run(*words: object, size: int = 2) -> tuple[int, str, str]:
+        job = launch("-np", str(size), *BENCH, *map(str, words), env=ENVIRONMENT)
+        code, out, err = job.ended(PATIENCE_S)
+        job.assert_gone()
+        return code, out.decode(), err.decode()
+
+    return run
+
+
+def test_allreduce_compares_every_size_and_dtype_and_writes_what_it_shows(bench, tmp_path):
+    pytest.importorskip("matplotlib")
+    files = ("--json", tmp_path / "a.json", "--plot", tmp_path / "a.png")
+    code, out, err = bench("allreduce", "--sizes", "4,1K,1M", "--dtypes", "float32,float16", "--rounds", 2, *files)
+    assert code == 0, err
+    assert "Traceback" not in err
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert {(row["bytes"], row["dtype"], row["what"], row["count"]) for row in found["rows"]} == {
+        (nbytes, dtype, what, 2)
+        for nbytes in (4, 1024, 2**20)
+        for dtype in ("float32", "float16")
+        for what in ("hvdlite resident", "hvdlite any", "gloo", "memcpy")
+    }
+    assert (found["ranks"], found["complete"], found["device"], found["skipped"]) == (2, True, "cpu", [])
+    assert len(re.findall(r"^\[0\]<stdout>:.* hvdlite any ", out, re.MULTILINE)) == 6
+    assert "[1]<stdout>" not in out
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_step_compares_all_variants_and_leaves_out_what_is_not_there(bench, tmp_path):
+    models = ("--models", "resnet-small", "--batch", 1)
+    code, out, err = bench("step", *models, "--steps", 2, "--json", tmp_path / "s.json")
+    assert code == 0, err
+    found = json.loads((tmp_path / "s.json").read_text())
+    variants = ("none", "per-parameter", "ddp", "ddp-view", "ddp-fp16", "hvdlite", "hvdlite-fp16", "hvdlite-bf16")
+    assert {(row["model"], row["variant"]) for row in found["rows"]} == {
+        ("resnet-small", variant) for variant in variants
+    }
+    assert all(row["times_none"] > 0 and row["times_ddp"] > 0 for row in found["rows"])
+    assert "left out: horovod cannot be measured: there is no Horovod here" in out
+
+
+def test_memory_finds_that_gradients_take_a_models_size_and_ddp_twice_that(bench, tmp_path):
+    variants = ("--variants", "none,ddp,ddp-view,hvdlite")
+    code, _, err = bench("memory", *variants, "--rounds", 1, "--batch", 2, "--json", tmp_path / "m.json")
+    assert code == 0, err
+    rows = {row["variant"]: row["in_models"] for row in json.loads((tmp_path / "m.json").read_text())["rows"]}
+    assert 0.98 < rows["none"] < 1.1
+    assert 1.9 < rows["ddp"] < 2.4
+    assert 0.98 < rows["ddp-view"] < 1.5
+    assert 0.98 < rows["hvdlite"] < 2.4
+
+
+def test_scale_predicts_and_another_run_predicts_the_same_of_its_file(bench, tmp_path):
+    model = ("--model", "resnet-small", "--batch", 1)
+    code, out, err = bench("scale", *model, "--rounds", 2, "--steps", 2, "--json", tmp_path / "c.json")
+    assert code == 0, err
+    assert "where the run leaves the model: all-reduces over 2 ranks" in out
+    assert "one more adds" in out
+    code, again, err = bench("scale", "--calibration", tmp_path / "c.json")
+    assert code == 0, err
+    assert again == out
+    code, _, err = bench("scale", size=1)
+    assert code == 2
+    assert "hvdlite.bench scale: 1 rank has nobody to communicate with: start 2 at least, or pass --calibration" in err
+
+
+def test_what_does_not_exist_ends_all_ranks_with_2_and_one_line_of_rank_0(bench):
+    code, out, err = bench("allreduce", "--sizes", "4Q")
+    assert (code, out) == (2, "")
+    line = "[0]<stderr>:hvdlite.bench allreduce: --sizes: '4Q' is not a size, such as 64, 4K or 100M"
+    assert [each for each in err.splitlines() if each.startswith("[")] == [line]
+    code, _, err = bench("step", "--json", "/no/such/place.json")
+    assert code == 2
+    assert "hvdlite.bench step: --json: '/no/such/place.json' cannot be written: there is no directory" in err
+    code, _, err = bench("step", "--variants", "horovod")
+    assert code == 2
+    assert "hvdlite.bench step: --variants: horovod cannot be measured: there is no Horovod here" in err
+    assert "Traceback" not in err
+
+
+def test_a_size_that_does_not_fit_is_skipped_with_the_reason_and_the_rest_measured(bench):
+    code, out, err = bench("allreduce", "--sizes", "64,100000G", "--rounds", 1)
+    assert code == 0, err
+    assert re.search(r"skipped: 1e\+05 GB float32: needs \S+ GB, and \S+ [KMG]B of memory are free on ", out), out
+    assert "64 B  float32  hvdlite any" in out
+
+
+@pytest.mark.parametrize("to_ranks", [False, True], ids=["ctrl-c", "to the ranks alone"])
+def test_ctrl_c_keeps_what_was_measured(launch, tmp_path, to_ranks):
+    pytest.importorskip("tqdm")
+    files = ("--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png"))
+    # It takes hours.
+    job = launch("-np", "2", *BENCH, "allreduce", "--sizes", "64", "--rounds", "1000000", *files, env=ENVIRONMENT)
+    assert job.process.stderr is not None
+    for line in job.process.stderr:
+        if re.search(rb"64 B float32: .* [1-9]\d*/1000000", line):
+            break
+    if to_ranks:
+        for worker in job.agent().children():
+            worker.send_signal(signal.SIGINT)
+    else:
+        job.process.send_signal(signal.SIGINT)
+    code, out, err = job.ended()
+    assert code == 130, err.decode()
+    assert b"Traceback" not in err
+    assert b"64 B  float32  hvdlite any" in out
+    assert b"interrupted: this is what was measured by then" in out
+    found = json.loads((tmp_path / "a.json").read_text())
+    assert not found["complete"]
+    assert {row["what"] for row in found["rows"]} == {"hvdlite resident", "hvdlite any", "gloo", "memcpy"}
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    job.assert_gone()
