@@ -13,7 +13,7 @@ import itertools
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -169,11 +169,15 @@ def _world_of(
     switches = (environment.check, environment.shm)
     group.require_agreement(switches, "hvd.init()", "what (HVDLITE_CHECK, HVDLITE_SHM) say")
     nodes = [seat.node for seat in seats]
-    if environment.shm and len(seats) > 1 and len(set(nodes)) == 1:
-        group = _over_shared_memory(group, channels, introductions[0][3], timeout)
+    token, within = introductions[0][3], None
+    if environment.shm and topology.local_size == len(seats) > 1:
+        group = _over_shared_memory(group, channels, token, timeout)
+    elif environment.shm and topology.local_size > 1:
+        within = _between_neighbours(seat, nodes, channels, token, timeout)
     # Rank 0's word counts, as its measurements do.
     hierarchical = introductions[0][4]
-    choose_levels(group, channels, nodes, hierarchical, _own_gpu(group, topology) if hierarchical is None else None)
+    gpu = _own_gpu(group, topology) if hierarchical is None else None
+    choose_levels(group, channels, within, nodes, hierarchical, gpu)
     conductor = make_conductor(group, nodes, environment, timeout.total_seconds())
     # Rank 0 is the one to write it, so its variable counts.
     timeline_path = introductions[0][2]
@@ -189,6 +193,15 @@ def _over_shared_memory(group: Group, torchs: Channels, token: str, timeout: tim
     shared = Group(channels, group.rank, group.size, group.hosts)
     group.close()
     return shared
+
+
+def _between_neighbours(seat: Seat, nodes: Sequence[str], torchs: Channels, token: str, timeout: timedelta) -> Channels:
+    """Shared memory between the ranks of this host; ``nodes`` are those of all ranks."""
+    ranks = [rank for rank, node in enumerate(nodes) if node == seat.node]
+    place = ranks.index(seat.rank)
+    store = PrefixStore(f"hvdlite.{token}.{ranks[0]}", _get_default_store())
+    others = torchs.among(ranks, place, f"{token}.{ranks[0]}")
+    return ShmChannels(store, place, len(ranks), timeout, others, for_gpus=torch.cuda.is_available())
 
 
 def _own_gpu(group: Group, topology: Topology) -> torch.device | None:

@@ -31,7 +31,7 @@ def test_where_hosts_are_one_or_have_one_rank_or_not_as_many_there_are_no_levels
 def hierarchical(group: Group, nodes: str) -> HierarchicalChannels:
     places = places_of(group.rank, nodes)
     assert places is not None
-    return HierarchicalChannels(group._channels, places, group.rank, "test", {"cpu"})
+    return HierarchicalChannels(group._channels, None, places, group.rank, "test", {"cpu"})
 
 
 def over(engine: Engine, group: Group) -> Group:
@@ -178,7 +178,7 @@ def test_levels_are_taken_as_is_wanted_or_as_is_measured(monkeypatch, wanted, fa
 
     def rank(group: Group) -> bool:
         flat = group.engine
-        choose_levels(group, group._channels, "aabb", wanted, torch.device("cpu"))
+        choose_levels(group, group._channels, None, "aabb", wanted, torch.device("cpu"))
         engine = group.engine
         assert engine is flat or engine.flat is flat
         tensor = torch.ones(2**15)
@@ -195,7 +195,7 @@ def test_levels_are_taken_as_is_wanted_or_as_is_measured(monkeypatch, wanted, fa
 def test_where_there_are_no_levels_one_line_says_so_to_who_wanted_them(caplog, wanted, nodes, said):
     def rank(group: Group) -> None:
         flat = group.engine
-        choose_levels(group, group._channels, nodes, wanted, torch.device("cpu"))
+        choose_levels(group, group._channels, None, nodes, wanted, torch.device("cpu"))
         assert group.engine is flat
 
     run_ranks(len(nodes), rank)

@@ -26,13 +26,19 @@ _WARM_UP, _TRIALS = 2, 5
 
 
 def choose_levels(
-    group: Group, channels: Channels, nodes: Sequence[Hashable], wanted: bool | None, device: torch.device | None
+    group: Group,
+    channels: Channels,
+    within: Channels | None,
+    nodes: Sequence[Hashable],
+    wanted: bool | None,
+    device: torch.device | None,
 ) -> None:
     """Have a group's all-reduces go within hosts and between them, where that is wanted, or is the faster.
 
-    Every rank must call it, with equal arguments but for ``device``, before anything else is made of the group;
-    ``channels`` is where its engines come from. ``nodes`` tells the ranks' hosts apart. ``device`` is this rank's own
-    to measure on; where it is None, nothing is measured, and what is not wanted is not done.
+    Every rank must call it, with equal arguments but for ``within`` and ``device``, before anything else is made of the
+    group; ``channels`` is where its engines come from. ``within`` is where those between the ranks of this host come
+    from if they have something better: tensors of the CPU then go that way unless they are wanted not to. ``nodes``
+    tells the ranks' hosts apart. ``device`` is this rank's own GPU to measure on, or None on all ranks.
     """
     places = places_of(group.rank, nodes)
     if places is None:
@@ -43,16 +49,19 @@ def choose_levels(
                 ", ".join(str(list(nodes).count(node)) for node in dict.fromkeys(nodes)),
             )
         return
-    if wanted is False or (wanted is None and device is None):
+    devices = {"cpu", "cuda"} if wanted else {"cpu"} if within is not None else set()
+    if wanted is False or (not devices and device is None):
         return
     (token, *_) = group.all_gather_object(uuid.uuid4().hex, "hvd.init()")
-    devices = {"cpu", "cuda"} if wanted else {"cuda"}
-    levels = HierarchicalChannels(channels, places, group.rank, token, devices)
+    levels = HierarchicalChannels(channels, within, places, group.rank, token, {*devices, "cuda"})
     engine = levels.around(group.engine)
-    if wanted is None and device is not None and fastest([group.engine, engine], group, device) == 0:
+    if wanted is None and (device is None or fastest([group.engine, engine], group, device) == 0):
+        # None made of them now takes tensors of GPUs.
+        levels.restrict(engine, devices)
+    if engine.devices:
+        group.change_engines(levels, engine)
+    else:
         levels.abandon(engine)
-        return
-    group.change_engines(levels, engine)
 
 
 def fastest(engines: Sequence[Engine], group: Group, device: torch.device) -> int:

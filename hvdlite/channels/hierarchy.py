@@ -10,18 +10,19 @@ slower than what joins the ranks of a host; which way is the faster is found out
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
-from .engine import Channels, Engine, EngineWork, HasMemory
+from .engine import Channels, Engine, EngineWork, HasMemory, PeerGoneError
 
 # For less than this one step takes less time than three, whatever the network.
 LEAST_BYTES = 64 * 2**10
@@ -61,27 +62,35 @@ class HierarchicalEngine:
     """A flat engine, but for all-reduces of tensors that are large enough and on one of some kinds of device."""
 
     def __init__(
-        self, flat: Engine, scatter: HostEngine, across: Engine, gather: HostEngine, local_size: int, devices: set[str]
+        self,
+        flat: Engine,
+        scatter: HostEngine,
+        across: Engine,
+        gather: HostEngine,
+        within: Sequence[int],
+        devices: set[str],
     ) -> None:
         """``scatter`` and ``gather`` are between the ranks of a host, ``across`` between those of the same place.
 
         Each is to be an engine of its own: so one tensor's second step does not wait for the next one's first.
-        ``devices`` are types of device, such as ``cuda``.
+        ``within`` are the host's ranks, by their places in the flat engine; ``devices`` types of device, such as
+        ``cuda``.
         """
         self.flat = flat
         self.parts = (scatter, across, gather)
         self._scatter, self._across, self._gather = self.parts
-        self._local_size = local_size
-        self._devices = frozenset(devices)
+        self._within = within
+        self._local_size = len(within)
+        self.devices = frozenset(devices)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._follower: _Follower | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        return self.flat.empty(numel, dtype) if isinstance(self.flat, HasMemory) else None
+        return self._scatter.empty(numel, dtype) if isinstance(self._scatter, HasMemory) else None
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
         (tensor,) = tensors
-        if tensor.device.type not in self._devices or tensor.numel() * tensor.element_size() < LEAST_BYTES:
+        if tensor.device.type not in self.devices or tensor.numel() * tensor.element_size() < LEAST_BYTES:
             return self.flat.allreduce(tensors, opts)
         whole = tensor.view(-1)
         even = whole.numel() - whole.numel() % self._local_size
@@ -92,9 +101,10 @@ class HierarchicalEngine:
         if tensor.is_cuda:
             # The wait of a CUDA engine holds up the stream that it is called in: not the program's, but this one.
             with torch.cuda.stream(self._stream(tensor.device)):
-                return _Holding(way.go_on(), way)
+                way.cross()
+                return _Holding(way.gather(), way)
         if self._follower is None:
-            self._follower = _Follower()
+            self._follower = _Follower(self._within)
         return self._follower.follow(way)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -139,17 +149,23 @@ class _Way:
         self._rest = rest
         self._opts = opts
         self._scattered: EngineWork | None = None
+        self._crossing: EngineWork | None = None
 
     def begin(self, scatter: HostEngine) -> None:
         options = dist.ReduceScatterOptions()
         options.reduceOp = self._opts.reduceOp
         self._scattered = scatter._reduce_scatter_base(self._shard, self._main, options)
 
-    def go_on(self) -> EngineWork:
-        """Whose end is the end of all; waits for the steps before, or has the current stream wait for them."""
+    def cross(self) -> None:
+        """Begin the second step; waits for the first, or has the current stream wait for it."""
         assert self._scattered is not None, "begun before"
         self._scattered.wait()
-        self._across.allreduce([self._shard], self._opts).wait()
+        self._crossing = self._across.allreduce([self._shard], self._opts)
+
+    def gather(self) -> EngineWork:
+        """Begin the third step, whose end is the end of all; waits in the same manner for the second."""
+        assert self._crossing is not None, "begun before"
+        self._crossing.wait()
         if self._rest is not None:
             self._rest.wait()
         return self._gather._allgather_base(self._main, self._shard)
@@ -173,29 +189,52 @@ class _Holding:
 
 
 class _Follower:
-    """A thread that takes one tensor after the other from step to step, as the program may be anywhere meanwhile."""
+    """Two threads that take one tensor after the other from step to step, as the program may be anywhere meanwhile.
 
-    def __init__(self) -> None:
-        self._ways: SimpleQueue[tuple[_Way, torch.futures.Future[None]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="hvdlite hierarchy", daemon=True).start()
+    One for the first two steps, and one for the third, so that the network does not wait for that.
+    """
+
+    def __init__(self, within: Sequence[int]) -> None:
+        """``within`` are the places of the host's ranks, for an engine of theirs says who has gone by its own."""
+        self._within = within
+        self._scattered: SimpleQueue[_Step | None] = SimpleQueue()
+        self._crossed: SimpleQueue[_Step | None] = SimpleQueue()
+        for run in (self._cross, self._gather):
+            threading.Thread(target=run, name="hvdlite hierarchy", daemon=True).start()
 
     def follow(self, way: _Way) -> EngineWork:
         done: torch.futures.Future[None] = torch.futures.Future()
-        self._ways.put((way, done))
+        self._scattered.put((way, done))
         return _Followed(done)
 
     def close(self) -> None:
-        self._ways.put(None)
+        self._scattered.put(None)
 
-    def _run(self) -> None:
-        while (item := self._ways.get()) is not None:
-            way, done = item
-            try:
-                way.go_on().wait()
-            except Exception as error:  # noqa: BLE001 - raised where the program waits for it
-                done.set_exception(error)  # type: ignore[arg-type]  # torch's own says that it takes a result
-            else:
-                done.set_result(None)
+    def _cross(self) -> None:
+        while (item := self._scattered.get()) is not None:
+            with self._failing(item[1]):
+                item[0].cross()
+                self._crossed.put(item)
+        self._crossed.put(None)
+
+    def _gather(self) -> None:
+        while (item := self._crossed.get()) is not None:
+            with self._failing(item[1]):
+                item[0].gather().wait()
+                item[1].set_result(None)
+
+    @contextlib.contextmanager
+    def _failing(self, done: torch.futures.Future[None]) -> Iterator[None]:
+        """What is raised inside is raised where the program waits."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            if isinstance(error, PeerGoneError):
+                error = PeerGoneError(str(error), self._within[error.place])
+            done.set_exception(error)  # type: ignore[arg-type]  # torch's own says that it takes a result
+
+
+_Step: TypeAlias = tuple[_Way, "torch.futures.Future[None]"]
 
 
 class _Followed:
@@ -215,15 +254,20 @@ class _Followed:
 class HierarchicalChannels:
     """Engines of two levels, between all ranks; some of the ranks get flat ones."""
 
-    def __init__(self, flat: Channels, places: Places, rank: int, token: str, devices: set[str]) -> None:
+    def __init__(
+        self, flat: Channels, within: Channels | None, places: Places, rank: int, token: str, devices: set[str]
+    ) -> None:
         """``flat`` is between all ranks, each of which must make one of these, with its own ``places``.
 
-        ``token`` is equal on all ranks and never used before.
+        ``within`` is between the ranks of this host, if not as the flat ones are. ``token`` is equal on all ranks
+        and never used before.
         """
         self._flat = flat
-        self._local_size = len(places.within)
+        self._places = places
         self._devices = devices
-        self._within = flat.among(places.within, places.within.index(rank), f"{token}.within.{places.within[0]}")
+        self._within = within or flat.among(
+            places.within, places.within.index(rank), f"{token}.within.{places.within[0]}"
+        )
         self._across = flat.among(places.across, places.across.index(rank), f"{token}.across.{places.across[0]}")
 
     def open(self) -> Engine:
@@ -232,7 +276,11 @@ class HierarchicalChannels:
     def around(self, flat: Engine) -> HierarchicalEngine:
         """An engine of two levels over a flat one, which it takes charge of; every rank must call it."""
         scatter, gather = (cast("HostEngine", self._within.open()) for _ in range(2))
-        return HierarchicalEngine(flat, scatter, self._across.open(), gather, self._local_size, self._devices)
+        return HierarchicalEngine(flat, scatter, self._across.open(), gather, self._places.within, self._devices)
+
+    def restrict(self, engine: HierarchicalEngine, devices: set[str]) -> None:
+        """Have this engine and all further ones take tensors on such devices alone."""
+        self._devices, engine.devices = devices, frozenset(devices)
 
     def close(self, engine: Engine, /) -> None:
         assert isinstance(engine, HierarchicalEngine), "it was opened here"

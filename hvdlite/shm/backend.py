@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, Store
 
-from ..channels.flat import pieces_of
 from .engine import ShmEngine
 from .meeting import meet, open_segment
 from .segment import NoMemoryError
@@ -64,7 +63,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, as s
         return self._engine.allgather(outputs, inputs)
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> ShmWork:
-        return self._engine.allgather([_parts(output, self.size())], [input])
+        return self._engine._allgather_base(output, input)
 
     # What newer versions of torch call instead of those with an underscore.
     all_gather_single = _allgather_base
@@ -81,7 +80,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, as s
         return self._engine.reduce_scatter(output, parts, opts.reduceOp)
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any) -> ShmWork:
-        return self._engine.reduce_scatter(output, _parts(input, self.size()), opts.reduceOp)
+        return self._engine._reduce_scatter_base(output, input, opts)
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -145,12 +144,6 @@ def register() -> None:
     """Let `torch.distributed` know the name."""
     if dist.is_available() and NAME.upper() not in dist.Backend.__dict__:
         dist.Backend.register_backend(NAME, ShmProcessGroup, devices=["cpu"])
-
-
-def _parts(tensor: Tensor, size: int) -> list[Tensor]:
-    if tensor.numel() % size:
-        raise ValueError(f"a tensor of {tensor.numel()} elements cannot be divided among {size} ranks")
-    return pieces_of(tensor.view(-1), [tensor.numel() // size] * size)
 
 
 def _last(works: Sequence[ShmWork]) -> dist.Work:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
 
 from ..channels.engine import AloneChannels, Channels, Engine, EngineWork
+from ..channels.hierarchy import HostEngine
 from ..log import log
 from .engine import ShmEngine
 from .meeting import meet, open_segment
@@ -48,8 +50,17 @@ class DeviceEngine:
     ) -> EngineWork:
         return self._of(input).alltoall_base(output, input, output_counts, input_counts, opts)
 
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: dist.ReduceScatterOptions, /) -> EngineWork:
+        return self._host_engine_of(input)._reduce_scatter_base(output, input, opts)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, /) -> EngineWork:
+        return self._host_engine_of(input)._allgather_base(output, input)
+
     def _of(self, tensor: Tensor) -> Engine:
         return self.cpu if tensor.device.type == "cpu" else self.other
+
+    def _host_engine_of(self, tensor: Tensor) -> HostEngine:
+        return self.cpu if tensor.device.type == "cpu" else cast("HostEngine", self.other)
 
 
 class ShmChannels:

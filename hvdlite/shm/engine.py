@@ -74,8 +74,18 @@ class ShmEngine:
             "all-reduce", tensor.numel(), tensor.dtype, flat.numel(), op=opts.reduceOp,
         )  # fmt: skip
 
-    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: Any) -> ShmWork:
-        """``parts`` are this rank's terms for each rank; all are as many elements as the output."""
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: dist.ReduceScatterOptions, /) -> ShmWork:
+        whole = _flat(input, "reduce-scatter")
+        return self.reduce_scatter(output, _even(input, self.size), opts.reduceOp, whole)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, /) -> ShmWork:
+        return self.allgather([_even(output, self.size)], [input])
+
+    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: Any, whole: Tensor | None = None) -> ShmWork:
+        """``parts`` are this rank's terms for each rank; all are as many elements as the output.
+
+        ``whole`` is the bytes that the parts are of, if they lie there one after the other.
+        """
         into = _flat(output, "reduce-scatter")
         flats = [_flat(part, "reduce-scatter") for part in parts]
         if len(flats) != self.size or any(flat.numel() != into.numel() for flat in flats):
@@ -86,7 +96,7 @@ class ShmEngine:
         arithmetic = self._arithmetic(op, output.dtype)
         return self._submit(
             [output],
-            lambda turn: ReduceScatter(turn, into, flats, arithmetic),
+            lambda turn: ReduceScatter(turn, into, flats, arithmetic, whole),
             "reduce-scatter", output.numel(), output.dtype, into.numel(), op=op,
         )  # fmt: skip
 
@@ -179,6 +189,12 @@ def _flat(tensor: Tensor, what: str) -> Tensor:
     if not tensor.is_contiguous() and not tensor.is_contiguous(memory_format=torch.channels_last):
         raise ValueError(f"{what}: the tensor of shape {tuple(tensor.shape)} is not contiguous")
     return as_bytes(tensor)
+
+
+def _even(tensor: Tensor, size: int) -> list[Tensor]:
+    if tensor.numel() % size:
+        raise ValueError(f"a tensor of {tensor.numel()} elements cannot be divided among {size} ranks")
+    return pieces_of(tensor.view(-1), [tensor.numel() // size] * size)
 
 
 def _bits(factor: float | None) -> int:

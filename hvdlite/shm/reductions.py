@@ -139,37 +139,55 @@ class AllReduce:
 class ReduceScatter:
     """Leaves in each rank's output the combination of all ranks' parts for it."""
 
-    def __init__(self, turn: Turn, output: Tensor, parts: Sequence[Tensor], arithmetic: Arithmetic) -> None:
-        """``parts`` are flat tensors of bytes, for each rank as many; ``output`` is such a one too."""
+    def __init__(
+        self, turn: Turn, output: Tensor, parts: Sequence[Tensor], arithmetic: Arithmetic, whole: Tensor | None
+    ) -> None:
+        """``parts`` are flat tensors of bytes, for each rank as many; ``output`` is such a one too.
+
+        ``whole`` is what the parts are of, if they lie there one after the other.
+        """
         self._turn = turn
         self._output = output
         self._parts = parts
+        self._whole = whole
         self._arithmetic = arithmetic
         self._cell_bytes = cell_bytes(turn.crew.size)
 
     def begin(self) -> bool:
-        return False
+        """Show this rank's parts, if they can all be shown at once."""
+        return self._whole is not None and self._turn.show_resident(self._whole)
 
-    def run(self, has_begun: bool) -> Steps:
+    def run(self, is_resident: bool) -> Steps:
         turn, crew, cell = self._turn, self._turn.crew, self._cell_bytes
-        nbytes, dtype = self._output.numel(), self._arithmetic.dtype
+        nbytes = self._output.numel()
         chunks = max(1, -(-nbytes // cell))
-        yield from self._stage(0, chunks)
+        if not is_resident:
+            yield from self._stage(0, chunks)
         for chunk in range(chunks):
-            if chunk + 1 < chunks:
+            if chunk + 1 < chunks and not is_resident:
                 yield from self._stage(chunk + 1, chunks)
-            through = turn.done_with(chunk, chunks)
             yield POSTED, turn.after(chunk + 1)
             if chunk == 0:
                 turn.check()
             here = self._output[chunk * cell : (chunk + 1) * cell]
-            start = crew.rank * cell
-            terms = [
-                turn.chunk_of(place, chunk)[start : start + here.numel()].view(dtype) for place in range(crew.size)
-            ]
             if here.numel():
-                self._arithmetic.into(terms, here.view(dtype))
-            crew.advance(DONE, through)
+                terms = [self._term_of(place, chunk, here.numel()) for place in range(crew.size)]
+                self._arithmetic.into(terms, here.view(self._arithmetic.dtype))
+            crew.advance(DONE, turn.done_with(chunk, chunks))
+        # Others may still read what lies here.
+        if is_resident:
+            yield DONE, turn.end
+
+    def _term_of(self, place: int, chunk: int, nbytes: int) -> Tensor:
+        """What a rank has of this chunk of this rank's part."""
+        turn, rank, cell = self._turn, self._turn.crew.rank, self._cell_bytes
+        where = turn.places[place]
+        if where.how == RESIDENT:
+            memory = turn.station.bytes_of(place, where)
+            start = where.within + rank * self._output.numel() + chunk * cell
+        else:
+            memory, start = turn.chunk_of(place, chunk), rank * cell
+        return memory[start : start + nbytes].view(self._arithmetic.dtype)
 
     def _stage(self, chunk: int, chunks: int) -> Steps:
         cell = self._cell_bytes
