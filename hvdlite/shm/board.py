@@ -3,6 +3,7 @@ What one rank shows the others of an engine: how far it is, and what it is doing
 
     posted | reduced | done     what it has shown, summed and read: counters that only grow
     state                       whether it is open, has left, or has failed
+    awaited                     what it sleeps for, if it does
     headers                     of its latest operations: what it asks for, and where its data lie
     payloads                    of the same, where they are small
 
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from .segment import Piece
 
 # Each counter has a cache line of its own. In 64-bit words:
-POSTED, REDUCED, DONE, _STATE, _SLEEPS, _BELL, _TOKEN = range(0, 7 * 8, 8)
+POSTED, REDUCED, DONE, _STATE, _AWAITED, _BELL, _TOKEN = range(0, 7 * 8, 8)
 OPEN, LEFT, FAILED = 0, 1, 2
 
 WINDOW = 16  # operations that may have been posted and not done; a power of two
@@ -84,19 +85,25 @@ class Board:
     def token(self, token: int) -> None:
         self.words[_TOKEN] = token
 
-    @property
-    def sleeps(self) -> bool:
-        return self.words[_SLEEPS] != 0
+    def sleep(self, counter: int, value: int) -> None:
+        """Say that this rank sleeps until a counter has come to ``value`` on all boards."""
+        self.words[_AWAITED] = value
+        self.words[_AWAITED + 1] = counter + 1
 
-    @sleeps.setter
-    def sleeps(self, sleeps: bool) -> None:
-        self.words[_SLEEPS] = int(sleeps)
+    def awake(self) -> None:
+        """Say that it does not."""
+        self.words[_AWAITED + 1] = 0
 
     # -- read by all
 
     @property
     def state(self) -> int:
         return self.words[_STATE]
+
+    def awaits(self, counter: int) -> int | None:
+        """What this rank waits for, asleep, that the counter comes to."""
+        words = self.words
+        return words[_AWAITED] if words[_AWAITED + 1] == counter + 1 else None
 
     def signature(self, number: int) -> memoryview:
         """Of an operation that has been posted and is not done everywhere."""

@@ -50,9 +50,12 @@ class Crew:
         fence()
         self._own_words[counter] = value
         fence()
-        # Who comes last wakes the others. Of two that come at once, at least one sees that.
-        if self.reached(counter, value):
-            self._wake_sleepers()
+        # Who comes last wakes those who wait for it. Of two that come at once, at least one sees that.
+        for board in self.boards:
+            awaited = board.awaits(counter)
+            if awaited is not None and value >= awaited and board is not self.own and self.reached(counter, awaited):
+                self._wake()
+                return
 
     def reached(self, counter: int, value: int) -> bool:
         """Whether every other rank is so far."""
@@ -60,6 +63,10 @@ class Crew:
             if words[counter] < value:
                 return False
         return True
+
+    def has_reached(self, counter: int, value: int) -> bool:
+        """Whether every rank is so far, this one too."""
+        return self._own_words[counter] >= value and self.reached(counter, value)
 
     def wait_for(self, counter: int, value: int, deadline: float) -> None:
         """Return when every rank is so far; a RuntimeError if one cannot come, or does not by ``deadline``.
@@ -69,7 +76,7 @@ class Crew:
         if self.reached(counter, value) or self._came_meanwhile(counter, value):
             return
         own, bell = self.own, self._bell
-        own.sleeps = True
+        own.sleep(counter, value)
         try:
             while True:
                 fence()
@@ -82,14 +89,14 @@ class Crew:
                     raise RuntimeError(self._words_of_timeout(counter, value))
                 sleep_while(bell.bell_address, ring, min(_WATCH_S, left_s))
         finally:
-            own.sleeps = False
+            own.awake()
 
     def leave(self, state: int) -> None:
         """Take part no more, having ``LEFT`` or ``FAILED``; the others are not left waiting."""
         if self.own.state == OPEN:
             self.own.leave(state)
             fence()
-            self._wake_sleepers()
+            self._wake()
 
     def close(self) -> None:
         """Give back what watches over the others."""
@@ -115,12 +122,9 @@ class Crew:
                     return True
         return False
 
-    def _wake_sleepers(self) -> None:
-        for board in self.boards:
-            if board.sleeps and board is not self.own:
-                self._bell.ring()
-                wake(self._bell.bell_address)
-                return
+    def _wake(self) -> None:
+        self._bell.ring()
+        wake(self._bell.bell_address)
 
     def _require_alive(self, counter: int, value: int) -> None:
         """Raise if a rank that is waited for will never come."""

@@ -26,7 +26,7 @@ class _Timespec(ctypes.Structure):
 
 def is_available() -> bool:
     """Whether this machine has what is used here."""
-    return _NUMBER_OF_FUTEX is not None and os.path.isdir("/proc/self/fd")
+    return _NUMBER_OF_FUTEX is not None and hasattr(os, "pidfd_open") and os.path.isdir("/proc/self/fd")
 
 
 def fence() -> None:

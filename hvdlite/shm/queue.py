@@ -83,13 +83,15 @@ class Queue:
 
     def carry_on(self, work: ShmWork) -> None:
         """Return when this one is done, or has failed."""
-        self._waiters += 1
+        with self._entries_lock:
+            self._waiters += 1
         try:
             with self._carrying:
                 while not work.is_done:
                     self._step(may_wait=True)
         finally:
-            self._waiters -= 1
+            with self._entries_lock:
+                self._waiters -= 1
         if self._thread is not None and self._entries:
             self._is_wanted.release()
 
@@ -136,7 +138,7 @@ class Queue:
         """Show what this rank has, so that no other waits for it, if all before it is shown."""
         if before is None or before.is_shown:
             counter, value = entry.turn.has_room()
-            if self._crew.reached(counter, value):
+            if self._crew.has_reached(counter, value):
                 entry.has_begun = True
                 entry.is_shown = entry.operation.begin()
 
