@@ -103,26 +103,44 @@ class AllReduce:
 
     def _in_chunks(self, chunks: int, is_staged: bool) -> Steps:
         turn, crew = self._turn, self._turn.crew
-        dtype = self._tensor.dtype
-        for chunk in range(chunks):
-            if is_staged and chunk + 1 < chunks:
-                yield from self._stage(chunk + 1, chunks)
-            through = turn.done_with(chunk, chunks)
-            yield POSTED, turn.after(chunk + 1)
-            here = self._flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES].view(dtype)
-            terms = [self._terms_of(place, chunk, here.numel()) for place in range(crew.size)]
-            shares = [share_of(place, crew.size, here.numel(), here.element_size()) for place in range(crew.size)]
-            for block in _blocks(terms, *shares[crew.rank]):
-                self._arithmetic.into(block, block[crew.rank])
-            crew.advance(REDUCED, through)
-            yield REDUCED, through
-            for place, (start, stop) in enumerate(shares):
-                if is_staged or place != crew.rank:
-                    here[start:stop].copy_(terms[place][start:stop])
-            crew.advance(DONE, through)
+        for chunk in range(chunks + 1):
+            if chunk < chunks:
+                if is_staged and chunk + 1 < chunks:
+                    yield from self._stage(chunk + 1, chunks)
+                yield POSTED, turn.after(chunk + 1)
+                self._sum_share(chunk, is_staged)
+                crew.advance(REDUCED, turn.done_with(chunk, chunks))
+            if chunk > 0:
+                # One behind, so that the others' shares are likely to be there.
+                yield REDUCED, turn.after(chunk)
+                self._take_shares(chunk - 1)
+                crew.advance(DONE, turn.done_with(chunk - 1, chunks))
         # Others may still read what lies here.
         if not is_staged:
             yield DONE, turn.end
+
+    def _sum_share(self, chunk: int, is_staged: bool) -> None:
+        rank = self._turn.crew.rank
+        here, shares = self._here(chunk)
+        start, stop = shares[rank]
+        # Only what others are to sum is staged: this rank's own share is summed where it is.
+        terms = [here if place == rank else self._terms_of(place, chunk, here.numel()) for place in range(len(shares))]
+        for block in _blocks(terms, start, stop):
+            self._arithmetic.into(block, block[rank])
+        if is_staged:
+            self._terms_of(rank, chunk, here.numel())[start:stop].copy_(here[start:stop])
+
+    def _take_shares(self, chunk: int) -> None:
+        here, shares = self._here(chunk)
+        for place, (start, stop) in enumerate(shares):
+            if place != self._turn.crew.rank:
+                here[start:stop].copy_(self._terms_of(place, chunk, here.numel())[start:stop])
+
+    def _here(self, chunk: int) -> tuple[Tensor, list[tuple[int, int]]]:
+        """A chunk of the tensor, and which of its elements each rank sums."""
+        here = self._flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES].view(self._tensor.dtype)
+        size = self._turn.crew.size
+        return here, [share_of(place, size, here.numel(), here.element_size()) for place in range(size)]
 
     def _terms_of(self, place: int, chunk: int, numel: int) -> Tensor:
         where, dtype = self._turn.places[place], self._tensor.dtype
@@ -132,8 +150,10 @@ class AllReduce:
         return self._turn.station.bytes_of(place, where)[start : start + numel * dtype.itemsize].view(dtype)
 
     def _stage(self, chunk: int, chunks: int) -> Steps:
-        data = self._flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
-        return self._turn.stage(chunk, chunks, [(0, data)])
+        here, shares = self._here(chunk)
+        start, stop = (bound * here.element_size() for bound in shares[self._turn.crew.rank])
+        data = here.view(torch.uint8)
+        return self._turn.stage(chunk, chunks, [(0, data[:start]), (stop, data[stop:])])
 
 
 class ReduceScatter:

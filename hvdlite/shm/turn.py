@@ -1,10 +1,10 @@
 """
 One operation's turn on an engine: its number, what this rank shows of it, and where the others' data lie.
 
-    Station (what an engine has: crew, memory, two staging slots) ── Turn ── reductions, exchanges
+    Station (what an engine has: crew, memory, staging slots) ── Turn ── reductions, exchanges
 
 A rank's data are shown in one of three ways: in its board's payload where they are small; where they lie, if that is
-in its segment; else in chunks, through two slots by turns.
+in its segment; else in chunks, through a few slots by turns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .board import DONE, INLINE, NOWHERE, POSTED, RESIDENT, SIGNATURE, STAGED, W
 from .crew import Crew
 from .segment import Address, Piece, Segment
 
-CHUNK_BYTES = 2 * 2**20
+CHUNK_BYTES = 2**20
+_SLOTS = 4
 ALIGNMENT_BYTES = 64
 
 KINDS = ("all-reduce", "reduce-scatter", "broadcast", "all-gather", "all-to-all", "barrier")
@@ -41,10 +42,10 @@ class Station:
         self.segment = segment
         self._addresses = addresses
         self._seen: dict[tuple[int, int], Piece] = {}
-        self._staging = segment.allocate(2 * CHUNK_BYTES)
+        self._staging = segment.allocate(_SLOTS * CHUNK_BYTES)
         # How many chunks have gone through the slots, and when the last one of each slot was: on all ranks' boards.
         self._staged = 0
-        self._used = [0, 0]
+        self._used = [0] * _SLOTS
 
     def bytes_of(self, place: int, where: Place) -> Tensor:
         """The whole piece of memory that a rank's data lie in."""
@@ -55,8 +56,8 @@ class Station:
         return piece.tensor
 
     def next_slot(self) -> int:
-        """Which of the two is to be used next."""
-        return self._staged % 2
+        """Which of them is to be used next."""
+        return self._staged % _SLOTS
 
     def slot(self, number: int) -> Tensor:
         """A slot's bytes."""
@@ -68,7 +69,7 @@ class Station:
 
     def use(self, value: int) -> None:
         """The next slot has been filled; ``value`` is what DONE will come to when it has been read."""
-        self._used[self._staged % 2] = value
+        self._used[self._staged % _SLOTS] = value
         self._staged += 1
 
     def staging_place(self) -> Place:
@@ -161,7 +162,7 @@ class Turn:
     def chunk_of(self, place: int, chunk: int) -> Tensor:
         """A staged chunk of a rank's."""
         where = self.places[place]
-        start = (where.within + chunk) % 2 * CHUNK_BYTES
+        start = (where.within + chunk) % _SLOTS * CHUNK_BYTES
         return self.station.bytes_of(place, where)[start : start + CHUNK_BYTES]
 
     def finish(self) -> None:
