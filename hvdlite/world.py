@@ -44,7 +44,7 @@ def init(
     `torch.distributed` where the program has initialised it: that is adopted with its choice of backend, given
     a group of hvdlite's own, and never destroyed here.
     A plain ``python train.py`` is one rank that needs no network. CUDA tensors travel over NCCL, CPU
-    tensors over gloo.
+    tensors through shared memory between the ranks of a host, if there is as much, and over gloo between hosts.
 
     ``timeout_s``: a collective that another rank does not join for this long raises
     `CommunicationError`. Unless given, it is ``HVDLITE_GLOO_TIMEOUT_SECONDS``, or 1800.
@@ -54,7 +54,8 @@ def init(
 
     ``hierarchical``: True has all-reduces go in two levels where several hosts have as many ranks each, more than one:
     within each host, and between the hosts, each rank with its share. False has them go in one. Unless given, it
-    is ``HVDLITE_HIERARCHICAL_ALLREDUCE``, or, of CUDA tensors over NCCL, what is the faster at start. Rank 0's counts.
+    is ``HVDLITE_HIERARCHICAL_ALLREDUCE``; else two levels for CPU tensors where ranks of a host share memory, and for
+    CUDA tensors over NCCL what is the faster at start. Rank 0's counts.
     """
     global _world  # noqa: PLW0603 - the one module variable that rank(), size() and the rest read
     if _world is not None:
