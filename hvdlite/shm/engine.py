@@ -188,7 +188,8 @@ def _flat(tensor: Tensor, what: str) -> Tensor:
         raise ValueError(f"{what}: hvdshm carries tensors of the CPU, and this one is on {tensor.device}")
     if not tensor.is_contiguous() and not tensor.is_contiguous(memory_format=torch.channels_last):
         raise ValueError(f"{what}: the tensor of shape {tuple(tensor.shape)} is not contiguous")
-    return as_bytes(tensor)
+    # `data` has a count of changes of its own: what an engine writes is no change by the program, as of any engine.
+    return as_bytes(tensor.data)
 
 
 def _even(tensor: Tensor, size: int) -> list[Tensor]:
