@@ -34,9 +34,11 @@ from .arguments import (
     check_optimizer,
     check_positive_int,
     check_predivide,
+    check_step_on_arrival,
     groups_of,
     names_of_added_group,
 )
+from .arrival import StepByBucket
 from .autotune import tuned_cap
 from .deltas import Deltas
 from .proxy import OptimizerProxy
@@ -91,6 +93,12 @@ class DistributedOptimizer(OptimizerProxy):
     later too; the log tells which at level info. `HVDLITE_AUTOTUNE=1` does it for every optimizer that is given no
     ``bucket_cap_mb``. Not for ``hvd.Adasum``, nor together with a size that is given: a ValueError.
 
+    ``step_on_arrival``: let ``step()`` update the parameters of a bucket as soon as its averages are there, while other
+    buckets still travel, with the same bits; then their gradients are freed, so that after it every ``param.grad`` is
+    None. For optimizers that update each parameter by itself, as all that may be wrapped of `torch.optim` do. A step
+    that comes after all averages (after `synchronize` or GradScaler), or that a step hook watches, is taken as a whole.
+    One that fails on the way, with a rank that has gone, may have updated some parameters. Neither closures nor Adasum.
+
     An average is bit-identical on all ranks, and from run to run.
     """
 
@@ -109,6 +117,7 @@ class DistributedOptimizer(OptimizerProxy):
         *,
         bucket_cap_mb: float | None = None,
         autotune: bool = False,
+        step_on_arrival: bool = False,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
@@ -122,6 +131,7 @@ class DistributedOptimizer(OptimizerProxy):
             check_predivide(gradient_predivide_factor, op),
             check_cap(bucket_cap_mb, environment.fusion_threshold_bytes, DEFAULT_BUCKET_CAP_BYTES),
             bool(sparse_as_dense),
+            check_step_on_arrival(step_on_arrival, op),
         )
         check_positive_int(backward_passes_per_step, "backward_passes_per_step")
         named = check_named_parameters(optimizer, named_parameters)
@@ -139,7 +149,8 @@ class DistributedOptimizer(OptimizerProxy):
             group.require_agreement(
                 (*settings.signature(), backward_passes_per_step, named_groups, tunes),
                 "hvd.DistributedOptimizer",
-                "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, passes per step, groups, autotune)",
+                "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, step_on_arrival, passes per step, "
+                "groups, autotune)",
             )
             if tunes:
                 assert isinstance(reducer, Reducer), "with Adasum it is refused"
@@ -158,6 +169,9 @@ class DistributedOptimizer(OptimizerProxy):
         # GradScaler is to unscale averages itself before it decides whether to step. With Adasum gradients are each
         # rank's own, and so is what it finds: there the ranks decide together.
         self._step_supports_amp_scaling = isinstance(reducer, Deltas)
+        self._by_bucket: StepByBucket | None = None
+        if isinstance(reducer, Reducer) and reducer.settings.step_on_arrival:
+            self._by_bucket = StepByBucket(self._optimizer, reducer)
         self._named_groups = groups
         reducer.add_params(named, groups)
         # Parameters outlive their optimizer; the hooks on them must not.
@@ -229,11 +243,22 @@ class DistributedOptimizer(OptimizerProxy):
             set_by_scaler = vars(self)
             if not self._reducer.agree_to_step(set_by_scaler.get("grad_scale"), set_by_scaler.get("found_inf")):
                 return None
+        by_bucket = self._by_bucket
+        if closure is not None and by_bucket is not None:
+            raise ValueError(
+                "step(closure) with step_on_arrival=True: a closure computes gradients inside the step; call it before "
+                "step(), without an argument, or leave step_on_arrival out"
+            )
+        result = None
         with self._reducer.stepping():
             if closure is not None:
-                return self._optimizer.step(self._averaging(closure))
-            self._prepare_step()
-            return self._optimizer.step()
+                result = self._optimizer.step(self._averaging(closure))
+            elif self._skipping or by_bucket is None or not by_bucket.take():
+                self._prepare_step()
+                result = self._optimizer.step()
+        if by_bucket is not None:
+            by_bucket.drop_gradients()
+        return result
 
     def _averaging(self, closure: Callable[[], float]) -> Callable[[], float]:
         def average_after() -> float:

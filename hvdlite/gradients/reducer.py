@@ -15,7 +15,7 @@ nothing is checked here, since only here is known what is under way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -24,14 +24,18 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ..channels.collective import Group
+from ..collectives.compression import Compression
 from ..errors import GradientError
-from .bucket import Slot
 from .convoy import Convoy
 from .layout import Layout
 from .params import ParamListener, listen, require_same_model, take_over, too_many_passes
 from .plan import Description
+from .slot import Slot
 from .tracks import Tracks
 from .wire import Settings
+
+# Looked up once: it is called at every gradient.
+_number_of_backward = torch._C._current_graph_task_id
 
 
 class Reducer(ParamListener):
@@ -57,6 +61,7 @@ class Reducer(ParamListener):
             scale=settings.scales(group.size)[0],
             densify=settings.sparse_as_dense,
             memory=self._take_memory,
+            stays=group.size == 1 and settings.compression is Compression.none,
         )
         self._convoy = Convoy(self._layout, settings, self._tracks)
         self._uncompared: list[Description] = []
@@ -114,28 +119,34 @@ class Reducer(ParamListener):
     # -- inside backward
 
     def _on_gradient(self, param: Tensor) -> None:
-        slot = self._layout.slots[param]
+        # Once for each parameter in each pass: what is the same for all of them is elsewhere.
+        slot = self._layout.slots[id(param)]
         if not self._collecting:
             self._begin_step()
         elif slot.arrived:
             self._require_surplus(slot)
             self._discard()
             self._begin_step()
-        self._backwards.add(torch._C._current_graph_task_id())
+        backward = _number_of_backward()
+        if backward not in self._backwards:
+            self._backwards.add(backward)
         if param.grad is not slot.view:
             # A gradient that was None before: what earlier passes left in it, the user has thrown away.
             slot.passes = 0
-        slot.passes += 0 if self._only_accumulating else 1
-        last_pass = not self._only_accumulating and slot.passes >= self.backward_passes_per_step
-        slot.home.take(slot, last_pass)
-        if last_pass:
-            slot.home.arrive(slot)
+        last_pass = False
+        if not self._only_accumulating:
+            slot.passes += 1
+            last_pass = slot.passes >= self.backward_passes_per_step
+        if slot.home.take(slot, last_pass):
             self._convoy.launch_full_buckets(self.meet())
 
     # -- between backward and step
 
-    def synchronize(self) -> None:
+    def synchronize(self, update: Callable[[list[Tensor]], None] | None = None) -> None:
         """Wait for all ranks; leave the averages in the gradients. Nothing if that has been done already.
+
+        ``update`` is called with some parameters as soon as their averages are there, while others travel; then these
+        gradients become None. It is not told of those that are gathered, nor of any at a rank that is alone.
 
         A parameter that no rank used keeps ``grad = None``; one that some ranks used is averaged over all
         of them, the others counting as zero. After a backward pass too many it waits as well, and what is in the
@@ -154,11 +165,27 @@ class Reducer(ParamListener):
         # the rest only here, and may wait for each other in other collectives before.
         try:
             with self._tracks.synchronizing():
-                self._convoy.launch_rest_and_wait(self.meet())
-                self._convoy.give_back(self.meet())
+                self._bring_home(None if self._is_spoilt else update)
         finally:
             self._end_step()
         self._synchronized = True
+
+    def _bring_home(self, update: Callable[[list[Tensor]], None] | None) -> None:
+        group = self.meet()
+        if not self._is_spoilt:
+            self._layout.require_same()
+        for bucket in self._convoy.arriving(group):
+            gathered = self._convoy.settle(bucket)
+            if update is not None:
+                update([slot.param for slot in bucket.slots if slot not in gathered])
+                bucket.drop(gathered)
+        self._convoy.gather(group)
+
+    def drop_gradients(self) -> None:
+        """Leave no parameter a gradient, and give the memory of the buckets back, until the next one comes."""
+        self._layout.drop_gradients()
+        for bucket in self._layout.buckets:
+            bucket.drop(())
 
     def require_sound(self) -> None:
         """Raise a GradientError if a backward pass too many has spoilt the gradients, and they were not dropped."""
@@ -179,21 +206,16 @@ class Reducer(ParamListener):
             self.stepped()
             return True
         self._begin_step()
-        self._drop_gradients()
+        self._layout.drop_gradients()
         for bucket in self._layout.buckets:
             bucket.sit_out(average_of_active)
         try:
-            self._convoy.launch_rest_and_wait(self.meet())
+            self._bring_home(None)
             active = self._convoy.active
-            self._convoy.give_back(self.meet())
         finally:
             self._end_step()
-        self._drop_gradients()
+        self._layout.drop_gradients()
         return active > 0
-
-    def _drop_gradients(self) -> None:
-        for param in self._layout.slots:
-            param.grad = None
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -248,14 +270,12 @@ class Reducer(ParamListener):
         self._collecting = True
         self._synchronized = False
         self._is_spoilt = False
-        for bucket in self._layout.buckets:
-            bucket.expect()
+        self._layout.expect()
 
     def _end_step(self) -> None:
         self._collecting = False
         self._convoy.disperse()
-        for slot in self._layout.slots.values():
-            slot.forget()
+        self._layout.forget()
 
     def _is_surplus(self) -> bool:
         """Whether another optimizer has stepped with every backward pass that these gradients come from.
@@ -276,7 +296,8 @@ class Reducer(ParamListener):
         """Let what is under way come to its end on all ranks, and begin anew."""
         self._give_up()
         try:
-            self._convoy.launch_rest_and_wait(self.meet())
+            for _ in self._convoy.arriving(self.meet()):
+                pass
         finally:
             self._end_step()
             self._backwards.clear()
