@@ -266,7 +266,7 @@ class Reducer(ParamListener):
     # -- how it is done
 
     def _begin_step(self) -> None:
-        self.meet()
+        self.meet().require_open("averaging gradients")
         self._collecting = True
         self._synchronized = False
         self._is_spoilt = False

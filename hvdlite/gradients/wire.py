@@ -34,7 +34,7 @@ class Settings:
     gradient_predivide_factor: float
     cap_bytes: int
     sparse_as_dense: bool
-    step_on_arrival: bool
+    step_on_arrival: bool = False
 
     def signature(self) -> tuple[object, ...]:
         """What two ranks compare; a compression of the user's own by its type."""
