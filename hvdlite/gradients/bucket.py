@@ -15,12 +15,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import GradientError
+from .flags import TAKES_PART, Flags
 from .plan import BucketPlan
-from .slot import Slot
-
-_TAKES_PART = (1, 0)
-
+from .slot import Slot, changed_too_early, misfit
 
 # Where a flat tensor of zeros comes from: elements, dtype, device.
 Memory = Callable[[int, torch.dtype, torch.device], Tensor]
@@ -43,13 +40,13 @@ class Bucket:
         self._densify = densify
         self.slots = [Slot(self, piece, param) for piece, param in zip(plan.slices, params, strict=True)]
         self._buffer: Tensor | None = None
-        self._flags: Tensor | None = None
+        self._flags = Flags(plan)
         # PyTorch's count of changes to the buffer after our own last one, from a gradient's arrival until all
         # buckets' averages are there; None when a change is the user's good right.
         self._version: int | None = None
         self._is_wanted = True
         # What this rank adds to the counts of those that take part, and of those that sit out and do not count.
-        self._presence = _TAKES_PART
+        self._presence = TAKES_PART
         # In this step: the gradients that are to come, and of those that came the dense ones, and the scaled of these.
         self._missing = len(self.slots)
         self._dense = 0
@@ -77,7 +74,7 @@ class Bucket:
         """Begin a step: wait for the parameters that require a gradient now."""
         self._version = None
         self._is_wanted = True
-        self._presence = _TAKES_PART
+        self._presence = TAKES_PART
         self._missing = sum([slot.param.requires_grad for slot in self.slots])
         self._dense = self._scaled = 0
         self.full_since_ns = None
@@ -98,7 +95,7 @@ class Bucket:
             pass  # autograd has added to it
         elif grad is not None and grad.layout is torch.strided:
             if grad.dtype != view.dtype or grad.device != view.device:
-                raise self._misfit(slot, grad)
+                raise misfit(slot, grad)
             if self._version is not None and self._version != view._version:
                 self._require_untouched()
             value = grad.detach() if grad.requires_grad else grad
@@ -129,45 +126,26 @@ class Bucket:
         assert slot.view is not None, "the buffer sets the views"
         return slot.view
 
-    def _misfit(self, slot: Slot, grad: Tensor) -> GradientError:
-        plan = self.plan
-        return GradientError(
-            f"parameter {slot.name!r} had dtype {plan.dtype} on {plan.device} when the optimizer was "
-            f"wrapped and has a gradient of {grad.dtype} on {grad.device} now: move or convert the model "
-            "before hvd.DistributedOptimizer(...)"
-        )
-
     def seal(self, *, leave_scale: bool) -> tuple[Tensor, float]:
         """The flat buffer, ready to travel: no stale values, and the flags of this rank set.
 
         And by what its gradients are still to be multiplied, which is 1 unless the caller would do that on the way.
         """
         buffer = self.buffer
-        if self._presence != _TAKES_PART:
+        if self._presence != TAKES_PART:
             buffer.zero_()
-            buffer[self.plan.presence_start : self.plan.wake_start].copy_(torch.tensor(self._presence))
+            self._flags.write_presence(buffer, self._presence)
             return buffer, 1.0
         self._require_untouched()
         used = [True] * len(self.slots) if self.is_complete else [self._fill(slot) for slot in self.slots]
         scale_left = self._scale_rest(leave_scale)
-        tail = buffer[self.plan.grad_numel :]
         if self.sleepers or not self.is_complete:
             sparse = [slot.arrived and slot.sparse for slot in self.slots]
-            wake = [sleeper.asleep and sleeper.needed for sleeper in self.sleepers]
-            tail.copy_(torch.tensor([*used, *sparse, *_TAKES_PART, *wake], dtype=buffer.dtype))
+            self._flags.write(buffer, used, sparse, [sleeper.asleep and sleeper.needed for sleeper in self.sleepers])
         else:
-            tail.copy_(self._usual_flags())
-        self._note_version(True)
+            self._flags.write_usual(buffer)
+        self._version = self.buffer._version
         return buffer, scale_left
-
-    def _usual_flags(self) -> Tensor:
-        """Every gradient is there, and dense. On the device, so that the usual case stays asynchronous on a GPU."""
-        if self._flags is None:
-            count = len(self.slots)
-            self._flags = torch.tensor(
-                [1] * count + [0] * count + [*_TAKES_PART], dtype=self.plan.dtype, device=self.plan.device
-            )
-        return self._flags
 
     def give_up(self) -> None:
         """What this step brings is wanted by nobody: it may be changed, or cast away, at any time."""
@@ -184,7 +162,7 @@ class Bucket:
 
     def hold(self) -> None:
         """The averages are there. Maybe sooner than the user can know: they are not to be changed yet."""
-        self._note_version(True)
+        self._version = self.buffer._version
 
     def release(self) -> None:
         """All buckets have come back: from now on the gradients are the user's to change."""
@@ -212,10 +190,6 @@ class Bucket:
             if slot.param.grad is not slot.view and slot.arrived and not slot.sparse:
                 how = "set to None" if slot.param.grad is None else "replaced"
                 raise changed_too_early(f"the gradient of {slot.name} was {how}")
-
-    def _note_version(self, begin: bool) -> None:
-        if begin or self._version is not None:
-            self._version = self.buffer._version
 
     def _require_untouched(self) -> None:
         if self._is_wanted and self._version is not None and self._version != self.buffer._version:
@@ -264,25 +238,13 @@ class Bucket:
 
         On a GPU this waits for the device, so ask only where the answer is needed.
         """
-        count = len(self.slots)
-        tail = self.buffer[self.plan.grad_numel :].abs().tolist()
-        return [(slot, tail[i] > 0, tail[count + i] > 0) for i, slot in enumerate(self.slots)]
+        return [(slot, *flags) for slot, flags in zip(self.slots, self._flags.read(self.buffer), strict=True)]
 
     def read_wake(self) -> list[bool]:
         """After the all-reduce: which of the `sleepers` some rank needs."""
-        return [value > 0 for value in self.buffer[self.plan.wake_start :].abs().tolist()]
+        return self._flags.read_wake(self.buffer)
 
     @property
     def presence(self) -> Tensor:
         """After the all-reduce: how many ranks took part, and how many sat out and do not count."""
-        counts = self.buffer[self.plan.presence_start : self.plan.wake_start]
-        return counts.real if counts.is_complex() else counts
-
-
-def changed_too_early(what: str) -> GradientError:
-    """What is raised where a gradient has been changed before the averages were there."""
-    return GradientError(
-        f"{what} while it was on its way between the ranks, which would have made them differ: call "
-        "optimizer.synchronize() after backward() and before clipping, changing or dropping gradients; hooks that "
-        "change them belong on the parameters before hvd.DistributedOptimizer(...)"
-    )
+        return self._flags.presence(self.buffer)

@@ -58,6 +58,11 @@ class Layout:
         for bucket in self.buckets:
             bucket.expect()
 
+    def give_up(self) -> None:
+        """Nobody wants what this step brings."""
+        for bucket in self.buckets:
+            bucket.give_up()
+
     def require_same(self) -> None:
         """Raise a GradientError if the user has changed a gradient that stays where it is, since it was complete."""
         if self._staying is not None:

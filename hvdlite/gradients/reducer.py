@@ -21,17 +21,14 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from ..channels.collective import Group
 from ..collectives.compression import Compression
 from ..errors import GradientError
 from .convoy import Convoy
 from .layout import Layout
-from .params import ParamListener, listen, require_same_model, take_over, too_many_passes
-from .plan import Description
+from .params import ParamListener, too_many_passes
 from .slot import Slot
-from .tracks import Tracks
 from .wire import Settings
 
 # Looked up once: it is called at every gradient.
@@ -47,15 +44,7 @@ class Reducer(ParamListener):
     """
 
     def __init__(self, group: Group, settings: Settings, backward_passes_per_step: int = 1) -> None:
-        self.settings = settings
-        self.size = group.size
-        self._ranks = group
-        # A channel of our own between the same ranks, opened when they first meet.
-        self._group: Group | None = None
-        self.backward_passes_per_step = backward_passes_per_step
-        self._hooks: list[RemovableHandle] = []
-        self._tracks = Tracks(group.recorder)
-        self._is_closed = False
+        super().__init__(group, settings, backward_passes_per_step)
         self._layout = Layout(
             cap_bytes=settings.cap_bytes,
             scale=settings.scales(group.size)[0],
@@ -64,11 +53,7 @@ class Reducer(ParamListener):
             stays=group.size == 1 and settings.compression is Compression.none,
         )
         self._convoy = Convoy(self._layout, settings, self._tracks)
-        self._uncompared: list[Description] = []
-        # What is under way in this step.
-        self._collecting = False
         self._synchronized = False
-        self._only_accumulating = False
         # Whether a backward pass too many has added to gradients that were on their way.
         self._is_spoilt = False
         # Autograd's numbers of the backward passes since the last step.
@@ -84,37 +69,11 @@ class Reducer(ParamListener):
     def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
         """Take in parameters: plan their buckets, after those there are, and hook their gradients."""
         params = dict(named_params)
-        take_over(params.values())
-        self._uncompared.append(self._layout.add(params, groups))
-        self._hooks += [listen(param, self._on_gradient) for param in params.values()]
-
-    def meet(self) -> Group:
-        """The channel to the other ranks; the first call opens it and compares the models.
-
-        Every rank must call it before the first gradient, or leave it to that. A MismatchError on every
-        rank if one has other parameters than another.
-        """
-        while self._uncompared:
-            require_same_model(self._ranks, self._uncompared.pop(0))
-        if self._group is None:
-            self._group = self._ranks.duplicate()
-            self._ranks.reducers.add(self)
-        return self._group
+        self._hear(params.values(), self._layout.add(params, groups))
 
     def _take_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Of the engine that will carry it: where that is shared memory, gradients are summed where they lie.
         return self.meet().zeros(numel, dtype, device)
-
-    def close(self) -> None:
-        """Remove every hook. Gradients stay where they are; what is under way is not waited for."""
-        self._is_closed = True
-        self._ranks.reducers.discard(self)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        if self._group is not None and not self._collecting:
-            self._group.close()
-            self._group = None
 
     # -- inside backward
 
@@ -152,11 +111,7 @@ class Reducer(ParamListener):
         of them, the others counting as zero. After a backward pass too many it waits as well, and what is in the
         gradients then is good for nothing: see `require_sound`.
         """
-        if self._is_closed:
-            raise GradientError(
-                "this DistributedOptimizer averages nothing any more: it was closed, or another one was made over "
-                "the same parameters since; step with that one, or with the optimizer that was wrapped"
-            )
+        self._require_not_closed()
         if self._synchronized:
             return
         if not self._collecting:
@@ -254,15 +209,6 @@ class Reducer(ParamListener):
         """Whether some gradient is complete and has not been synchronized."""
         return self._collecting and any(slot.arrived for slot in self._layout.slots.values())
 
-    @contextmanager
-    def only_accumulating(self) -> Iterator[None]:
-        """Let backward passes inside add to the gradients, without counting and without communication."""
-        earlier, self._only_accumulating = self._only_accumulating, True
-        try:
-            yield
-        finally:
-            self._only_accumulating = earlier
-
     # -- how it is done
 
     def _begin_step(self) -> None:
@@ -289,19 +235,15 @@ class Reducer(ParamListener):
         if not self._is_surplus():
             # So that the step can still be taken to its end with the other ranks, and dropped.
             self._is_spoilt = True
-            self._give_up()
+            self._layout.give_up()
             raise too_many_passes(slot.name, self.backward_passes_per_step)
 
     def _discard(self) -> None:
         """Let what is under way come to its end on all ranks, and begin anew."""
-        self._give_up()
+        self._layout.give_up()
         try:
             for _ in self._convoy.arriving(self.meet()):
                 pass
         finally:
             self._end_step()
             self._backwards.clear()
-
-    def _give_up(self) -> None:
-        for bucket in self._layout.buckets:
-            bucket.give_up()

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from ..errors import GradientError
 from .plan import Slice
 
 
@@ -44,3 +45,22 @@ class Slot:
         self.scaled = False
         # Whether no pass has added to the gradient since it was made.
         self.fresh = False
+
+
+def misfit(slot: Slot, grad: Tensor) -> GradientError:
+    """What is raised where a gradient is no longer of the kind that the bucket was planned for."""
+    spec = slot.piece.spec
+    return GradientError(
+        f"parameter {slot.name!r} had dtype {spec.dtype} on {spec.device} when the optimizer was "
+        f"wrapped and has a gradient of {grad.dtype} on {grad.device} now: move or convert the model "
+        "before hvd.DistributedOptimizer(...)"
+    )
+
+
+def changed_too_early(what: str) -> GradientError:
+    """What is raised where a gradient has been changed before the averages were there."""
+    return GradientError(
+        f"{what} while it was on its way between the ranks, which would have made them differ: call "
+        "optimizer.synchronize() after backward() and before clipping, changing or dropping gradients; hooks that "
+        "change them belong on the parameters before hvd.DistributedOptimizer(...)"
+    )

@@ -13,8 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .bucket import changed_too_early
-from .slot import Slot
+from .slot import Slot, changed_too_early
 
 
 class StayingHome:
