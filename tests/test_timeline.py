@@ -58,6 +58,8 @@ def test_every_bucket_of_every_step_is_there_on_every_rank(size, tmp_path):
 
     run_worlds(size, record)
     events = read_events(path)
+    # A rank alone has nobody to send them to.
+    buckets = range(BUCKETS if size > 1 else 0)
     assert_rows_are_tidy(events)
     assert min(event["ts"] for event in events if "ts" in event) >= 0
     for rank in range(size):
@@ -65,17 +67,17 @@ def test_every_bucket_of_every_step_is_there_on_every_rank(size, tmp_path):
         assert process["args"]["name"] == f"rank {rank} (node{rank})"
         steps = [span["name"] for span in spans(events, rank, "optimizer 2") if span["name"] != "wait"]
         assert steps == [name for step in range(1, STEPS + 1) for name in (f"step {step}", "synchronize")]
-        assert len(spans(events, rank, "optimizer 2", "wait")) == STEPS * BUCKETS
-        for bucket in range(BUCKETS):
+        assert len(spans(events, rank, "optimizer 2", "wait")) == STEPS * len(buckets)
+        for bucket in buckets:
             row = spans(events, rank, f"optimizer 2, bucket {bucket}")
             assert [span["name"] for span in row] == NAMES * STEPS
             assert row[2]["args"] == {
                 "of": f"gradients of {['bias', 'weight'][bucket]}",
                 "bytes": row[2]["args"]["bytes"],
             }
-        assert len(spans(events, rank)) == STEPS * (2 + BUCKETS * 4) + len(spans(events, rank, "operations"))
+        assert len(spans(events, rank)) == STEPS * (2 + len(buckets) * 4) + len(spans(events, rank, "operations"))
     # All ranks are in an all-reduce together, on whatever rank one looks.
-    for bucket in range(BUCKETS):
+    for bucket in buckets:
         for step in range(STEPS):
             together = [
                 spans(events, rank, f"optimizer 2, bucket {bucket}", "all-reduce")[step] for rank in range(size)

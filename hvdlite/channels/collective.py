@@ -127,6 +127,11 @@ class Group:
         self._channels.close(self.engine)
         self.engine = ClosedEngine()
 
+    def require_open(self, what: str) -> None:
+        """Raise a CommunicationError if the group has been left, where no collective would say so."""
+        if isinstance(self.engine, ClosedEngine):
+            raise self.error_of(what, self.engine.error())
+
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A flat tensor for what travels often: in memory of the engine's, where it has some. Waits for nobody."""
         if device.type == "cpu" and isinstance(self.engine, HasMemory):

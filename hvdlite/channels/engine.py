@@ -102,20 +102,21 @@ class ClosedEngine:
     """The engine of a group that has been left."""
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
-        raise self._error()
+        raise self.error()
 
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
-        raise self._error()
+        raise self.error()
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
-        raise self._error()
+        raise self.error()
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
     ) -> EngineWork:
-        raise self._error()
+        raise self.error()
 
-    def _error(self) -> RuntimeError:
+    def error(self) -> RuntimeError:
+        """What every operation raises."""
         return RuntimeError(
             "hvd.shutdown(), remove_process_set() or close() was called before: make the optimizer anew after "
             "hvd.init() or add_process_set()"

@@ -53,6 +53,16 @@ def check_predivide(factor: float, op: ReduceOp) -> float:
     return float(factor)
 
 
+def check_step_on_arrival(wanted: object, op: ReduceOp) -> bool:
+    """Whether it is wanted, if averages arrive before the step."""
+    if wanted and op == Adasum:
+        raise ValueError(
+            "step_on_arrival=True with op=hvd.Adasum: the step comes first there, and what it changed travels after "
+            "it; leave one of them out"
+        )
+    return bool(wanted)
+
+
 def check_cap(bucket_cap_mb: float | None, threshold_bytes: int | None, default_bytes: int) -> int:
     """The cap in bytes: the argument's, or the environment's, or the default."""
     if bucket_cap_mb is None:

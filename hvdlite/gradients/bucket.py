@@ -11,52 +11,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..errors import GradientError
-from .plan import BucketPlan, Slice
-
-_TAKES_PART = (1, 0)
-
+from .flags import TAKES_PART, Flags
+from .plan import BucketPlan
+from .slot import Slot, changed_too_early, misfit
 
 # Where a flat tensor of zeros comes from: elements, dtype, device.
 Memory = Callable[[int, torch.dtype, torch.device], Tensor]
-
-
-class Home(Protocol):
-    """Where a gradient is kept between backward and step."""
-
-    def take(self, slot: Slot, /, last_pass: bool) -> None: ...
-    def arrive(self, slot: Slot, /) -> None: ...
-
-
-class Slot:
-    """One parameter's place in a bucket, and how far it is in this step."""
-
-    __slots__ = ("arrived", "home", "name", "param", "passes", "piece", "scaled", "sparse", "view")
-
-    def __init__(self, home: Home, piece: Slice, param: Tensor) -> None:
-        self.home = home
-        self.piece = piece
-        self.name = piece.spec.name
-        self.param = param
-        # The gradient's place in the flat buffer; None until the bucket takes memory.
-        self.view: Tensor | None = None
-        self.passes = 0
-        self.arrived = False
-        self.sparse = False
-        # Whether the view holds the gradient times the bucket's scale already.
-        self.scaled = False
-
-    def forget(self) -> None:
-        """Begin anew: nothing of this step has been seen."""
-        self.passes = 0
-        self.arrived = False
-        self.sparse = False
-        self.scaled = False
 
 
 class Bucket:
@@ -76,13 +40,17 @@ class Bucket:
         self._densify = densify
         self.slots = [Slot(self, piece, param) for piece, param in zip(plan.slices, params, strict=True)]
         self._buffer: Tensor | None = None
+        self._flags = Flags(plan)
         # PyTorch's count of changes to the buffer after our own last one, from a gradient's arrival until all
         # buckets' averages are there; None when a change is the user's good right.
         self._version: int | None = None
         self._is_wanted = True
         # What this rank adds to the counts of those that take part, and of those that sit out and do not count.
-        self._presence = _TAKES_PART
+        self._presence = TAKES_PART
+        # In this step: the gradients that are to come, and of those that came the dense ones, and the scaled of these.
         self._missing = len(self.slots)
+        self._dense = 0
+        self._scaled = 0
         # By `time.monotonic_ns`, for a timeline; None while gradients of this step are missing.
         self.full_since_ns: int | None = None
 
@@ -106,50 +74,57 @@ class Bucket:
         """Begin a step: wait for the parameters that require a gradient now."""
         self._version = None
         self._is_wanted = True
-        self._presence = _TAKES_PART
-        self._missing = sum(1 for slot in self.slots if slot.param.requires_grad)
+        self._presence = TAKES_PART
+        self._missing = sum([slot.param.requires_grad for slot in self.slots])
+        self._dense = self._scaled = 0
         self.full_since_ns = None
 
-    def arrive(self, slot: Slot) -> None:
-        """Count this gradient as complete."""
-        slot.arrived = True
-        if slot.param.requires_grad:
-            self._missing -= 1
-            if self._missing == 0:
-                self.full_since_ns = time.monotonic_ns()
-
-    def take(self, slot: Slot, last_pass: bool) -> None:
+    def take(self, slot: Slot, last_pass: bool) -> bool:
         """Make ``param.grad`` the view of the buffer, with the value that it has now.
 
         On the last pass before it travels the value is scaled on the way, since that costs nothing there.
-        A sparse gradient stays where it is, and its flag will say so.
+        A sparse gradient stays where it is, and its flag will say so. Whether the bucket is full now.
         """
-        buffer, view, param = self.buffer, slot.view, slot.param
-        assert view is not None, "the buffer sets the views"
-        grad = param.grad
-        if grad is None:
-            return
+        # Once for each parameter in each step: all in one place, without a call that is not needed.
+        param = slot.param
+        grad, view = param.grad, slot.view
+        if view is None:
+            view = self._view_of(slot)
+        is_dense = True
         if grad is view:
-            # Autograd has added to it.
-            self._note_version(last_pass)
-            return
-        if grad.layout != torch.strided:
-            slot.sparse = True
-            return
-        if grad.dtype != buffer.dtype or grad.device != buffer.device:
-            raise GradientError(
-                f"parameter {slot.name!r} had dtype {buffer.dtype} on {buffer.device} when the optimizer was "
-                f"wrapped and has a gradient of {grad.dtype} on {grad.device} now: move or convert the model "
-                "before hvd.DistributedOptimizer(...)"
-            )
-        self._require_untouched()
-        if last_pass and self._scale != 1.0:
-            torch.mul(grad.detach(), self._scale, out=view)
-            slot.scaled = True
+            pass  # autograd has added to it
+        elif grad is not None and grad.layout is torch.strided:
+            if grad.dtype != view.dtype or grad.device != view.device:
+                raise misfit(slot, grad)
+            if self._version is not None and self._version != view._version:
+                self._require_untouched()
+            value = grad.detach() if grad.requires_grad else grad
+            if last_pass and self._scale != 1.0:
+                torch.mul(value, self._scale, out=view)
+                slot.scaled = True
+                self._scaled += 1
+            else:
+                view.copy_(value)
+            param.grad = view
         else:
-            view.copy_(grad.detach())
-        param.grad = view
-        self._note_version(last_pass)
+            is_dense = False
+            slot.sparse = grad is not None
+        if is_dense and (last_pass or self._version is not None):
+            self._version = view._version
+        if not last_pass:
+            return False
+        slot.arrived = True
+        self._dense += is_dense
+        self._missing -= param.requires_grad
+        if self._missing or not param.requires_grad:
+            return False
+        self.full_since_ns = time.monotonic_ns()
+        return True
+
+    def _view_of(self, slot: Slot) -> Tensor:
+        assert self.buffer is not None, "memory is taken when it is asked for"
+        assert slot.view is not None, "the buffer sets the views"
+        return slot.view
 
     def seal(self, *, leave_scale: bool) -> tuple[Tensor, float]:
         """The flat buffer, ready to travel: no stale values, and the flags of this rank set.
@@ -157,24 +132,19 @@ class Bucket:
         And by what its gradients are still to be multiplied, which is 1 unless the caller would do that on the way.
         """
         buffer = self.buffer
-        if self._presence != _TAKES_PART:
+        if self._presence != TAKES_PART:
             buffer.zero_()
-            buffer[self.plan.presence_start : self.plan.wake_start].copy_(torch.tensor(self._presence))
+            self._flags.write_presence(buffer, self._presence)
             return buffer, 1.0
         self._require_untouched()
-        used = [self._fill(slot) for slot in self.slots]
+        used = [True] * len(self.slots) if self.is_complete else [self._fill(slot) for slot in self.slots]
         scale_left = self._scale_rest(leave_scale)
-        tail = buffer[self.plan.grad_numel :]
-        if all(used) and not self.sleepers and not any(slot.sparse for slot in self.slots):
-            # Filled in place, without a copy from the host: the usual case stays asynchronous on a GPU.
-            tail[: len(used)].fill_(1)
-            tail[len(used) :].zero_()
-            tail[2 * len(used)].fill_(1)
-        else:
+        if self.sleepers or not self.is_complete:
             sparse = [slot.arrived and slot.sparse for slot in self.slots]
-            wake = [sleeper.asleep and sleeper.needed for sleeper in self.sleepers]
-            tail.copy_(torch.tensor([*used, *sparse, *_TAKES_PART, *wake], dtype=buffer.dtype))
-        self._note_version(True)
+            self._flags.write(buffer, used, sparse, [sleeper.asleep and sleeper.needed for sleeper in self.sleepers])
+        else:
+            self._flags.write_usual(buffer)
+        self._version = self.buffer._version
         return buffer, scale_left
 
     def give_up(self) -> None:
@@ -188,41 +158,48 @@ class Bucket:
 
     def accept(self) -> None:
         """The averages are about to be written over the gradients, which must be what has travelled."""
-        self._require_same()
+        self._require_untouched()
 
     def hold(self) -> None:
         """The averages are there. Maybe sooner than the user can know: they are not to be changed yet."""
-        self._note_version(True)
+        self._version = self.buffer._version
 
     def release(self) -> None:
         """All buckets have come back: from now on the gradients are the user's to change."""
-        self._require_same()
         self._version = None
 
-    def _require_same(self) -> None:
+    def drop(self, kept: Sequence[Slot]) -> None:
+        """Leave no gradient but those ``kept``, which are not in it; memory is taken again when the next one comes.
+
+        An engine's own memory stays: to map it anew on all ranks in every step would cost more than it is worth.
+        """
+        for slot in self.slots:
+            if slot not in kept:
+                slot.param.grad = None
+        if self._buffer is not None and self._buffer.untyped_storage().resizable():
+            self._buffer = None
+            for slot in self.slots:
+                slot.view = None
+
+    def require_same(self) -> None:
+        """Raise a GradientError if the user has changed, replaced or dropped a gradient that is on its way."""
         if not self._is_wanted:
             return
         self._require_untouched()
         for slot in self.slots:
-            grad = slot.param.grad
-            if slot.arrived and not slot.sparse and grad is not slot.view:
-                how = "set to None" if grad is None else "replaced"
-                raise _changed_too_early(f"the gradient of {slot.name} was {how}")
-
-    def _note_version(self, begin: bool) -> None:
-        if begin or self._version is not None:
-            self._version = self.buffer._version
+            if slot.param.grad is not slot.view and slot.arrived and not slot.sparse:
+                how = "set to None" if slot.param.grad is None else "replaced"
+                raise changed_too_early(f"the gradient of {slot.name} was {how}")
 
     def _require_untouched(self) -> None:
         if self._is_wanted and self._version is not None and self._version != self.buffer._version:
-            raise _changed_too_early(f"one of the {self.plan.describe()} was changed")
+            raise changed_too_early(f"one of the {self.plan.describe()} was changed")
 
     def _fill(self, slot: Slot) -> bool:
         """Make sure that the slice holds this rank's share; whether it has one."""
         if not slot.arrived and slot.param.grad is not None:
             # Half an accumulation, or a gradient that no backward of ours made: it counts as it is.
             self.take(slot, last_pass=True)
-            slot.arrived = True
         assert slot.view is not None, "the buffer sets the views"
         if slot.arrived and slot.sparse and self._densify and slot.param.grad is not None:
             slot.view.copy_(slot.param.grad.to_dense())
@@ -233,9 +210,9 @@ class Bucket:
 
     def _scale_rest(self, leave: bool) -> float:
         """Scale what was not scaled as it was taken; by what all is to be scaled where that is left."""
-        if self._scale == 1.0 or all(slot.scaled for slot in self.slots):
+        if self._scale == 1.0 or self._scaled == len(self.slots):
             return 1.0
-        if not any(slot.scaled for slot in self.slots):
+        if self._scaled == 0:
             if leave:
                 return self._scale
             self.buffer[: self.plan.grad_numel].mul_(self._scale)
@@ -252,33 +229,22 @@ class Bucket:
         return any(slot.param.requires_grad or slot.param.grad is not None for slot in self.slots)
 
     @property
-    def locally_complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether this rank gave a dense gradient for every slice, and so need not ask who else did."""
-        return all(slot.arrived and not slot.sparse for slot in self.slots)
+        return self._dense == len(self.slots)
 
     def read_flags(self) -> list[tuple[Slot, bool, bool]]:
         """After the all-reduce: for every slot whether any rank used it, and whether any had it sparse.
 
         On a GPU this waits for the device, so ask only where the answer is needed.
         """
-        count = len(self.slots)
-        tail = self.buffer[self.plan.grad_numel :].abs().tolist()
-        return [(slot, tail[i] > 0, tail[count + i] > 0) for i, slot in enumerate(self.slots)]
+        return [(slot, *flags) for slot, flags in zip(self.slots, self._flags.read(self.buffer), strict=True)]
 
     def read_wake(self) -> list[bool]:
         """After the all-reduce: which of the `sleepers` some rank needs."""
-        return [value > 0 for value in self.buffer[self.plan.wake_start :].abs().tolist()]
+        return self._flags.read_wake(self.buffer)
 
     @property
     def presence(self) -> Tensor:
         """After the all-reduce: how many ranks took part, and how many sat out and do not count."""
-        counts = self.buffer[self.plan.presence_start : self.plan.wake_start]
-        return counts.real if counts.is_complex() else counts
-
-
-def _changed_too_early(what: str) -> GradientError:
-    return GradientError(
-        f"{what} while it was on its way between the ranks, which would have made them differ: call "
-        "optimizer.synchronize() after backward() and before clipping, changing or dropping gradients; hooks that "
-        "change them belong on the parameters before hvd.DistributedOptimizer(...)"
-    )
+        return self._flags.presence(self.buffer)

@@ -1,20 +1,29 @@
 """
 The buckets that travel in one step: launched in plan order, waited for, and what their flags say done.
 
-    full buckets ── InFlight ── ... ── the rest ── wait ── sleepers that some rank needs ── gradients of other ranks
+    full buckets ── InFlight ── ... ── the rest ── wait ── gradients of other ranks ── sleepers that some rank needs
 
 When a bucket is full, and when a step ends, is for `reducer` to say.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
+
+from torch import Tensor
+
 from ..channels.collective import Group
 from ..channels.reduce_op import Average
 from ..errors import MismatchError
-from .bucket import Bucket, Slot
+from .bucket import Bucket
 from .layout import Layout
+from .slot import Slot
 from .tracks import Tracks
 from .wire import InFlight, Settings, weight_of
+
+# Wires of a bucket's own memory that are under way together, at most: one travels while the next is made.
+_WIRES = 2
 
 
 class Convoy:
@@ -25,69 +34,101 @@ class Convoy:
         self._settings = settings
         self._tracks = tracks
         self._launched: list[Bucket] = []
-        self._in_flight: list[InFlight] = []
+        # The last of those launched, which have not been finished.
+        self._in_flight: deque[InFlight] = deque()
+        # How many ranks took part, once the first bucket has come back.
+        self._presence: Tensor | None = None
+        # Gradients that from the next step on are gathered, with the bucket that they leave.
+        self._leaving: list[tuple[Bucket, list[Slot]]] = []
+        # Gradients that are sparse on some ranks and dense on others, by name.
+        self._mixed: list[str] = []
 
     def disperse(self) -> None:
         """The step is over, or is given up."""
         self._launched.clear()
         self._in_flight.clear()
+        self._presence = None
+        self._leaving.clear()
+        self._mixed.clear()
 
     @property
     def active(self) -> int:
         """How many ranks took part in what has come back, not counting those that sat out."""
-        return int(self._launched[0].presence.tolist()[0])
+        assert self._presence is not None, "something has come back"
+        return int(self._presence.tolist()[0])
+
+    # -- there
 
     def launch_full_buckets(self, group: Group) -> None:
         """Launch what is full, as far as everything before it in the plan is."""
+        # Those that are done give their wires back, so that memory holds few of them at a time.
+        while self._in_flight and self._in_flight[0].is_completed():
+            self._in_flight.popleft().finish()
         # In plan order, not as buckets fill: ranks may fill them in different orders, and collectives
         # pair up by the order of their launch alone.
         for bucket in self._layout.awake()[len(self._launched) :]:
-            if not bucket.full:
+            if not (bucket.full and self._has_room):
                 break
             self._launch(bucket, group)
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether one more wire may be made; if not, it is when one of those under way is finished."""
+        return sum([in_flight.holds_wire for in_flight in self._in_flight]) < _WIRES
 
     def _launch(self, bucket: Bucket, group: Group) -> None:
         track = self._tracks.of(len(self._launched), bucket)
         self._launched.append(bucket)
         self._in_flight.append(InFlight(bucket, group, self._settings, track))
-        # Those that are done give their wires back, so that memory holds few of them at a time.
-        while self._in_flight[0].is_completed() and len(self._in_flight) > 1:
-            self._in_flight.pop(0).finish()
 
-    def launch_rest_and_wait(self, group: Group) -> None:
-        """Launch all that has not been, full or not; return when everything has come back."""
-        for bucket in self._layout.awake()[len(self._launched) :]:
-            self._launch(bucket, group)
-        self._finish_all()
-        # A call to wake travels in a bucket that has just come back, so all ranks hear it at the same time.
-        carriers = [bucket for bucket in self._launched if any(sleeper.asleep for sleeper in bucket.sleepers)]
-        for carrier in carriers:
-            for sleeper, needed in zip(carrier.sleepers, carrier.read_wake(), strict=True):
-                if needed and sleeper.asleep:
+    # -- and back
+
+    def arriving(self, group: Group) -> Iterator[Bucket]:
+        """Launch all that has not been, full or not; each bucket when it has come back, in plan order.
+
+        From then on its gradients are the user's to change. A GradientError before anything is, where that has been
+        done too early.
+        """
+        waiting = deque(self._layout.awake()[len(self._launched) :])
+        called: list[Bucket] = []
+        checked = back = 0
+        while waiting or called or back < len(self._launched):
+            if not waiting and back == len(self._launched):
+                # A call to wake travels in a bucket that has come back, so all ranks hear it at the same time.
+                for sleeper in called:
                     sleeper.asleep = False
-                    self._launch(sleeper, group)
-        self._finish_all()
-        for bucket in self._launched:
+                waiting.extend(called)
+                called.clear()
+            while waiting and self._has_room:
+                self._launch(waiting.popleft(), group)
+            for bucket in self._launched[checked:]:
+                bucket.require_same()
+            checked = len(self._launched)
+            if back + len(self._in_flight) == len(self._launched):
+                self._in_flight.popleft().finish()
+            bucket = self._launched[back]
+            back += 1
+            called += self._calls_of(bucket)
+            if self._presence is None:
+                self._presence = bucket.presence.clone()
             bucket.release()
+            yield bucket
 
-    def _finish_all(self) -> None:
-        for in_flight in self._in_flight:
-            in_flight.finish()
-        self._in_flight.clear()
+    def _calls_of(self, carrier: Bucket) -> list[Bucket]:
+        """The sleeping buckets that some rank needs, by the flags of this one."""
+        if not any(sleeper.asleep for sleeper in carrier.sleepers):
+            return []
+        calls = zip(carrier.sleepers, carrier.read_wake(), strict=True)
+        return [sleeper for sleeper, needed in calls if needed and sleeper.asleep]
 
-    def give_back(self, group: Group) -> None:
-        """Set the gradients that this rank does not have but others do, and learn which are sparse."""
-        for bucket in list(self._launched):
-            if bucket.locally_complete:
-                continue
-            newly_sparse = [slot for slot, used, sparse in bucket.read_flags() if self._settle(slot, used, sparse)]
-            if newly_sparse:
-                self._layout.move_out(bucket, newly_sparse)
-        before, after = self._settings.scales(group.size)
-        if self._layout.sparse and self._settings.op is Average:
-            after *= weight_of(self._launched[0].presence, group.size)
-        for home in self._layout.sparse:
-            home.reduce(group, before, after)
+    def settle(self, bucket: Bucket) -> list[Slot]:
+        """Set the gradients that this rank does not have but others do; return those that are to be gathered."""
+        if bucket.is_complete:
+            return []
+        leaving = [slot for slot, used, sparse in bucket.read_flags() if self._settle(slot, used, sparse)]
+        if leaving:
+            self._leaving.append((bucket, leaving))
+        return leaving
 
     def _settle(self, slot: Slot, used: bool, sparse: bool) -> bool:
         """Leave in one gradient what the flags of all ranks say; whether it is to be gathered instead."""
@@ -98,10 +139,25 @@ class Convoy:
                 slot.param.grad = slot.view
             return False
         if used and sparse:
-            raise MismatchError(
-                f"parameter {slot.name!r} has a sparse gradient on some ranks and a dense one on others: build "
-                "the same model on every rank, or wrap the optimizer with sparse_as_dense=True"
-            )
-        if used and not slot.arrived:
+            # Said when all buckets have come back, so that no rank still waits for one.
+            self._mixed.append(slot.name)
+        elif used and not slot.arrived:
             slot.param.grad = slot.view
         return sparse
+
+    def gather(self, group: Group) -> None:
+        """When all have come back: join the sparse gradients of all ranks, also those that are new."""
+        if self._mixed:
+            raise MismatchError(
+                f"parameter {self._mixed[0]!r} has a sparse gradient on some ranks and a dense one on others: build "
+                "the same model on every rank, or wrap the optimizer with sparse_as_dense=True"
+            )
+        for bucket, leaving in self._leaving:
+            self._layout.move_out(bucket, leaving)
+        if not self._layout.sparse:
+            return
+        before, after = self._settings.scales(group.size)
+        if self._settings.op is Average and self._presence is not None:
+            after *= weight_of(self._presence, group.size)
+        for home in self._layout.sparse:
+            home.reduce(group, before, after)

@@ -16,15 +16,12 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from ..channels.collective import Group
 from ..collectives.adasum import adasum_all_reduce
 from ..collectives.fusion import flat_of
-from ..errors import GradientError
-from .params import ParamListener, listen, require_same_model, take_over, too_many_passes
-from .plan import Description, ParamSpec, plan_buckets
-from .tracks import Tracks
+from .params import ParamListener, too_many_passes
+from .plan import ParamSpec, plan_buckets
 from .wire import Settings
 
 
@@ -35,51 +32,20 @@ class Deltas(ParamListener):
     """
 
     def __init__(self, group: Group, settings: Settings, backward_passes_per_step: int = 1) -> None:
-        self.settings = settings
-        self.size = group.size
-        self.backward_passes_per_step = backward_passes_per_step
-        self._ranks = group
-        self._tracks = Tracks(group.recorder)
-        self._group: Group | None = None
-        self._is_closed = False
-        self._uncompared: list[Description] = []
+        super().__init__(group, settings, backward_passes_per_step)
         self._buckets: list[_Bucket] = []
         self._name_of: dict[Tensor, str] = {}
-        self._hooks: list[RemovableHandle] = []
         self._passes: dict[Tensor, int] = {}
-        self._only_accumulating = False
 
     def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
         """Take in parameters, after those there are."""
         params = dict(named_params)
-        take_over(params.values())
         specs = [ParamSpec.of(name, param) for name, param in params.items()]
-        self._uncompared.append([(spec.name, spec.describe()) for spec in specs])
         for plan in plan_buckets(specs, cap_bytes=self.settings.cap_bytes, groups=groups):
             members = [params[piece.spec.name] for piece in plan.slices]
             self._buckets.append(_Bucket(members, plan.describe().replace("gradients of", "the deltas of", 1)))
         self._name_of.update((param, name) for name, param in params.items())
-        self._hooks += [listen(param, self._on_gradient) for param in params.values()]
-
-    def meet(self) -> Group:
-        """The channel to the other ranks; the first call opens it and compares the models, and waits for all."""
-        while self._uncompared:
-            require_same_model(self._ranks, self._uncompared.pop(0))
-        if self._group is None:
-            self._group = self._ranks.duplicate()
-            self._ranks.reducers.add(self)
-        return self._group
-
-    def close(self) -> None:
-        """Combine nothing any more."""
-        self._is_closed = True
-        self._ranks.reducers.discard(self)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        self._hear(params.values(), [(spec.name, spec.describe()) for spec in specs])
 
     # -- backward passes, which here are only counted
 
@@ -89,15 +55,6 @@ class Deltas(ParamListener):
         passes = self._passes[param] = self._passes.get(param, 0) + 1
         if passes > self.backward_passes_per_step:
             raise too_many_passes(self._name_of[param], self.backward_passes_per_step)
-
-    @contextmanager
-    def only_accumulating(self) -> Iterator[None]:
-        """Do not count the backward passes inside."""
-        earlier, self._only_accumulating = self._only_accumulating, True
-        try:
-            yield
-        finally:
-            self._only_accumulating = earlier
 
     @property
     def has_arrivals(self) -> bool:
@@ -121,11 +78,7 @@ class Deltas(ParamListener):
 
         Then none steps. Every rank must call it before `stepping`, with None where there is no GradScaler.
         """
-        if self._is_closed:
-            raise GradientError(
-                "this DistributedOptimizer combines nothing any more: it was closed, or another one was made over "
-                "the same parameters since; step with that one, or with the optimizer that was wrapped"
-            )
+        self._require_not_closed()
         self._passes.clear()
         _, overflows = self._count([1, 0 if found_inf is None else int(found_inf.item() > 0)])
         if overflows:

@@ -2,6 +2,7 @@
 Where every parameter's gradient is kept: the buckets in plan order, and those that are gathered.
 
     named parameters ── plan ── buckets, some asleep ── a sparse gradient shows itself ── one moves out
+                     └─ where they stay, on a rank that is alone and compresses nothing
 
 The order of both lists is the same on every rank at all times, since collectives follow it: they change
 only by what all ranks know together.
@@ -13,19 +14,24 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from .bucket import Bucket, Memory, Slot
+from .bucket import Bucket, Memory
 from .plan import BucketPlan, Description, ParamSpec, plan_buckets
+from .slot import Slot
 from .sparse import SparseHome
+from .staying import StayingHome, require_same
 
 
 class Layout:
     """The homes of the gradients of one optimizer's parameters."""
 
-    def __init__(self, *, cap_bytes: int, scale: float, densify: bool, memory: Memory) -> None:
-        """``memory`` is where buckets take theirs, when their first gradient comes."""
+    def __init__(self, *, cap_bytes: int, scale: float, densify: bool, memory: Memory, stays: bool) -> None:
+        """``memory`` is where buckets take theirs when a first gradient comes; there are none where all ``stays``."""
         self.buckets: list[Bucket] = []
         self.sparse: list[SparseHome] = []
-        self.slots: dict[Tensor, Slot] = {}
+        # By the parameter's `id`: to hash a tensor is a call of Python's, and this is looked up at every gradient.
+        self.slots: dict[int, Slot] = {}
+        # Where all gradients are kept if not in buckets.
+        self._staying = StayingHome() if stays else None
         # Of what is planned from now on.
         self.cap_bytes = cap_bytes
         self._scale = scale
@@ -36,12 +42,46 @@ class Layout:
         """Plan buckets for more parameters, after those there are; what ranks are to compare of them."""
         specs = [ParamSpec.of(name, param) for name, param in params.items()]
         plans = plan_buckets(specs, cap_bytes=self.cap_bytes, groups=groups)
-        buckets = [self._make_bucket(plan, [params[piece.spec.name] for piece in plan.slices]) for plan in plans]
-        if buckets:
-            # The first bucket's plan has room for their calls.
-            buckets[0].sleepers = [bucket for bucket in buckets if bucket.asleep]
-        self.buckets += buckets
+        if self._staying is not None:
+            slots = [Slot(self._staying, piece, params[piece.spec.name]) for plan in plans for piece in plan.slices]
+            self._enter(slots)
+        else:
+            buckets = [self._make_bucket(plan, [params[piece.spec.name] for piece in plan.slices]) for plan in plans]
+            if buckets:
+                # The first bucket's plan has room for their calls.
+                buckets[0].sleepers = [bucket for bucket in buckets if bucket.asleep]
+            self.buckets += buckets
         return [(spec.name, spec.describe()) for spec in specs]
+
+    def expect(self) -> None:
+        """A step begins."""
+        for bucket in self.buckets:
+            bucket.expect()
+
+    def give_up(self) -> None:
+        """Nobody wants what this step brings."""
+        for bucket in self.buckets:
+            bucket.give_up()
+
+    def require_same(self) -> None:
+        """Raise a GradientError if the user has changed a gradient that stays where it is, since it was complete."""
+        if self._staying is not None:
+            require_same(self.slots.values())
+
+    def forget(self) -> None:
+        """A step is over: nothing of the next one has been seen."""
+        for slot in self.slots.values():
+            slot.passes = 0
+            slot.arrived = slot.sparse = slot.scaled = slot.fresh = False
+        if self._staying is not None:
+            # What the user drops is not to be held.
+            for slot in self.slots.values():
+                slot.view = None
+
+    def drop_gradients(self) -> None:
+        """Leave no parameter a gradient."""
+        for slot in self.slots.values():
+            slot.param.grad = None
 
     def awake(self) -> list[Bucket]:
         """The buckets that travel in every step, in plan order."""
@@ -62,5 +102,8 @@ class Layout:
 
     def _make_bucket(self, plan: BucketPlan, params: Sequence[Tensor]) -> Bucket:
         bucket = Bucket(plan, params, scale=self._scale, densify=self._densify, memory=self._memory)
-        self.slots.update((slot.param, slot) for slot in bucket.slots)
+        self._enter(bucket.slots)
         return bucket
+
+    def _enter(self, slots: Iterable[Slot]) -> None:
+        self.slots.update({id(slot.param): slot for slot in slots})

@@ -1,17 +1,14 @@
 """
-The two lines' second half: an optimizer that steps with averaged gradients.
+The two lines' second half: how an optimizer that averages gradients is made, of arguments or of a pickle.
 
-    loss.backward() ── Reducer (hooks) ── step: synchronize, then the wrapped optimizer's own step
+    optimizer, arguments ── checked, compared between the ranks ── Reducer ── DistributedOptimizer
 
-`DistributedOptimizer` wraps an instance and leaves it whole: state, schedulers and step hooks stay with
-it. Arguments are checked here; how gradients become averages is in `reducer`, what Adasum does instead in `deltas`.
+What it does then is in `averaging`.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +18,6 @@ from ..channels.collective import Group
 from ..channels.reduce_op import Adasum, Average, ReduceOp
 from ..collectives.compression import AnyCompression, Compression, check_compression
 from ..environment import Environment
-from ..errors import GradientError
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
 from ..world import current_world, is_initialized
@@ -34,12 +30,12 @@ from .arguments import (
     check_optimizer,
     check_positive_int,
     check_predivide,
+    check_step_on_arrival,
     groups_of,
-    names_of_added_group,
 )
 from .autotune import tuned_cap
+from .averaging import AveragingOptimizer
 from .deltas import Deltas
-from .proxy import OptimizerProxy
 from .reducer import Reducer
 from .wire import Settings
 
@@ -48,7 +44,7 @@ from .wire import Settings
 DEFAULT_BUCKET_CAP_BYTES = 16 * 2**20
 
 
-class DistributedOptimizer(OptimizerProxy):
+class DistributedOptimizer(AveragingOptimizer):
     """Wraps an optimizer so that ``step()`` uses gradients averaged over all ranks.
 
     Every rank must construct it, with the same arguments and a model of the same shapes (a `MismatchError`
@@ -91,6 +87,12 @@ class DistributedOptimizer(OptimizerProxy):
     later too; the log tells which at level info. `HVDLITE_AUTOTUNE=1` does it for every optimizer that is given no
     ``bucket_cap_mb``. Not for ``hvd.Adasum``, nor together with a size that is given: a ValueError.
 
+    ``step_on_arrival``: let ``step()`` update the parameters of a bucket as soon as its averages are there, while other
+    buckets still travel, with the same bits; then their gradients are freed, so that after it every ``param.grad`` is
+    None. For optimizers that update each parameter by itself, as all that may be wrapped of `torch.optim` do. A step
+    that comes after all averages (after `synchronize` or GradScaler), or that a step hook watches, is taken as a whole.
+    One that fails on the way, with a rank that has gone, may have updated some parameters. Neither closures nor Adasum.
+
     An average is bit-identical on all ranks, and from run to run.
     """
 
@@ -109,6 +111,7 @@ class DistributedOptimizer(OptimizerProxy):
         *,
         bucket_cap_mb: float | None = None,
         autotune: bool = False,
+        step_on_arrival: bool = False,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
@@ -122,6 +125,7 @@ class DistributedOptimizer(OptimizerProxy):
             check_predivide(gradient_predivide_factor, op),
             check_cap(bucket_cap_mb, environment.fusion_threshold_bytes, DEFAULT_BUCKET_CAP_BYTES),
             bool(sparse_as_dense),
+            check_step_on_arrival(step_on_arrival, op),
         )
         check_positive_int(backward_passes_per_step, "backward_passes_per_step")
         named = check_named_parameters(optimizer, named_parameters)
@@ -132,14 +136,13 @@ class DistributedOptimizer(OptimizerProxy):
         else:
             group = group_of(process_set, "hvd.DistributedOptimizer")
         self._uses_the_world = process_set is global_process_set
-        self._named = named
-        self._skipping = False
         reducer = _reducer_of(group, settings, backward_passes_per_step)
         try:
             group.require_agreement(
                 (*settings.signature(), backward_passes_per_step, named_groups, tunes),
                 "hvd.DistributedOptimizer",
-                "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, passes per step, groups, autotune)",
+                "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, step_on_arrival, passes per step, "
+                "groups, autotune)",
             )
             if tunes:
                 assert isinstance(reducer, Reducer), "with Adasum it is refused"
@@ -150,134 +153,6 @@ class DistributedOptimizer(OptimizerProxy):
         except BaseException:
             reducer.close()
             raise
-
-    def _connect(
-        self, reducer: Reducer | Deltas, named: Sequence[tuple[str, Tensor]], groups: Sequence[Sequence[str]]
-    ) -> None:
-        self._reducer = reducer
-        # GradScaler is to unscale averages itself before it decides whether to step. With Adasum gradients are each
-        # rank's own, and so is what it finds: there the ranks decide together.
-        self._step_supports_amp_scaling = isinstance(reducer, Deltas)
-        self._named_groups = groups
-        reducer.add_params(named, groups)
-        # Parameters outlive their optimizer; the hooks on them must not.
-        finalizer = weakref.finalize(self, reducer.close)
-        finalizer.atexit = False
-
-    def close(self) -> None:
-        """Remove every hook from the parameters; backward then communicates nothing."""
-        self._reducer.close()
-
-    # -- gradients
-
-    def synchronize(self) -> None:
-        """Wait until every gradient is the average over all ranks. Every rank must call it.
-
-        For clipping and the like::
-
-            optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            with optimizer.skip_synchronize():
-                optimizer.step()
-
-        A second call before the next backward does nothing, and ``step()`` without ``skip_synchronize``
-        does not average again either.
-        """
-        self._reducer.synchronize()
-
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
-        """Let ``step()`` inside use the gradients as they are; call `synchronize` before."""
-        if isinstance(self._reducer, Deltas):
-            # Horovod's words.
-            raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
-        earlier, self._skipping = self._skipping, True
-        try:
-            yield
-        finally:
-            self._skipping = earlier
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside only add to the gradients; the next one outside averages the sum."""
-        with self._reducer.only_accumulating():
-            yield
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many backward passes make a step; on every rank, between two steps."""
-        check_positive_int(passes, "backward_passes_per_step")
-        self._reducer.backward_passes_per_step = passes
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As PyTorch's. A GradientError where gradients are on their way, since they would be lost."""
-        # The first two sentences are Horovod's.
-        self._reducer.require_nothing_pending(
-            "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-            "optimizer.synchronize(). This is prohibited as it can cause a race condition: it came",
-            "call step() first, or, to drop them, synchronize(), on every rank. Gradients that are never wanted are "
-            "best computed under `with optimizer.no_sync():`, or with the parameters frozen meanwhile",
-        )
-        self._optimizer.zero_grad(set_to_none)
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Wait for the averages, then take the wrapped optimizer's step. Every rank must call it.
-
-        A ``closure`` is called once; its gradients are averaged before they are used. What it returns,
-        its own rank's loss, is returned.
-        """
-        if isinstance(self._reducer, Deltas):
-            set_by_scaler = vars(self)
-            if not self._reducer.agree_to_step(set_by_scaler.get("grad_scale"), set_by_scaler.get("found_inf")):
-                return None
-        with self._reducer.stepping():
-            if closure is not None:
-                return self._optimizer.step(self._averaging(closure))
-            self._prepare_step()
-            return self._optimizer.step()
-
-    def _averaging(self, closure: Callable[[], float]) -> Callable[[], float]:
-        def average_after() -> float:
-            loss = closure()
-            self._prepare_step()
-            return loss
-
-        return average_after
-
-    def _prepare_step(self) -> None:
-        if not self._skipping:
-            self._reducer.synchronize()
-        elif self._reducer.has_arrivals:
-            raise GradientError(
-                "step() was called in skip_synchronize() while gradients are on their way between the ranks: "
-                "call synchronize() before, or leave skip_synchronize() away"
-            )
-        self._reducer.require_sound()
-
-    # -- what belongs to the wrapped optimizer
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The wrapped optimizer's parameter groups.
-
-        Reading them waits for gradients that are on their way: GradScaler.unscale_ and clipping by group
-        reach the gradients through here, without a call of `synchronize`.
-        """
-        if self._reducer.has_arrivals and not self._skipping:
-            self._reducer.synchronize()
-        return self._optimizer.param_groups
-
-    @param_groups.setter
-    def param_groups(self, value: list[dict[str, Any]]) -> None:
-        self._optimizer.param_groups = value
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As PyTorch's, and average its gradients too. Every rank must call it; it waits for all."""
-        self._reducer.require_nothing_pending("add_param_group() was called", "call step() first")
-        self._optimizer.add_param_group(param_group)
-        named = names_of_added_group(self._optimizer, [name for name, _ in self._named])
-        self._named += named
-        self._reducer.add_params(named)
-        self._reducer.meet()
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer over {self._reducer.size} ranks of\n{self._optimizer!r}"
@@ -304,11 +179,10 @@ class DistributedOptimizer(OptimizerProxy):
         """
         super().__init__(pickled["optimizer"])
         self._uses_the_world = True
-        self._skipping = False
         params = self._params()
-        self._named = [(name, params[place]) for name, place in pickled["named_places"]]
+        named = [(name, params[place]) for name, place in pickled["named_places"]]
         reducer = _reducer_of(current_world().group, pickled["settings"], pickled["backward_passes_per_step"])
-        self._connect(reducer, self._named, pickled["groups"])
+        self._connect(reducer, named, pickled["groups"])
 
     def _params(self) -> list[Tensor]:
         return [param for entry in self._optimizer.param_groups for param in entry["params"]]

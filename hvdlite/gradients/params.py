@@ -7,7 +7,8 @@ What is done with them is in `reducer` and `deltas`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -15,14 +16,85 @@ from torch.utils.hooks import RemovableHandle
 from ..channels.collective import Group
 from ..errors import GradientError, MismatchError
 from .plan import Description, first_difference
+from .tracks import Tracks
+from .wire import Settings
 
 
 class ParamListener(ABC):
-    """Hears, by a bound method, when a gradient has been added to; a parameter has one such listener at most."""
+    """Hears, by a bound method, when a gradient has been added to, and has a channel to the other ranks.
+
+    A parameter has one listener at most. What is done with the gradients is a subclass's.
+    """
+
+    def __init__(self, group: Group, settings: Settings, backward_passes_per_step: int) -> None:
+        self.settings = settings
+        self.size = group.size
+        self.backward_passes_per_step = backward_passes_per_step
+        self._ranks = group
+        self._tracks = Tracks(group.recorder)
+        # A channel of our own between the same ranks, opened when they first meet.
+        self._group: Group | None = None
+        self._uncompared: list[Description] = []
+        self._hooks: list[RemovableHandle] = []
+        self._is_closed = False
+        # Whether something is under way on that channel.
+        self._collecting = False
+        self._only_accumulating = False
 
     @abstractmethod
+    def _on_gradient(self, param: Tensor) -> None:
+        """A backward pass has added to this gradient."""
+
+    @abstractmethod
+    def sit_out(self, average_of_active: bool) -> bool:
+        """Take part in one step of the other ranks with nothing to give; False if they all sat out as well."""
+
+    def _hear(self, params: Iterable[Tensor], description: Description) -> None:
+        """Listen to more parameters, which the ranks are to compare when they next meet."""
+        params = list(params)
+        take_over(params)
+        self._uncompared.append(description)
+        self._hooks += [listen(param, self._on_gradient) for param in params]
+
+    def meet(self) -> Group:
+        """The channel to the other ranks; the first call opens it and compares the models.
+
+        Every rank must call it before the first gradient, or leave it to that. A MismatchError on every
+        rank if one has other parameters than another.
+        """
+        while self._uncompared:
+            require_same_model(self._ranks, self._uncompared.pop(0))
+        if self._group is None:
+            self._group = self._ranks.duplicate()
+            self._ranks.reducers.add(self)
+        return self._group
+
     def close(self) -> None:
-        """Listen no more."""
+        """Listen no more. Gradients stay where they are; what is under way is not waited for."""
+        self._is_closed = True
+        self._ranks.reducers.discard(self)
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._group is not None and not self._collecting:
+            self._group.close()
+            self._group = None
+
+    def _require_not_closed(self) -> None:
+        if self._is_closed:
+            raise GradientError(
+                "this DistributedOptimizer averages nothing any more: it was closed, or another one was made over "
+                "the same parameters since; step with that one, or with the optimizer that was wrapped"
+            )
+
+    @contextmanager
+    def only_accumulating(self) -> Iterator[None]:
+        """Let backward passes inside add to the gradients, without counting and without communication."""
+        earlier, self._only_accumulating = self._only_accumulating, True
+        try:
+            yield
+        finally:
+            self._only_accumulating = earlier
 
 
 def take_over(params: Iterable[Tensor]) -> None:

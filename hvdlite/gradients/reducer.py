@@ -15,23 +15,24 @@ nothing is checked here, since only here is known what is under way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from ..channels.collective import Group
+from ..collectives.compression import Compression
 from ..errors import GradientError
-from .bucket import Slot
 from .convoy import Convoy
 from .layout import Layout
-from .params import ParamListener, listen, require_same_model, take_over, too_many_passes
-from .plan import Description
-from .tracks import Tracks
+from .params import ParamListener, too_many_passes
+from .slot import Slot
 from .wire import Settings
+
+# Looked up once: it is called at every gradient.
+_number_of_backward = torch._C._current_graph_task_id
 
 
 class Reducer(ParamListener):
@@ -43,27 +44,16 @@ class Reducer(ParamListener):
     """
 
     def __init__(self, group: Group, settings: Settings, backward_passes_per_step: int = 1) -> None:
-        self.settings = settings
-        self.size = group.size
-        self._ranks = group
-        # A channel of our own between the same ranks, opened when they first meet.
-        self._group: Group | None = None
-        self.backward_passes_per_step = backward_passes_per_step
-        self._hooks: list[RemovableHandle] = []
-        self._tracks = Tracks(group.recorder)
-        self._is_closed = False
+        super().__init__(group, settings, backward_passes_per_step)
         self._layout = Layout(
             cap_bytes=settings.cap_bytes,
             scale=settings.scales(group.size)[0],
             densify=settings.sparse_as_dense,
             memory=self._take_memory,
+            stays=group.size == 1 and settings.compression is Compression.none,
         )
         self._convoy = Convoy(self._layout, settings, self._tracks)
-        self._uncompared: list[Description] = []
-        # What is under way in this step.
-        self._collecting = False
         self._synchronized = False
-        self._only_accumulating = False
         # Whether a backward pass too many has added to gradients that were on their way.
         self._is_spoilt = False
         # Autograd's numbers of the backward passes since the last step.
@@ -79,73 +69,49 @@ class Reducer(ParamListener):
     def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
         """Take in parameters: plan their buckets, after those there are, and hook their gradients."""
         params = dict(named_params)
-        take_over(params.values())
-        self._uncompared.append(self._layout.add(params, groups))
-        self._hooks += [listen(param, self._on_gradient) for param in params.values()]
-
-    def meet(self) -> Group:
-        """The channel to the other ranks; the first call opens it and compares the models.
-
-        Every rank must call it before the first gradient, or leave it to that. A MismatchError on every
-        rank if one has other parameters than another.
-        """
-        while self._uncompared:
-            require_same_model(self._ranks, self._uncompared.pop(0))
-        if self._group is None:
-            self._group = self._ranks.duplicate()
-            self._ranks.reducers.add(self)
-        return self._group
+        self._hear(params.values(), self._layout.add(params, groups))
 
     def _take_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Of the engine that will carry it: where that is shared memory, gradients are summed where they lie.
         return self.meet().zeros(numel, dtype, device)
 
-    def close(self) -> None:
-        """Remove every hook. Gradients stay where they are; what is under way is not waited for."""
-        self._is_closed = True
-        self._ranks.reducers.discard(self)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        if self._group is not None and not self._collecting:
-            self._group.close()
-            self._group = None
-
     # -- inside backward
 
     def _on_gradient(self, param: Tensor) -> None:
-        slot = self._layout.slots[param]
+        # Once for each parameter in each pass: what is the same for all of them is elsewhere.
+        slot = self._layout.slots[id(param)]
         if not self._collecting:
             self._begin_step()
         elif slot.arrived:
             self._require_surplus(slot)
             self._discard()
             self._begin_step()
-        self._backwards.add(torch._C._current_graph_task_id())
+        backward = _number_of_backward()
+        if backward not in self._backwards:
+            self._backwards.add(backward)
         if param.grad is not slot.view:
             # A gradient that was None before: what earlier passes left in it, the user has thrown away.
             slot.passes = 0
-        slot.passes += 0 if self._only_accumulating else 1
-        last_pass = not self._only_accumulating and slot.passes >= self.backward_passes_per_step
-        slot.home.take(slot, last_pass)
-        if last_pass:
-            slot.home.arrive(slot)
+        last_pass = False
+        if not self._only_accumulating:
+            slot.passes += 1
+            last_pass = slot.passes >= self.backward_passes_per_step
+        if slot.home.take(slot, last_pass):
             self._convoy.launch_full_buckets(self.meet())
 
     # -- between backward and step
 
-    def synchronize(self) -> None:
+    def synchronize(self, update: Callable[[list[Tensor]], None] | None = None) -> None:
         """Wait for all ranks; leave the averages in the gradients. Nothing if that has been done already.
+
+        ``update`` is called with some parameters as soon as their averages are there, while others travel; then these
+        gradients become None. It is not told of those that are gathered, nor of any at a rank that is alone.
 
         A parameter that no rank used keeps ``grad = None``; one that some ranks used is averaged over all
         of them, the others counting as zero. After a backward pass too many it waits as well, and what is in the
         gradients then is good for nothing: see `require_sound`.
         """
-        if self._is_closed:
-            raise GradientError(
-                "this DistributedOptimizer averages nothing any more: it was closed, or another one was made over "
-                "the same parameters since; step with that one, or with the optimizer that was wrapped"
-            )
+        self._require_not_closed()
         if self._synchronized:
             return
         if not self._collecting:
@@ -154,11 +120,27 @@ class Reducer(ParamListener):
         # the rest only here, and may wait for each other in other collectives before.
         try:
             with self._tracks.synchronizing():
-                self._convoy.launch_rest_and_wait(self.meet())
-                self._convoy.give_back(self.meet())
+                self._bring_home(None if self._is_spoilt else update)
         finally:
             self._end_step()
         self._synchronized = True
+
+    def _bring_home(self, update: Callable[[list[Tensor]], None] | None) -> None:
+        group = self.meet()
+        if not self._is_spoilt:
+            self._layout.require_same()
+        for bucket in self._convoy.arriving(group):
+            gathered = self._convoy.settle(bucket)
+            if update is not None:
+                update([slot.param for slot in bucket.slots if slot not in gathered])
+                bucket.drop(gathered)
+        self._convoy.gather(group)
+
+    def drop_gradients(self) -> None:
+        """Leave no parameter a gradient, and give the memory of the buckets back, until the next one comes."""
+        self._layout.drop_gradients()
+        for bucket in self._layout.buckets:
+            bucket.drop(())
 
     def require_sound(self) -> None:
         """Raise a GradientError if a backward pass too many has spoilt the gradients, and they were not dropped."""
@@ -179,21 +161,16 @@ class Reducer(ParamListener):
             self.stepped()
             return True
         self._begin_step()
-        self._drop_gradients()
+        self._layout.drop_gradients()
         for bucket in self._layout.buckets:
             bucket.sit_out(average_of_active)
         try:
-            self._convoy.launch_rest_and_wait(self.meet())
+            self._bring_home(None)
             active = self._convoy.active
-            self._convoy.give_back(self.meet())
         finally:
             self._end_step()
-        self._drop_gradients()
+        self._layout.drop_gradients()
         return active > 0
-
-    def _drop_gradients(self) -> None:
-        for param in self._layout.slots:
-            param.grad = None
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -232,30 +209,19 @@ class Reducer(ParamListener):
         """Whether some gradient is complete and has not been synchronized."""
         return self._collecting and any(slot.arrived for slot in self._layout.slots.values())
 
-    @contextmanager
-    def only_accumulating(self) -> Iterator[None]:
-        """Let backward passes inside add to the gradients, without counting and without communication."""
-        earlier, self._only_accumulating = self._only_accumulating, True
-        try:
-            yield
-        finally:
-            self._only_accumulating = earlier
-
     # -- how it is done
 
     def _begin_step(self) -> None:
-        self.meet()
+        self.meet().require_open("averaging gradients")
         self._collecting = True
         self._synchronized = False
         self._is_spoilt = False
-        for bucket in self._layout.buckets:
-            bucket.expect()
+        self._layout.expect()
 
     def _end_step(self) -> None:
         self._collecting = False
         self._convoy.disperse()
-        for slot in self._layout.slots.values():
-            slot.forget()
+        self._layout.forget()
 
     def _is_surplus(self) -> bool:
         """Whether another optimizer has stepped with every backward pass that these gradients come from.
@@ -269,18 +235,15 @@ class Reducer(ParamListener):
         if not self._is_surplus():
             # So that the step can still be taken to its end with the other ranks, and dropped.
             self._is_spoilt = True
-            self._give_up()
+            self._layout.give_up()
             raise too_many_passes(slot.name, self.backward_passes_per_step)
 
     def _discard(self) -> None:
         """Let what is under way come to its end on all ranks, and begin anew."""
-        self._give_up()
+        self._layout.give_up()
         try:
-            self._convoy.launch_rest_and_wait(self.meet())
+            for _ in self._convoy.arriving(self.meet()):
+                pass
         finally:
             self._end_step()
             self._backwards.clear()
-
-    def _give_up(self) -> None:
-        for bucket in self._layout.buckets:
-            bucket.give_up()

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..channels.collective import Group
 from ..collectives.moving import all_gather_rows
 from ..errors import GradientError, MismatchError
-from .bucket import Slot
+from .slot import Slot
 
 
 class SparseHome:
@@ -24,7 +24,7 @@ class SparseHome:
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
 
-    def take(self, slot: Slot, last_pass: bool) -> None:
+    def take(self, slot: Slot, last_pass: bool) -> bool:
         """Check that the gradient is still of the kind that all ranks gather."""
         grad = slot.param.grad
         if grad is not None and grad.layout == torch.strided:
@@ -32,10 +32,9 @@ class SparseHome:
                 f"parameter {slot.name!r} had sparse gradients in earlier steps and has a dense one now: keep "
                 "it one or the other, or wrap the optimizer with sparse_as_dense=True"
             )
-
-    def arrive(self, slot: Slot) -> None:
-        """Count the gradient as complete."""
-        slot.arrived = True
+        if last_pass:
+            slot.arrived = True
+        return False
 
     def reduce(self, group: Group, before: float, after: float) -> None:
         """Join the rows of all ranks, scaled; leave the gradient None where no rank has one.

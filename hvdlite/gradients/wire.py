@@ -34,12 +34,14 @@ class Settings:
     gradient_predivide_factor: float
     cap_bytes: int
     sparse_as_dense: bool
+    step_on_arrival: bool = False
 
     def signature(self) -> tuple[object, ...]:
         """What two ranks compare; a compression of the user's own by its type."""
         own_words = type(self.compression).__repr__ is not object.__repr__
         compression = repr(self.compression) if own_words else type(self.compression).__qualname__
-        return (compression, self.op, self.gradient_predivide_factor, self.cap_bytes, self.sparse_as_dense)
+        scaling = (self.op, self.gradient_predivide_factor)
+        return (compression, *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival)
 
     def of_bystander(self) -> Settings:
         """Those of a rank that takes part in nothing: its gradients stay bit for bit what they are."""
@@ -82,6 +84,15 @@ class InFlight:
                 self._cast.convert(self._out, scale, self._gradients.numel(), self._wire)
         self._work = group.all_reduce(self._wire, f"the all-reduce of the {bucket.plan.describe()}")
         track.launched(self._work, self._wire)
+
+    @property
+    def holds_wire(self) -> bool:
+        """Whether it takes memory beside the bucket's, of a kind that is scarce until `finish`.
+
+        On a GPU the program runs ahead of what it launches: were it to wait there for a wire, nothing would travel
+        during backward.
+        """
+        return self._wire is not self._out and self._wire.device.type == "cpu"
 
     def is_completed(self) -> bool:
         """Whether `finish` would not have to wait."""

@@ -1,0 +1,172 @@
+"""
+An optimizer that steps with averaged gradients.
+
+    loss.backward() ── Reducer (hooks) ── step: synchronize, then the wrapped optimizer's own step
+
+It wraps an instance and leaves it whole: state, schedulers and step hooks stay with it. How gradients become averages
+is in `reducer`, what Adasum does instead in `deltas`; how one is made of a user's arguments is in `optimizer`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import GradientError
+from .arguments import check_positive_int, names_of_added_group
+from .arrival import StepByBucket
+from .deltas import Deltas
+from .proxy import OptimizerProxy
+from .reducer import Reducer
+
+
+class AveragingOptimizer(OptimizerProxy):
+    """Adds to a proxy what averages gradients; whoever makes one calls `_connect`."""
+
+    def _connect(
+        self, reducer: Reducer | Deltas, named: Sequence[tuple[str, Tensor]], groups: Sequence[Sequence[str]]
+    ) -> None:
+        self._reducer = reducer
+        # GradScaler is to unscale averages itself before it decides whether to step. With Adasum gradients are each
+        # rank's own, and so is what it finds: there the ranks decide together.
+        self._step_supports_amp_scaling = isinstance(reducer, Deltas)
+        self._by_bucket: StepByBucket | None = None
+        if isinstance(reducer, Reducer) and reducer.settings.step_on_arrival:
+            self._by_bucket = StepByBucket(self._optimizer, reducer)
+        self._named = list(named)
+        self._named_groups = groups
+        self._skipping = False
+        reducer.add_params(named, groups)
+        # Parameters outlive their optimizer; the hooks on them must not.
+        finalizer = weakref.finalize(self, reducer.close)
+        finalizer.atexit = False
+
+    def close(self) -> None:
+        """Remove every hook from the parameters; backward then communicates nothing."""
+        self._reducer.close()
+
+    # -- gradients
+
+    def synchronize(self) -> None:
+        """Wait until every gradient is the average over all ranks. Every rank must call it.
+
+        For clipping and the like::
+
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+        A second call before the next backward does nothing, and ``step()`` without ``skip_synchronize``
+        does not average again either.
+        """
+        self._reducer.synchronize()
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Let ``step()`` inside use the gradients as they are; call `synchronize` before."""
+        if isinstance(self._reducer, Deltas):
+            # Horovod's words.
+            raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        earlier, self._skipping = self._skipping, True
+        try:
+            yield
+        finally:
+            self._skipping = earlier
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes inside only add to the gradients; the next one outside averages the sum."""
+        with self._reducer.only_accumulating():
+            yield
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes make a step; on every rank, between two steps."""
+        check_positive_int(passes, "backward_passes_per_step")
+        self._reducer.backward_passes_per_step = passes
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As PyTorch's. A GradientError where gradients are on their way, since they would be lost."""
+        # The first two sentences are Horovod's.
+        self._reducer.require_nothing_pending(
+            "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+            "optimizer.synchronize(). This is prohibited as it can cause a race condition: it came",
+            "call step() first, or, to drop them, synchronize(), on every rank. Gradients that are never wanted are "
+            "best computed under `with optimizer.no_sync():`, or with the parameters frozen meanwhile",
+        )
+        self._optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Wait for the averages, then take the wrapped optimizer's step. Every rank must call it.
+
+        A ``closure`` is called once; its gradients are averaged before they are used. What it returns,
+        its own rank's loss, is returned.
+        """
+        if isinstance(self._reducer, Deltas):
+            set_by_scaler = vars(self)
+            if not self._reducer.agree_to_step(set_by_scaler.get("grad_scale"), set_by_scaler.get("found_inf")):
+                return None
+        by_bucket = self._by_bucket
+        if closure is not None and by_bucket is not None:
+            raise ValueError(
+                "step(closure) with step_on_arrival=True: a closure computes gradients inside the step; call it before "
+                "step(), without an argument, or leave step_on_arrival out"
+            )
+        result = None
+        with self._reducer.stepping():
+            if closure is not None:
+                result = self._optimizer.step(self._averaging(closure))
+            elif self._skipping or by_bucket is None or not by_bucket.take():
+                self._prepare_step()
+                result = self._optimizer.step()
+        if by_bucket is not None:
+            by_bucket.drop_gradients()
+        return result
+
+    def _averaging(self, closure: Callable[[], float]) -> Callable[[], float]:
+        def average_after() -> float:
+            loss = closure()
+            self._prepare_step()
+            return loss
+
+        return average_after
+
+    def _prepare_step(self) -> None:
+        if not self._skipping:
+            self._reducer.synchronize()
+        elif self._reducer.has_arrivals:
+            raise GradientError(
+                "step() was called in skip_synchronize() while gradients are on their way between the ranks: "
+                "call synchronize() before, or leave skip_synchronize() away"
+            )
+        self._reducer.require_sound()
+
+    # -- what belongs to the wrapped optimizer
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The wrapped optimizer's parameter groups.
+
+        Reading them waits for gradients that are on their way: GradScaler.unscale_ and clipping by group
+        reach the gradients through here, without a call of `synchronize`.
+        """
+        if self._reducer.has_arrivals and not self._skipping:
+            self._reducer.synchronize()
+        return self._optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, value: list[dict[str, Any]]) -> None:
+        self._optimizer.param_groups = value
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As PyTorch's, and average its gradients too. Every rank must call it; it waits for all."""
+        self._reducer.require_nothing_pending("add_param_group() was called", "call step() first")
+        self._optimizer.add_param_group(param_group)
+        named = names_of_added_group(self._optimizer, [name for name, _ in self._named])
+        self._named += named
+        self._reducer.add_params(named)
+        self._reducer.meet()
