@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..channels.collective import Group
+from ..channels.engine import HasMemory
 from ..errors import HvdliteError
 from .memory_left import why_too_large
 from .plot import Chart, Point
@@ -74,22 +75,24 @@ class AllReduce:
         self._ranks = ranks.size
         for case in self.cases:
             progress.begin(f"{show_size(case.nbytes)} {name_of(case.dtype)}")
-            case.skipped = why_too_large(ranks, _TENSORS * case.nbytes, _shared_bytes(ranks, case.nbytes))
-            if case.skipped is not None:
-                progress.advance(self._rounds)
-                continue
             with ranks.channel() as group:
-                blocks = blocks_of(ranks, group, case)
-                case.samples = {name: [] for name in blocks}
-                take_turns(ranks, blocks, self._rounds, case.samples, progress)
+                shared = _SHARED_TENSORS * case.nbytes if shares_memory(ranks, group) else 0
+                case.skipped = why_too_large(ranks, _TENSORS * case.nbytes, shared)
+                if case.skipped is None:
+                    blocks = blocks_of(ranks, group, case)
+                    case.samples = {name: [] for name in blocks}
+                    take_turns(ranks, blocks, self._rounds, case.samples, progress)
+                else:
+                    progress.advance(self._rounds)
 
     def report(self) -> Report:
         """What has been measured by now."""
         return report_of(self.cases, self._ranks)
 
 
-def _shared_bytes(ranks: Ranks, nbytes: int) -> int:
-    return _SHARED_TENSORS * nbytes if ranks.device.type == "cpu" and ranks.size > 1 else 0
+def shares_memory(ranks: Ranks, group: Group) -> bool:
+    """Whether tensors that lie in memory of the engine's, as gradients do, are another case than any."""
+    return ranks.device.type == "cpu" and isinstance(group.engine, HasMemory)
 
 
 def blocks_of(ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], float]]:
@@ -99,11 +102,11 @@ def blocks_of(ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], 
 
 
 def hvdlite_actions(ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], object]]:
-    """hvdlite's all-reduces of a case: on a CPU of memory that its engine offers, and of any."""
+    """hvdlite's all-reduces of a case: of memory that its engine offers, where it does, and of any."""
     any_tensor = torch.zeros(case.numel, dtype=case.dtype, device=ranks.device)
     tensors = {"hvdlite": any_tensor}
-    if ranks.device.type == "cpu":
-        resident = group.zeros(case.numel, case.dtype, ranks.device).zero_()
+    if shares_memory(ranks, group):
+        resident = group.zeros(case.numel, case.dtype, ranks.device)
         tensors = {"hvdlite resident": resident, "hvdlite any": any_tensor}
     actions: dict[str, Callable[[], object]] = {}
     for name, tensor in tensors.items():

@@ -15,8 +15,9 @@ import torch
 from ..errors import says_peer_lost
 from ..meeting.topology import read_seat
 from ..world import current_world, init
-from .command_line import PROGRAM, Request, parse
+from .command_line import Request, parse
 from .errors import UsageError
+from .flags import PROGRAM
 from .interruption import Interruption
 from .progress import Progress
 from .ranks import Ranks

@@ -59,7 +59,7 @@ def _make_board(segment: Segment | NoMemoryError) -> Board | NoMemoryError:
     if isinstance(segment, NoMemoryError):
         return segment
     try:
-        board = Board(segment.allocate(BOARD_BYTES))
+        board = Board(segment.allocate(BOARD_BYTES, stays=True))
     except NoMemoryError as error:
         return error
     board.token = secrets.randbits(63)

@@ -5,7 +5,7 @@ Memory that the ranks of a host share: each rank's own, and that of the others a
 
 A file in /dev/shm that never has a name: other ranks open it through the file descriptor of the process that made it.
 So it is gone when the last process that has mapped it is, however that ends, and no other user can open it. A piece's
-memory is given back when nothing refers to it any more.
+memory is given back when nothing refers to it any more, or with the file, if others may still look at it.
 """
 
 from __future__ import annotations
@@ -66,8 +66,11 @@ class Segment:
         self._lock = threading.RLock()
         weakref.finalize(self, _close_all, self._fds).atexit = False
 
-    def allocate(self, nbytes: int) -> Piece:
-        """More memory, all zero. A NoMemoryError where there is not as much."""
+    def allocate(self, nbytes: int, *, stays: bool = False) -> Piece:
+        """More memory, all zero. A NoMemoryError where there is not as much.
+
+        What other ranks may look at after this one has gone on, or has ended, ``stays`` as long as the file does.
+        """
         length = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             offset = self._size
@@ -82,7 +85,7 @@ class Segment:
             self._size += length
             known = (piece.tensor.data_ptr(), offset, length)
             insort(self._pieces, known)
-        weakref.finalize(piece.memory, self._free, known).atexit = False
+        weakref.finalize(piece.memory, self._free, known, stays).atexit = False
         return piece
 
     def find(self, tensor: Tensor) -> tuple[int, int, int] | None:
@@ -107,10 +110,11 @@ class Segment:
                 self._fds[address] = fd
         return _map(fd, offset, nbytes)
 
-    def _free(self, known: tuple[int, int, int]) -> None:
+    def _free(self, known: tuple[int, int, int], stays: bool) -> None:
         with self._lock:
             self._pieces.remove(known)
-            if self._fds:
+            # To others who look at it, what is given back turns to zeros: counters, and data.
+            if self._fds and not stays:
                 _libc.fallocate(self._fd, _PUNCH_HOLE, known[1], known[2])
 
 

@@ -42,7 +42,7 @@ class Station:
         self.segment = segment
         self._addresses = addresses
         self._seen: dict[tuple[int, int], Piece] = {}
-        self._staging = segment.allocate(_SLOTS * CHUNK_BYTES)
+        self._staging = segment.allocate(_SLOTS * CHUNK_BYTES, stays=True)
         # How many chunks have gone through the slots, and when the last one of each slot was: on all ranks' boards.
         self._staged = 0
         self._used = [0] * _SLOTS

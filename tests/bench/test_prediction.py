@@ -7,8 +7,8 @@ import json
 import pytest
 
 from hvdlite.bench.calibration import Calibration, read_calibration
+from hvdlite.bench.outlook import report_of
 from hvdlite.bench.prediction import Link, Workstep, fit, predict, step_s, stops_paying_at, throughput
-from hvdlite.bench.scale import report_of
 from hvdlite.bench.trainings import Parts
 
 RUN = Calibration(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
+import subprocess
 import sys
 
 import pytest
+from e2e.conftest import assert_clean
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -105,6 +108,37 @@ def test_a_size_that_does_not_fit_is_skipped_with_the_reason_and_the_rest_measur
     assert code == 0, err
     assert re.search(r"skipped: 1e\+05 GB float32: needs \S+ GB, and \S+ [KMG]B of memory are free on ", out), out
     assert "64 B  float32  hvdlite any" in out
+
+
+def test_one_rank_needs_no_launcher():
+    def alone(*words: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, **ENVIRONMENT}
+        return subprocess.run(
+            [*BENCH, *words], env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+
+    done = alone("step", "--models", "resnet-small", "--batch", "1", "--variants", "none,ddp,hvdlite", "--steps", "1")
+    assert done.returncode == 0, done.stderr
+    assert "a training step on 1 rank" in done.stdout
+    assert done.stderr == ""
+    done = alone("step", "--models", "vgg")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "hvdlite.bench step: --models: 'vgg' is not a model: these are mlp, gpt, resnet-small, resnet50\n"
+    )
+
+
+def test_ranks_of_two_hosts_share_no_memory_and_are_measured_all_the_same(launch, make_lan):
+    lan = make_lan("a", "b")
+    words = ["allreduce", "--sizes", "64,1M", "--rounds", "1"]
+    job = launch("-H", "a,b", *BENCH, *words, env=ENVIRONMENT, on=lan.desk)
+    code, out, err = job.ended(PATIENCE_S)
+    assert code == 0, err.decode()
+    rows = re.findall(r"^\[0\]<stdout>:(\S+ \S+)  float32  (\S+( \S+)?)  ", out.decode(), re.MULTILINE)
+    assert {(size, what) for size, what, _ in rows} == {
+        (size, what) for size in ("64 B", "1 MB") for what in ("hvdlite", "gloo", "memcpy")
+    }
+    assert_clean(lan)
 
 
 @pytest.mark.parametrize("to_ranks", [False, True], ids=["ctrl-c", "to the ranks alone"])
