@@ -21,6 +21,7 @@ from .layout import Layout
 from .slot import Slot
 from .tracks import Tracks
 from .wire import InFlight, Settings, weight_of
+from .wires import Wires
 
 # Wires of a bucket's own memory that are under way together, at most: one travels while the next is made.
 _WIRES = 2
@@ -33,6 +34,7 @@ class Convoy:
         self._layout = layout
         self._settings = settings
         self._tracks = tracks
+        self._wires = Wires()
         self._launched: list[Bucket] = []
         # The last of those launched, which have not been finished.
         self._in_flight: deque[InFlight] = deque()
@@ -79,7 +81,7 @@ class Convoy:
     def _launch(self, bucket: Bucket, group: Group) -> None:
         track = self._tracks.of(len(self._launched), bucket)
         self._launched.append(bucket)
-        self._in_flight.append(InFlight(bucket, group, self._settings, track))
+        self._in_flight.append(InFlight(bucket, group, self._settings, self._wires, track))
 
     # -- and back
 

@@ -20,6 +20,7 @@ from ..channels.reduce_op import Max
 from .bucket import Bucket
 from .plan import ParamSpec, plan_buckets
 from .wire import InFlight, Settings
+from .wires import Wires
 
 SIZES = tuple(kib * 2**10 for kib in (4, 32, 256, 1024, 4096, 16384))
 """Bytes of gradients; of two of them at least there is always a time, and of those larger than the model never."""
@@ -69,6 +70,7 @@ class _Probe:
         self._settings = settings
         self._like = like
         self._clock = clock
+        self._wires = Wires()
 
     def make_bucket(self, nbytes: int) -> Bucket:
         """One with the gradient of one parameter, of which there is nothing but the shape."""
@@ -84,7 +86,7 @@ class _Probe:
         """The seconds that it took, from full to averaged, by this rank's clock."""
         begin_s = self._clock()
         bucket.expect()
-        InFlight(bucket, self._group, self._settings).finish()
+        InFlight(bucket, self._group, self._settings, self._wires).finish()
         bucket.release()
         if bucket.plan.device.type != "cpu":
             torch.accelerator.synchronize(bucket.plan.device)

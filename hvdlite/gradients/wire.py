@@ -20,6 +20,7 @@ from ..collectives.compression import CastCompression, Compression, Compressor
 from ..collectives.kernels import scale_by
 from .bucket import Bucket
 from .tracks import NO_TRACK, Track
+from .wires import Wires
 
 # Where a bucket is scaled and cast in one pass. On a CPU that is slower than in two: PyTorch makes a copy for it.
 SCALES_ON_THE_WAY = frozenset({"cuda"})
@@ -62,7 +63,7 @@ class Settings:
 class InFlight:
     """The all-reduce of a bucket under way, and all that must outlive it."""
 
-    def __init__(self, bucket: Bucket, group: Group, settings: Settings, track: Track = NO_TRACK) -> None:
+    def __init__(self, bucket: Bucket, group: Group, settings: Settings, wires: Wires, track: Track = NO_TRACK) -> None:
         self._bucket = bucket
         self._group = group
         self._track = track
@@ -70,6 +71,7 @@ class InFlight:
         self._averages = settings.op is Average and group.size > 1
         _, self._scale_after = settings.scales(group.size)
         self._cast = _cast_of(settings.compression, bucket)
+        self._wires = wires
         with track.compressing():
             on_the_way = self._cast is not None and bucket.plan.device.type in SCALES_ON_THE_WAY
             buffer, scale = bucket.seal(leave_scale=on_the_way)
@@ -80,7 +82,8 @@ class InFlight:
             if self._cast is None:
                 self._wire = settings.compression.compress(self._out)
             else:
-                self._wire = torch.empty_like(self._out, dtype=self._cast.dtype)
+                self._memory = wires.take(group, self._out.numel(), self._cast.dtype, self._out.device)
+                self._wire = self._memory.tensor
                 self._cast.convert(self._out, scale, self._gradients.numel(), self._wire)
         self._work = group.all_reduce(self._wire, f"the all-reduce of the {bucket.plan.describe()}")
         track.launched(self._work, self._wire)
@@ -105,6 +108,7 @@ class InFlight:
         self._bucket.accept()
         if self._cast is not None:
             self._cast.convert(self._wire, self._scale_after, self._gradients.numel(), self._out)
+            self._wires.give_back(self._memory)
         else:
             self._compression.decompress(self._wire, self._out)
             if self._scale_after != 1.0:

@@ -185,7 +185,7 @@ def test_parameters_used_by_one_rank_do_not_mix_with_collectives_between_backwar
     assert code == 0, err.decode()
 
 
-PEAK = """
+PEAK = r"""
 import pathlib
 import re
 import resource
