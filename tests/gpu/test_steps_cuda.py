@@ -38,7 +38,7 @@ class OneRankOfEach(SubsetChannels):
 
 def over_a_hierarchy() -> Channels:
     flat = OneRankOfEach(dist.HashStore(), "cpu:gloo,cuda:nccl", [0], 0, timedelta(seconds=60))
-    return HierarchicalChannels(flat, Places((0,), (0,)), 0, "test", {"cuda"})
+    return HierarchicalChannels(flat, None, Places((0,), (0,)), 0, "test", {"cuda"})
 
 
 CHANNELS = [AloneChannels, over_nccl, over_a_hierarchy]
