@@ -139,7 +139,8 @@ def weight_of(presence: Tensor, size: int) -> float:
 def _cast_of(compression: Compressor, bucket: Bucket) -> CastCompression | None:
     """How the bucket is cast to its wire, if that is all there is to be done."""
     real = bucket.plan.dtype.to_real()
-    return compression if isinstance(compression, CastCompression) and compression.casts(real) else None
+    # Not of a subclass, which may do more.
+    return compression if type(compression) is CastCompression and compression.casts(real) else None
 
 
 def _as_real(buffer: Tensor) -> Tensor:
