@@ -202,3 +202,18 @@ def test_where_there_are_no_levels_one_line_says_so_to_who_wanted_them(caplog, w
     lines = [record.message for record in caplog.records]
     assert len(lines) == (1 if said else 0)
     assert all(line.endswith(said) for line in lines)
+
+
+def test_a_closed_engine_leaves_no_thread_that_would_outlive_its_parts(monkeypatch):
+    monkeypatch.setattr(hierarchy, "LEAST_BYTES", 16)
+
+    def rank(group: Group) -> None:
+        engine = hierarchical(group, "aabb").open()
+        tensor = torch.ones(64)
+        engine.allreduce([tensor], torch.distributed.AllreduceOptions()).wait()
+        threads = engine._follower._threads
+        assert len(threads) == 2
+        engine.close()
+        assert not any(thread.is_alive() for thread in threads)
+
+    run_ranks(4, rank)

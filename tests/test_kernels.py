@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 import sys
 
 import pytest
@@ -50,6 +51,21 @@ def test_the_trial_of_a_kernel_passes_pytorch_and_finds_what_rounds_or_flushes_o
     assert trial(scale_cast)
     assert not trial(towards_zero)
     assert not trial(flushing)
+
+
+def test_the_kernels_compile_where_cupy_is_installed_and_flush_no_tiny_number_to_zero():
+    nvrtc = pytest.importorskip("cupy").cuda.nvrtc
+    for source, out in itertools.product(DTYPES, DTYPES):
+        program = nvrtc.createProgram(kernels.source_of(source, out), "kernels.cu", (), ())
+        # As cupy compiles them, to what does not need a GPU.
+        nvrtc.compileProgram(program, ("--gpu-architecture=compute_75", "-ftz=true"))
+        ptx = nvrtc.getPTX(program)
+        ptx = ptx.decode() if isinstance(ptx, bytes) else ptx
+        nvrtc.destroyProgram(program)
+        assert re.search(r"mul\.rn\.f(32|64)", ptx)
+        assert not re.search(r"(mul|cvt|fma|add)\S*\.ftz", ptx)
+        # Sixteen bytes of the wider at a time.
+        assert re.search(r"[ls][dt]\.global\.v(2\.f64|4\.f32|4\.u32)", ptx)
 
 
 def test_without_cupy_or_a_driver_pytorch_does_it_and_the_log_says_why_once(monkeypatch, caplog):

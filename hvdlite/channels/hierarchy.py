@@ -27,6 +27,8 @@ from .engine import Channels, Engine, EngineWork, HasMemory, PeerGoneError
 # For less than this one step takes less time than three, whatever the network.
 LEAST_BYTES = 64 * 2**10
 
+_CLOSING_S = 1.0
+
 
 class HostEngine(Engine, Protocol):
     """What is needed of an engine between the ranks of a host: a process group has it."""
@@ -199,8 +201,11 @@ class _Follower:
         self._within = within
         self._scattered: SimpleQueue[_Step | None] = SimpleQueue()
         self._crossed: SimpleQueue[_Step | None] = SimpleQueue()
-        for run in (self._cross, self._gather):
-            threading.Thread(target=run, name="hvdlite hierarchy", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=run, name="hvdlite hierarchy", daemon=True) for run in (self._cross, self._gather)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def follow(self, way: _Way) -> EngineWork:
         done: torch.futures.Future[None] = torch.futures.Future()
@@ -208,13 +213,18 @@ class _Follower:
         return _Followed(done)
 
     def close(self) -> None:
+        """Let the threads end, and with them their hold on engines: at once, unless a rank has gone in midst of it."""
         self._scattered.put(None)
+        for thread in self._threads:
+            thread.join(_CLOSING_S)
 
     def _cross(self) -> None:
         while (item := self._scattered.get()) is not None:
             with self._failing(item[1]):
                 item[0].cross()
                 self._crossed.put(item)
+            # Or its engines and memory would be kept until the next.
+            del item
         self._crossed.put(None)
 
     def _gather(self) -> None:
@@ -222,6 +232,7 @@ class _Follower:
             with self._failing(item[1]):
                 item[0].gather().wait()
                 item[1].set_result(None)
+            del item
 
     @contextlib.contextmanager
     def _failing(self, done: torch.futures.Future[None]) -> Iterator[None]:

@@ -152,14 +152,16 @@ class CupyKernels:
     """The kernels for one pair of dtypes, on one device."""
 
     def __init__(self, cupy: Any, device: torch.device, source: torch.dtype, out: torch.dtype) -> None:
-        """``cupy`` is the module. Compiles on first use, and then keeps that on disk, as cupy does."""
+        """``cupy`` is the module. Compiles, unless cupy has done so before and kept it on disk."""
         self._cupy = cupy
         self._device = device
         self._per = 16 // max(source.itemsize, out.itemsize)
         self._most_blocks = torch.cuda.get_device_properties(device).multi_processor_count * _BLOCKS_PER_MULTIPROCESSOR
-        module = cupy.RawModule(code=source_of(source, out))
-        self._scale_cast = module.get_function("scale_cast")
-        self._scale_by = module.get_function("scale_by")
+        # cupy compiles for the device that is the current one.
+        with torch.cuda.device(device):
+            module = cupy.RawModule(code=source_of(source, out))
+            self._scale_cast = module.get_function("scale_cast")
+            self._scale_by = module.get_function("scale_by")
 
     def scale_cast(self, source: Tensor, factor: float, out: Tensor) -> None:
         """As the function."""
@@ -174,8 +176,8 @@ class CupyKernels:
             return
         blocks = min(-(-numel // (_THREADS * self._per)), self._most_blocks)
         # On PyTorch's stream, in whose order its allocator gives memory back, and which a CUDA graph may be capturing.
-        stream = torch.cuda.current_stream(self._device).cuda_stream
-        with torch.cuda.device(self._device), self._cupy.cuda.ExternalStream(stream, self._device.index):
+        stream = self._cupy.cuda.Stream.from_external(torch.cuda.current_stream(self._device))
+        with torch.cuda.device(self._device), stream:
             kernel((blocks,), (_THREADS,), arguments)
 
 

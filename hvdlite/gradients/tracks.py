@@ -10,7 +10,8 @@ up, and compressed. *all-reduce*: from its launch until it is done. *wait*: how 
 *step*: from the end of one step to the end of the next.
 
 On a GPU, *ready*, *wire* and *wait* are what the program does, which runs ahead of the GPU; *all-reduce* is from when
-the GPU has come to it until it is through, as a thread that waits for it sees that.
+the GPU has come to it until it is through, as a thread that waits for it sees that. Of a step that a CUDA graph
+captures or replays, nothing is seen.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Tracks:
 
     def of(self, place: int, bucket: Bucket) -> Track:
         """For the bucket that is launched as number ``place`` in this step."""
-        if not self._recorder.is_on:
+        if not self._recorder.is_on or captures(bucket.plan.device):
             return NO_TRACK
         return _RecordedTrack(self._recorder, self._steps, self._row(place), bucket)
 
@@ -133,6 +134,11 @@ class _RecordedTrack(Track):
         self._recorder.gpu.see(
             began, ended, lambda start_ns, stop_ns: self._recorder.note(row, "all-reduce", start_ns, stop_ns, detail)
         )
+
+
+def captures(device: torch.device) -> bool:
+    """Whether what the program does on this device is captured by a CUDA graph, and happens when that is replayed."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _here_on_gpu() -> torch.cuda.Event:

@@ -3,6 +3,9 @@ From a full bucket to its average: compress, all-reduce, decompress, as one obje
 
     bucket.seal (scaled before) ── compress ── all-reduce ── wait ── decompress ── scaled after ── bucket
 
+On a GPU the all-reduce is in the engine's own stream, and `wait` holds up the program's stream and not the program. All
+else is in the program's: it takes as long as a copy, and would compete with backward for the same memory elsewhere.
+
 An algorithm that needs collectives of its own replaces `InFlight` as a whole. When a bucket is launched,
 and when it is waited for, is decided in `reducer` and `convoy`.
 """
@@ -19,7 +22,7 @@ from ..channels.reduce_op import Average, ReduceOp, Sum
 from ..collectives.compression import CastCompression, Compression, Compressor
 from ..collectives.kernels import scale_by
 from .bucket import Bucket
-from .tracks import NO_TRACK, Track
+from .tracks import NO_TRACK, Track, captures
 from .wires import Wires
 
 # Where a bucket is scaled and cast in one pass. On a CPU that is slower than in two: PyTorch makes a copy for it.
@@ -99,7 +102,8 @@ class InFlight:
 
     def is_completed(self) -> bool:
         """Whether `finish` would not have to wait."""
-        return self._work.is_completed()
+        # What a CUDA graph captures does not happen yet, and cannot be asked.
+        return not captures(self._wire.device) and self._work.is_completed()
 
     def finish(self) -> None:
         """Block until done; leave the average in the bucket, and so in every gradient that is a view of it."""
@@ -139,7 +143,8 @@ def weight_of(presence: Tensor, size: int) -> float:
 def _cast_of(compression: Compressor, bucket: Bucket) -> CastCompression | None:
     """How the bucket is cast to its wire, if that is all there is to be done."""
     real = bucket.plan.dtype.to_real()
-    return compression if isinstance(compression, CastCompression) and compression.casts(real) else None
+    # Not of a subclass, which may do more.
+    return compression if type(compression) is CastCompression and compression.casts(real) else None
 
 
 def _as_real(buffer: Tensor) -> Tensor:

@@ -1,0 +1,177 @@
+"""
+What a GPU is measured by; prints shares, and asserts nothing.
+
+    python tests/gpu/measure.py kernel     scale and cast of a 64 MB bucket: share of the device's copy bandwidth
+    python tests/gpu/measure.py step       what wrapping costs a step at one rank, beside DDP's cost
+    python tests/gpu/measure.py graph      a captured step beside an eager one
+
+Rivals take turns, and medians are compared.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from statistics import median, quantiles
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import hvdlite as hvd
+from hvdlite.collectives import kernels
+
+GPU = torch.device("cuda", 0)
+BUCKET_BYTES = 64 * 10**6
+ROUNDS = 40
+COPY = "copy of a bucket"
+
+
+def milliseconds(action: Callable[[], object], repeats: int) -> float:
+    """Of the GPU's time, for one of several repeats."""
+    began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    began.record()
+    for _ in range(repeats):
+        action()
+    ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended) / repeats
+
+
+def take_turns(rivals: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Each one's times, by name."""
+    for action in rivals.values():
+        milliseconds(action, 3)
+    times: dict[str, list[float]] = {name: [] for name in rivals}
+    for _ in range(ROUNDS):
+        for name, action in rivals.items():
+            times[name].append(milliseconds(action, repeats))
+    return times
+
+
+def show(name: str, times: list[float], what: str) -> None:
+    low, *_, high = quantiles(times, n=10)
+    print(f"{name:44} {median(times):9.4f} ms  (10 % to 90 %: {low:.4f} to {high:.4f})  {what}")
+
+
+class Rotating:
+    """Enough copies of a tensor that no cache holds what comes next."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copies = [tensor.clone() for _ in range(6)]
+        self.dtype = tensor.dtype
+        self._turn = 0
+
+    def next(self) -> Tensor:
+        self._turn = (self._turn + 1) % len(self._copies)
+        return self._copies[self._turn]
+
+
+def kernel() -> None:
+    numel = BUCKET_BYTES // 4
+    bucket, other = (Rotating(torch.randn(numel, device=GPU)) for _ in range(2))
+    rivals: dict[str, Callable[[], object]] = {COPY: lambda: other.next().copy_(bucket.next())}
+
+    def compare(name: str, source: Rotating, factor: float, out: Rotating) -> None:
+        """By cupy, where it works, by PyTorch in one pass, and in two."""
+        compiled = kernels._cupy_kernels(GPU, source.dtype, out.dtype)
+        if compiled is not None:
+            rivals[f"{name}, cupy"] = lambda: compiled.scale_cast(source.next(), factor, out.next())
+        rivals[f"{name}, torch"] = lambda: kernels.scale_cast_in_torch(source.next(), factor, out.next())
+        rivals[f"{name}, torch, in two passes"] = lambda: out.next().copy_(source.next().mul_(factor))
+
+    for dtype in (torch.float16, torch.bfloat16):
+        wire = Rotating(torch.randn(numel, device=GPU).to(dtype))
+        compare(f"bucket to {dtype}", bucket, 1 / 3, wire)
+        compare(f"{dtype} to bucket", wire, 3 / 2, bucket)
+    times = take_turns(rivals, repeats=20)
+    # Bytes that must be read and written, in a millisecond.
+    copy_rate = 8 * numel / median(times[COPY])
+    for name, own in times.items():
+        rate = (8 if name == COPY else 6) * numel / median(own)
+        show(name, own, f"{rate / copy_rate:7.1%} of the copy's bandwidth")
+    by_one = torch.ones((), device=GPU)
+    (own,) = take_turns({"": lambda: kernels.scale_by(bucket.next(), by_one)}, repeats=20).values()
+    show("bucket × a 1 of the device's", own, f"{median(own) / median(times[COPY]):7.1%} of the copy's time")
+
+
+def many_tensors() -> nn.Module:
+    """Like ResNet-50 in size and number of parameters: 23 million in 162."""
+    torch.manual_seed(0)
+    layers = []
+    for _ in range(53):
+        layers += [nn.Conv2d(218, 218, 3, padding=1, bias=False), nn.BatchNorm2d(218), nn.ReLU()]
+    return nn.Sequential(
+        nn.Conv2d(3, 218, 3, bias=False), *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(218, 10)
+    )
+
+
+def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], object]:
+    x = torch.randn(32, 3, 28, 28, device=GPU)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+
+
+def step() -> None:
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=2)
+    )
+    hvd.init()
+    models = [many_tensors().to(GPU) for _ in range(4)]
+    parallel = nn.parallel.DistributedDataParallel(models[1], device_ids=[0], gradient_as_bucket_view=True)
+    wrapped = [
+        hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression=compression)
+        for model, compression in zip(models[2:], (hvd.Compression.none, hvd.Compression.fp16), strict=True)
+    ]
+    rivals = {
+        "alone": step_of(models[0], sgd(models[0])),
+        "DDP": step_of(parallel, sgd(models[1])),
+        "hvdlite": step_of(models[2], wrapped[0]),
+        "hvdlite, fp16": step_of(models[3], wrapped[1]),
+    }
+    times = take_turns(rivals, repeats=2)
+    for name, own in times.items():
+        show(name, own, f"{median(own) / median(times['alone']) - 1:+7.2%}")
+    hvd.shutdown()
+    dist.destroy_process_group()
+
+
+def graph() -> None:
+    hvd.init()
+    models = [many_tensors().to(GPU) for _ in range(2)]
+    eager, captured = (
+        step_of(model, hvd.DistributedOptimizer(sgd(model), model.named_parameters())) for model in models
+    )
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            captured()
+    torch.cuda.current_stream().wait_stream(side)
+    whole = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(whole):
+        captured()
+    times = take_turns({"eager": eager, "replayed": whole.replay}, repeats=2)
+    for name, own in times.items():
+        show(name, own, f"{median(own) / median(times['eager']) - 1:+7.2%}")
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    ACTIONS = {"kernel": kernel, "step": step, "graph": graph}
+    if sys.argv[1:] == [] or not set(sys.argv[1:]) <= ACTIONS.keys():
+        sys.exit(f"usage: measure.py {'|'.join(ACTIONS)} ...")
+    if not torch.cuda.is_available():
+        sys.exit("measure.py: no CUDA device on this machine")
+    for action in sys.argv[1:]:
+        ACTIONS[action]()
