@@ -229,3 +229,29 @@ def test_peak_memory_is_no_higher_than_ddps_with_gradients_as_bucket_views(launc
     # Runs of either differ by 2 %, with how many all-reduces gloo happens to have buffers for at a time. One bucket
     # more would be a fifth.
     assert median(peaks[False]) <= 1.03 * median(peaks[True]), peaks
+
+
+def test_a_step_on_arrival_has_the_bits_of_the_ordinary_one_over_whatever_engine_init_has_chosen(launch, tmp_path):
+    body = """
+    hvd.init(timeout_s=20)
+    optimizers = []
+    def trained(compression, step_on_arrival):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(6)))
+        optimizers.append(hvd.DistributedOptimizer(
+            torch.optim.AdamW(model.parameters()), model.named_parameters(), compression,
+            bucket_cap_mb=0.1, step_on_arrival=step_on_arrival,
+        ))
+        for step in range(4):
+            torch.manual_seed(10 * step + hvd.rank())
+            optimizers[-1].zero_grad()
+            model(torch.randn(8, 128)).square().mean().backward()
+            optimizers[-1].step()
+        return torch.cat([param.detach().flatten() for param in model.parameters()])
+    for compression in (hvd.Compression.none, hvd.Compression.fp16):
+        ordinary, on_arrival = trained(compression, False), trained(compression, True)
+        assert torch.equal(ordinary, on_arrival)
+        assert all(torch.equal(on_arrival, other) for other in hvd.allgather(on_arrival[None]))
+    """
+    code, _, err = launch("-np", "3", sys.executable, program(tmp_path, body)).ended()
+    assert code == 0, err.decode()
