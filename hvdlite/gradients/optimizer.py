@@ -89,9 +89,10 @@ class DistributedOptimizer(AveragingOptimizer):
 
     ``step_on_arrival``: let ``step()`` update the parameters of a bucket as soon as its averages are there, while other
     buckets still travel, with the same bits; then their gradients are freed, so that after it every ``param.grad`` is
-    None. (Memory that ranks share stays theirs.) For optimizers that update each parameter by itself, as all that may be wrapped of `torch.optim` do. A step
-    that comes after all averages (after `synchronize` or GradScaler), or that a step hook watches, is taken as a whole.
-    One that fails on the way, with a rank that has gone, may have updated some parameters. Neither closures nor Adasum.
+    None. (Memory that ranks share stays theirs.) For optimizers that update each parameter by itself, as all that may
+    be wrapped of `torch.optim` do. A step that comes after all averages (after `synchronize` or GradScaler), or that a
+    step hook watches, is taken as a whole. One that fails on the way, with a rank that has gone, may have updated some
+    parameters. Neither closures nor Adasum.
 
     An average is bit-identical on all ranks, and from run to run.
     """
