@@ -70,7 +70,9 @@ def crossings_of_a_step(optimizer: hvd.DistributedOptimizer, model: nn.Module, s
 
 @pytest.mark.parametrize(("size", "make"), [(1, Net), (2, lambda: Net().layers[:1])])
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("options", [{}, {"gradient_predivide_factor": 2.0, "compression": hvd.Compression.fp16}])
+@pytest.mark.parametrize(
+    "options", [{"step_on_arrival": True}, {}, {"gradient_predivide_factor": 2.0, "compression": hvd.Compression.fp16}]
+)
 def test_a_step_asks_the_device_for_nothing(size, make, set_to_none, options):
     model = make().to(DEVICE)
     group = Group(EchoChannels(), 0, size, ["here"] * size)

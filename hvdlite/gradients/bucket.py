@@ -233,16 +233,17 @@ class Bucket:
         """Whether this rank gave a dense gradient for every slice, and so need not ask who else did."""
         return self._dense == len(self.slots)
 
-    def read_flags(self) -> list[tuple[Slot, bool, bool]]:
+    def read_flags(self, *, alone: bool) -> list[tuple[Slot, bool, bool]]:
         """After the all-reduce: for every slot whether any rank used it, and whether any had it sparse.
 
-        On a GPU this waits for the device, so ask only where the answer is needed.
+        On a GPU this waits for the device, unless this rank is ``alone``: ask only where the answer is needed.
         """
-        return [(slot, *flags) for slot, flags in zip(self.slots, self._flags.read(self.buffer), strict=True)]
+        flags = self._flags.read(self.buffer, alone=alone)
+        return [(slot, *used_and_sparse) for slot, used_and_sparse in zip(self.slots, flags, strict=True)]
 
-    def read_wake(self) -> list[bool]:
-        """After the all-reduce: which of the `sleepers` some rank needs."""
-        return self._flags.read_wake(self.buffer)
+    def read_wake(self, *, alone: bool) -> list[bool]:
+        """After the all-reduce: which of the `sleepers` some rank needs; waits as `read_flags` does."""
+        return self._flags.read_wake(self.buffer, alone=alone)
 
     @property
     def presence(self) -> Tensor:

@@ -30,7 +30,9 @@ _WIRES = 2
 class Convoy:
     """Empty before a step, and after `disperse`."""
 
-    def __init__(self, layout: Layout, settings: Settings, tracks: Tracks) -> None:
+    def __init__(self, layout: Layout, settings: Settings, tracks: Tracks, *, alone: bool) -> None:
+        """``alone`` is whether there are no other ranks."""
+        self._alone = alone
         self._layout = layout
         self._settings = settings
         self._tracks = tracks
@@ -120,14 +122,15 @@ class Convoy:
         """The sleeping buckets that some rank needs, by the flags of this one."""
         if not any(sleeper.asleep for sleeper in carrier.sleepers):
             return []
-        calls = zip(carrier.sleepers, carrier.read_wake(), strict=True)
+        calls = zip(carrier.sleepers, carrier.read_wake(alone=self._alone), strict=True)
         return [sleeper for sleeper, needed in calls if needed and sleeper.asleep]
 
     def settle(self, bucket: Bucket) -> list[Slot]:
         """Set the gradients that this rank does not have but others do; return those that are to be gathered."""
         if bucket.is_complete:
             return []
-        leaving = [slot for slot, used, sparse in bucket.read_flags() if self._settle(slot, used, sparse)]
+        flags = bucket.read_flags(alone=self._alone)
+        leaving = [slot for slot, used, sparse in flags if self._settle(slot, used, sparse)]
         if leaving:
             self._leaving.append((bucket, leaving))
         return leaving

@@ -52,7 +52,7 @@ class Reducer(ParamListener):
             memory=self._take_memory,
             stays=group.size == 1 and settings.compression is Compression.none,
         )
-        self._convoy = Convoy(self._layout, settings, self._tracks)
+        self._convoy = Convoy(self._layout, settings, self._tracks, alone=group.size == 1)
         self._synchronized = False
         # Whether a backward pass too many has added to gradients that were on their way.
         self._is_spoilt = False
