@@ -51,8 +51,7 @@ class Board:
     """One rank's board, as it is seen from here."""
 
     def __init__(self, piece: Piece) -> None:
-        self.offset = piece.offset
-        data = memoryview(piece.memory)
+        data = memoryview(piece.memory).cast("B")
         self.words = data[:_HEADERS_START].cast("Q")
         self._half_words = data[:_HEADERS_START].cast("I")
         self._headers = [

@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import select
 import time
+import weakref
 from collections.abc import Sequence
 
 from ..channels.engine import PeerGoneError
-from .board import FAILED, OPEN, Board
+from .board import FAILED, LEFT, OPEN, Board
 from .futex import fence, sleep_while, wake
 
 # How long a rank that has a core for itself looks before it sleeps; what two ranks that are in step need.
@@ -40,7 +41,11 @@ class Crew:
         self._others = [words for place, words in enumerate(self._words) if place != rank]
         self._bell = boards[0]
         self._spins = len(os.sched_getaffinity(0)) >= self.size
-        self._lives = {place: os.pidfd_open(pid) for place, pid in enumerate(pids) if pid != os.getpid()}
+        self._lives: dict[int, int] = {}
+        weakref.finalize(self, _close_all, self._lives).atexit = False
+        for place, pid in enumerate(pids):
+            if pid != os.getpid():
+                self._lives[place] = os.pidfd_open(pid)
         self._poll = select.poll()
         for fd in self._lives.values():
             self._poll.register(fd, select.POLLIN)
@@ -83,6 +88,8 @@ class Crew:
                 ring = bell.bell
                 if self.reached(counter, value):
                     return
+                if own.state != OPEN:
+                    raise RuntimeError("the engine was closed")
                 self._require_alive(counter, value)
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
@@ -100,9 +107,7 @@ class Crew:
 
     def close(self) -> None:
         """Give back what watches over the others."""
-        for fd in self._lives.values():
-            os.close(fd)
-        self._lives.clear()
+        _close_all(self._lives)
 
     def describe(self, place: int) -> str:
         """A rank of the engine, by its place there and its process."""
@@ -129,16 +134,29 @@ class Crew:
     def _require_alive(self, counter: int, value: int) -> None:
         """Raise if a rank that is waited for will never come."""
         gone = {fd for fd, _ in self._poll.poll(0)} if self._lives else set()
-        for place, words in enumerate(self._words):
-            state = self.boards[place].state
-            if words[counter] >= value or place == self.rank:
-                continue
-            if state == FAILED:
+        dead = [place for place, fd in self._lives.items() if fd in gone and self.boards[place].state == OPEN]
+        states = [board.state for board in self.boards]
+        late = [place for place, words in enumerate(self._words) if words[counter] < value and place != self.rank]
+        for place in late:
+            if states[place] == LEFT or place in dead:
+                raise self._gone(place)
+        for place in late:
+            if states[place] == FAILED:
+                # Perhaps for one from whom this rank has all it needs.
+                if dead:
+                    raise self._gone(dead[0])
                 raise RuntimeError(f"{self.describe(place)} has given up, for an error of its own")
-            if state != OPEN or self._lives.get(place) in gone:
-                how = "has left" if state != OPEN else "is no more"
-                raise PeerGoneError(f"{self.describe(place)} {how}: connection closed by peer", place)
+
+    def _gone(self, place: int) -> PeerGoneError:
+        how = "is no more" if self.boards[place].state == OPEN else "has left"
+        return PeerGoneError(f"{self.describe(place)} {how}: connection closed by peer", place)
 
     def _words_of_timeout(self, counter: int, value: int) -> str:
         late = [self.describe(place) for place, words in enumerate(self._words) if words[counter] < value]
         return f"timed out after {self.timeout_s:g} s: {', '.join(late)} did not come"
+
+
+def _close_all(fds: dict[int, int]) -> None:
+    for fd in fds.values():
+        os.close(fd)
+    fds.clear()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
 from ..channels.flat import as_bytes, pieces_of
+from ..log import log
 from .arithmetic import DTYPES, OPS, Arithmetic, factor_of
 from .board import LEFT, PAYLOAD_BYTES
 from .exchanges import AllGather, AllToAll, Barrier, Broadcast
@@ -56,12 +58,20 @@ class ShmEngine:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """A flat tensor of zeros that is reduced where it lies, for data that travel often; None if there is no memory.
 
-        It lives as long as the engine, even if nobody refers to it.
+        That there is none is told once, on this rank.
         """
         nbytes = numel * dtype.itemsize
+        segment = self._station.segment
         try:
-            return self._station.segment.allocate(nbytes).tensor[:nbytes].view(dtype)
-        except NoMemoryError:
+            return segment.allocate(nbytes).tensor[:nbytes].view(dtype)
+        except NoMemoryError as error:
+            if not segment.is_short:
+                segment.is_short = True
+                log.warning(
+                    "gradients are copied to shared memory and back on rank %d of %d, and not reduced where they lie: "
+                    "%s (a container has as much as `docker run --shm-size` gives it)",
+                    self.rank, self.size, error,
+                )  # fmt: skip
             return None
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> ShmWork:
@@ -173,6 +183,7 @@ class ShmEngine:
             turn = Turn(self._station, number, _KIND[kind], op_number, _DTYPE.get(dtype, _UINT8), root, numel, extra)
             # The others need nothing more of what fits a payload: it is shown at once.
             queue.submit(turn, make(turn), work, in_background=nbytes > PAYLOAD_BYTES)
+        queue.tell()
         return work
 
     def _arithmetic(self, op: Any, dtype: torch.dtype) -> Arithmetic:
@@ -200,7 +211,7 @@ def _even(tensor: Tensor, size: int) -> list[Tensor]:
 
 def _bits(factor: float | None) -> int:
     """A factor as something that can be compared between ranks."""
-    return 0 if factor is None else int.from_bytes(struct.pack("=d", factor), "little")
+    return 0 if factor is None else int.from_bytes(struct.pack("=d", factor), sys.byteorder)
 
 
 def _split(tensor: Tensor, counts: Sequence[int], size: int, what: str) -> list[Tensor]:

@@ -6,11 +6,13 @@ Each is a generator that yields what it waits for, as those in `reductions`. Lar
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ..errors import MismatchError
 from .board import DONE, PAYLOAD_BYTES, POSTED
 from .reductions import cell_bytes
 from .turn import CHUNK_BYTES, Steps, Turn
@@ -123,7 +125,8 @@ class AllToAll:
         self._outputs = outputs
         self._parts = parts
         self._cell_bytes = cell_bytes(turn.crew.size)
-        self._sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64)
+        # Of the parts, and what is expected from each rank.
+        self._sizes = torch.tensor([side.numel() for side in (*parts, *outputs)], dtype=torch.int64)
 
     def begin(self) -> bool:
         return False
@@ -135,10 +138,10 @@ class AllToAll:
         yield from turn.stage(0, 2, [(0, self._sizes.view(torch.uint8))])
         yield POSTED, turn.after(1)
         turn.check()
-        sizes = [turn.chunk_of(place, 0)[:table_bytes].view(torch.int64).tolist() for place in range(crew.size)]
+        table = [turn.chunk_of(place, 0)[:table_bytes].view(torch.int64).tolist() for place in range(crew.size)]
         crew.advance(DONE, turn.after(1))
-        self._require_expected([row[crew.rank] for row in sizes])
-        chunks = 2 + (max(max(row) for row in sizes) - 1) // cell
+        self._require_expected(table)
+        chunks = 2 + (max(max(row) for row in table) - 1) // cell
         for chunk in range(1, chunks):
             at = (chunk - 1) * cell
             pieces = [(place * cell, part[at : at + cell]) for place, part in enumerate(self._parts)]
@@ -152,12 +155,13 @@ class AllToAll:
             crew.advance(DONE, through)
         turn.finish()
 
-    def _require_expected(self, sent: Sequence[int]) -> None:
-        expected = [output.numel() for output in self._outputs]
-        for place, (there, here) in enumerate(zip(sent, expected, strict=True)):
-            if there != here:
-                crew = self._turn.crew
-                raise ValueError(
-                    f"all-to-all: {crew.describe(place)} sends {there} bytes to {crew.describe(crew.rank)}, which "
-                    f"expects {here}"
+    def _require_expected(self, table: Sequence[Sequence[int]]) -> None:
+        """Raise a MismatchError, on all ranks, unless each sends to each what is expected there."""
+        crew = self._turn.crew
+        for sender, receiver in itertools.product(range(crew.size), repeat=2):
+            sent, expected = table[sender][receiver], table[receiver][crew.size + sender]
+            if sent != expected:
+                raise MismatchError(
+                    f"all-to-all: {crew.describe(sender)} sends {sent} bytes to {crew.describe(receiver)}, which "
+                    f"expects {expected}"
                 )

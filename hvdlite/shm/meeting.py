@@ -1,7 +1,10 @@
 """
 How the ranks of a host come to an engine: each tells the others, by a store, where its board is.
 
-    board ── "pid, fd, offset, token" in the store ── the others' boards ── all there? ── Station
+    board and slots ── "pid, fds, token" in the store ── the others' ── all there? ── Station
+
+Board and slots have a file of their own, that all ranks have mapped when they part: so a rank may close its engine
+when it has what it wants, and others still find what it has left for them.
 
 A rank that has no shared memory says so, and so all of them know it, at the same time.
 """
@@ -19,8 +22,10 @@ from torch._C._distributed_c10d import Store
 from .board import BOARD_BYTES, Board
 from .crew import Crew
 from .futex import is_available
-from .segment import Address, NoMemoryError, Segment
-from .turn import Station
+from .segment import Address, NoMemoryError, Piece, Segment
+from .turn import SLOTS_BYTES, Station
+
+_OWN_BYTES = BOARD_BYTES + SLOTS_BYTES
 
 
 def open_segment() -> Segment:
@@ -35,19 +40,20 @@ def meet(store: Store, rank: int, size: int, segment: Segment | NoMemoryError, t
 
     A NoMemoryError on every rank if one has no shared memory, or cannot see another's: it says which, and why.
     """
-    own = _make_board(segment)
-    told_by = _exchange(store, "board", rank, size, _describe(own, segment), timeout)
+    own = _make_own(segment)
+    told_by = _exchange(
+        store, "board", rank, size, {"error": str(own)} if isinstance(own, Exception) else own.told, timeout
+    )
     _require_all("has no shared memory", told_by)
     station, seen = None, {}
     try:
-        assert isinstance(own, Board), "those who have none have raised"
-        assert isinstance(segment, Segment), "who has a board has memory"
+        assert isinstance(own, _Own), "those who have none have raised"
+        pieces = [own.piece if place == rank else own.look_at(each) for place, each in enumerate(told_by)]
+        crew = Crew(
+            rank, [Board(piece) for piece in pieces], [each["pid"] for each in told_by], timeout.total_seconds()
+        )
         addresses = [Address(each["pid"], each["fd"]) for each in told_by]
-        boards = [
-            own if place == rank else _look_at(segment, addresses[place], each) for place, each in enumerate(told_by)
-        ]
-        crew = Crew(rank, boards, [each["pid"] for each in told_by], timeout.total_seconds())
-        station = Station(crew, segment, addresses)
+        station = Station(crew, own.segment, addresses, [piece.tensor[BOARD_BYTES:] for piece in pieces])
     except (NoMemoryError, OSError, ValueError) as error:
         seen = {"error": str(error)}
     _require_all("cannot use what the others share", _exchange(store, "seen", rank, size, seen, timeout))
@@ -55,29 +61,33 @@ def meet(store: Store, rank: int, size: int, segment: Segment | NoMemoryError, t
     return station
 
 
-def _make_board(segment: Segment | NoMemoryError) -> Board | NoMemoryError:
+class _Own:
+    """This rank's board and slots, in a file that is open until all ranks have mapped it."""
+
+    def __init__(self, segment: Segment) -> None:
+        """A NoMemoryError if there is no memory for them."""
+        self.segment = segment
+        self._file = Segment()
+        self.piece = self._file.allocate(_OWN_BYTES, stays=True)
+        token = Board(self.piece).token = secrets.randbits(63)
+        self.told = {"pid": os.getpid(), "fd": segment.address.fd, "file": self._file.address.fd, "token": token}
+
+    def look_at(self, told: dict[str, Any]) -> Piece:
+        """Another rank's."""
+        piece = self._file.see(Address(told["pid"], told["file"]), 0, _OWN_BYTES)
+        # Another machine, or another container, may have a process of this number with such a file too.
+        if Board(piece).token != told["token"]:
+            raise NoMemoryError(f"process {told['pid']} is not of this machine, or in a container of its own")
+        return piece
+
+
+def _make_own(segment: Segment | NoMemoryError) -> _Own | NoMemoryError:
     if isinstance(segment, NoMemoryError):
         return segment
     try:
-        board = Board(segment.allocate(BOARD_BYTES, stays=True))
+        return _Own(segment)
     except NoMemoryError as error:
         return error
-    board.token = secrets.randbits(63)
-    return board
-
-
-def _describe(board: Board | NoMemoryError, segment: Segment | NoMemoryError) -> dict[str, Any]:
-    if isinstance(board, NoMemoryError) or isinstance(segment, NoMemoryError):
-        return {"error": str(board)}
-    return {"pid": os.getpid(), "fd": segment.address.fd, "offset": board.offset, "token": board.token}
-
-
-def _look_at(segment: Segment, address: Address, told: dict[str, Any]) -> Board:
-    board = Board(segment.see(address, told["offset"], BOARD_BYTES))
-    # Another machine, or another container, may have a process of this number with such a file too.
-    if board.token != told["token"]:
-        raise NoMemoryError(f"process {address.pid} is not of this machine, or in a container of its own")
-    return board
 
 
 def _exchange(

@@ -60,6 +60,8 @@ class Queue:
         self._entries_lock = threading.Lock()
         # Held by whoever carries on.
         self._carrying = threading.Lock()
+        # Whose futures are to be told, by somebody who holds none of the locks.
+        self._ended: deque[ShmWork] = deque()
         self._waiters = 0
         self._failure: BaseException | None = None
         self._is_closed = False
@@ -67,7 +69,10 @@ class Queue:
         self._thread: threading.Thread | None = None
 
     def submit(self, turn: Turn, operation: Operation, work: ShmWork, in_background: bool) -> None:
-        """Have it carried out after all before it; ``in_background``: without anybody waiting for it."""
+        """Have it carried out after all before it; ``in_background``: without anybody waiting for it.
+
+        To be followed by `tell`.
+        """
         entry = _Entry(turn, operation, work)
         with self._entries_lock:
             if self._failure is not None or self._is_closed:
@@ -78,27 +83,31 @@ class Queue:
             self._entries.append(entry)
         # What lies before it may be ready by now.
         self._carry_on_without_waiting()
-        if in_background and not work.is_done:
+        # What has no room yet is shown when there is: others may wait for it, and nobody here.
+        if (in_background or not entry.has_begun) and not work.is_done:
             self.carry_on_in_background()
 
     def carry_on(self, work: ShmWork) -> None:
         """Return when this one is done, or has failed."""
-        with self._entries_lock:
-            self._waiters += 1
-        try:
-            with self._carrying:
-                while not work.is_done:
-                    self._step(may_wait=True)
-        finally:
+        while not work.is_done:
             with self._entries_lock:
-                self._waiters -= 1
-        if self._thread is not None and self._entries:
-            self._is_wanted.release()
+                self._waiters += 1
+            try:
+                with self._carrying:
+                    while not (work.is_done or self._ended):
+                        self._step(may_wait=True)
+            finally:
+                with self._entries_lock:
+                    self._waiters -= 1
+            if self._thread is not None and self._entries:
+                self._is_wanted.release()
+            self.tell()
 
     def carry_on_in_background(self) -> None:
         """Have a thread carry on until there is nothing left, or somebody else does."""
         with self._entries_lock:
-            if self._thread is None and not self._is_closed:
+            # It is of no use while a callback that it runs waits for what is begun here: then there is another.
+            if self._thread in (None, threading.current_thread()) and not self._is_closed:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
         self._is_wanted.release()
@@ -113,6 +122,16 @@ class Queue:
                 self._fail(RuntimeError("the engine was closed"))
             finally:
                 self._carrying.release()
+        self.tell()
+
+    def tell(self) -> None:
+        """Have callbacks run that wait for what has ended. They may begin operations, and wait for them."""
+        while self._ended:
+            try:
+                work = self._ended.popleft()
+            except IndexError:  # another thread was faster
+                return
+            work.tell()
 
     @property
     def is_idle(self) -> bool:
@@ -120,11 +139,12 @@ class Queue:
         return not self._entries
 
     def _run(self) -> None:
-        while not self._is_closed:
+        while not self._is_closed and self._thread is threading.current_thread():
             self._is_wanted.acquire()
             while self._entries and not self._waiters and not self._is_closed:
                 with self._carrying:
                     self._step(may_wait=True)
+                self.tell()
 
     def _carry_on_without_waiting(self) -> None:
         if self._carrying.acquire(blocking=False):
@@ -138,6 +158,7 @@ class Queue:
         """Show what this rank has, so that no other waits for it, if all before it is shown."""
         if before is None or before.is_shown:
             counter, value = entry.turn.has_room()
+            # On this rank too: what is shown in that room may be what it is itself about to read.
             if self._crew.has_reached(counter, value):
                 entry.has_begun = True
                 entry.is_shown = entry.operation.begin()
@@ -184,7 +205,11 @@ class Queue:
                 if not other.has_begun:
                     self._begin(other, before)
                 before = other
-        entry.work.end()
+        self._end_work(entry.work)
+
+    def _end_work(self, work: ShmWork, failure: BaseException | None = None) -> None:
+        if work.end(failure):
+            self._ended.append(work)
 
     def _fail(self, error: BaseException) -> None:
         """Nothing that was or will be submitted can come to an end."""
@@ -195,4 +220,4 @@ class Queue:
         if failed:
             self._crew.leave(FAILED)
         for entry in failed:
-            entry.work.end(error)
+            self._end_work(entry.work, error)

@@ -15,7 +15,7 @@ import mmap
 import os
 import threading
 import weakref
-from bisect import bisect_right, insort
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,10 @@ _PUNCH_HOLE = 1 | 2  # and keep the size
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class NoMemoryError(RuntimeError):
@@ -37,7 +41,7 @@ class Piece:
     """Some bytes of one rank's file, mapped; its offset and length are multiples of the page size."""
 
     offset: int
-    memory: mmap.mmap
+    memory: ctypes.Array[ctypes.c_ubyte]
     tensor: Tensor
 
 
@@ -60,8 +64,11 @@ class Segment:
             raise NoMemoryError(f"{DIRECTORY}: {error.strerror}") from error
         self.address = Address(os.getpid(), self._fd)
         self._size = 0
+        # Whether somebody asked for more than there is, and so it has been told.
+        self.is_short = False
         self._fds = {self.address: self._fd}
-        # Where this rank's pieces begin in its own memory, ascending: (pointer, offset, bytes).
+        # Where this rank's pieces begin in its own memory, ascending: (pointer, offset, bytes). Made anew for each
+        # change, since `find` is called by any thread, and memory is given back in whatever is done at the moment.
         self._pieces: list[tuple[int, int, int]] = []
         self._lock = threading.RLock()
         weakref.finalize(self, _close_all, self._fds).atexit = False
@@ -83,18 +90,20 @@ class Segment:
                 reason = getattr(error, "strerror", None) or str(error)
                 raise NoMemoryError(f"{length / 2**20:.1f} MiB more in {DIRECTORY}: {reason}") from error
             self._size += length
+            if stays:
+                return piece
             known = (piece.tensor.data_ptr(), offset, length)
-            insort(self._pieces, known)
-        weakref.finalize(piece.memory, self._free, known, stays).atexit = False
+            self._pieces = sorted([*self._pieces, known])
+        weakref.finalize(piece.memory, self._free, known).atexit = False
         return piece
 
     def find(self, tensor: Tensor) -> tuple[int, int, int] | None:
         """Where a contiguous tensor lies here: offset and bytes of the piece, how far into it; None if it does not."""
-        pointer = tensor.data_ptr()
-        index = bisect_right(self._pieces, (pointer, self._size, 0)) - 1
+        pieces, pointer = self._pieces, tensor.data_ptr()
+        index = bisect_right(pieces, (pointer, self._size, 0)) - 1
         if index < 0:
             return None
-        start, offset, nbytes = self._pieces[index]
+        start, offset, nbytes = pieces[index]
         within = pointer - start
         return (offset, nbytes, within) if within + tensor.numel() * tensor.element_size() <= nbytes else None
 
@@ -110,11 +119,14 @@ class Segment:
                 self._fds[address] = fd
         return _map(fd, offset, nbytes)
 
-    def _free(self, known: tuple[int, int, int], stays: bool) -> None:
+    def _free(self, known: tuple[int, int, int]) -> None:
+        # A forked child lets go of it too, and the memory is its parent's.
+        if os.getpid() != self.address.pid:
+            return
         with self._lock:
-            self._pieces.remove(known)
-            # To others who look at it, what is given back turns to zeros: counters, and data.
-            if self._fds and not stays:
+            self._pieces = [piece for piece in self._pieces if piece != known]
+            # To others who look at it, what is given back turns to zeros.
+            if self._fds:
                 _libc.fallocate(self._fd, _PUNCH_HOLE, known[1], known[2])
 
 
@@ -125,7 +137,13 @@ def _close_all(fds: dict[Address, int]) -> None:
 
 
 def _map(fd: int, offset: int, length: int) -> Piece:
-    # Its pages at once: faults one by one, in the first use, would take longer than that use.
+    # Its pages at once: faults one by one, in the first use, would take longer than that use. Not by Python's mmap,
+    # which keeps a file descriptor for each piece of each rank.
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-    memory = mmap.mmap(fd, length, flags=flags, offset=offset)
+    address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
+    if address == _MAP_FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    memory = (ctypes.c_ubyte * length).from_address(address)
+    weakref.finalize(memory, _libc.munmap, address, length).atexit = False
     return Piece(offset, memory, torch.frombuffer(memory, dtype=torch.uint8))

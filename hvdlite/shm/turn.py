@@ -9,6 +9,8 @@ in its segment; else in chunks, through a few slots by turns.
 
 from __future__ import annotations
 
+import struct
+import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
@@ -22,6 +24,7 @@ from .segment import Address, Piece, Segment
 
 CHUNK_BYTES = 2**20
 _SLOTS = 4
+SLOTS_BYTES = _SLOTS * CHUNK_BYTES
 ALIGNMENT_BYTES = 64
 
 KINDS = ("all-reduce", "reduce-scatter", "broadcast", "all-gather", "all-to-all", "barrier")
@@ -36,13 +39,13 @@ Steps = Iterator[Condition]
 class Station:
     """What the operations of one engine have in common."""
 
-    def __init__(self, crew: Crew, segment: Segment, addresses: Sequence[Address]) -> None:
-        """``addresses`` are of the ranks' segments, by place. A NoMemoryError if there are no staging slots."""
+    def __init__(self, crew: Crew, segment: Segment, addresses: Sequence[Address], slots: Sequence[Tensor]) -> None:
+        """``addresses`` are of the ranks' segments, by place, and ``slots`` the bytes of their staging slots."""
         self.crew = crew
         self.segment = segment
         self._addresses = addresses
         self._seen: dict[tuple[int, int], Piece] = {}
-        self._staging = segment.allocate(_SLOTS * CHUNK_BYTES, stays=True)
+        self._slots = slots
         # How many chunks have gone through the slots, and when the last one of each slot was: on all ranks' boards.
         self._staged = 0
         self._used = [0] * _SLOTS
@@ -59,9 +62,9 @@ class Station:
         """Which of them is to be used next."""
         return self._staged % _SLOTS
 
-    def slot(self, number: int) -> Tensor:
-        """A slot's bytes."""
-        return self._staging.tensor[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+    def slot(self, place: int, number: int) -> Tensor:
+        """The bytes of a rank's slot."""
+        return self._slots[place][number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
 
     def free_after(self, number: int) -> Condition:
         """When all ranks have read what was in a slot."""
@@ -74,7 +77,7 @@ class Station:
 
     def staging_place(self) -> Place:
         """For the header of an operation whose first chunk will be in the next slot."""
-        return Place(STAGED, self._staging.offset, len(self._staging.memory), self.next_slot())
+        return Place(STAGED, within=self.next_slot())
 
 
 class Turn:
@@ -128,7 +131,7 @@ class Turn:
         yield station.free_after(number)
         if chunk == 0:
             self.crew.own.write_header(self.number, self._signature, station.staging_place())
-        slot = station.slot(number)
+        slot = station.slot(self.crew.rank, number)
         for start, data in pieces:
             slot[start : start + data.numel()].copy_(data)
         station.use(self.done_with(chunk, chunks))
@@ -161,9 +164,7 @@ class Turn:
 
     def chunk_of(self, place: int, chunk: int) -> Tensor:
         """A staged chunk of a rank's."""
-        where = self.places[place]
-        start = (where.within + chunk) % _SLOTS * CHUNK_BYTES
-        return self.station.bytes_of(place, where)[start : start + CHUNK_BYTES]
+        return self.station.slot(place, (self.places[place].within + chunk) % _SLOTS)
 
     def finish(self) -> None:
         """This rank has read all that it needs."""
@@ -171,13 +172,17 @@ class Turn:
 
 
 def _words(signature: memoryview) -> str:
-    _, kind, op, dtype, root, numel, _ = SIGNATURE.unpack(signature)
+    _, kind, op, dtype, root, numel, factor = SIGNATURE.unpack(signature)
     name = KINDS[kind]
     if name == "barrier":
         return "waits at a barrier"
-    words = f"begins {'an' if name[0] == 'a' else 'a'} {name} of {numel} elements of {DTYPES[dtype]}"
+    # What parts an all-to-all has may differ by rank.
+    count = "" if name == "all-to-all" else f"{numel} elements of "
+    words = f"begins {'an' if name[0] == 'a' else 'a'} {name} of {count}{DTYPES[dtype]}"
     if name in ("all-reduce", "reduce-scatter"):
         words += f" by {str(OPS[op]).rpartition('.')[2]}"
+        if factor:
+            words += f" with {struct.unpack('=d', factor.to_bytes(8, sys.byteorder))[0]}"
     return f"{words} from place {root}" if name == "broadcast" else words
 
 

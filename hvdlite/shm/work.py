@@ -4,6 +4,7 @@ An operation that has been begun, as its caller holds it: `torch.distributed.Wor
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -25,24 +26,27 @@ class ShmWork(dist.Work):
         self._carry_on = carry_on
         self._in_background = in_background
         self._future: torch.futures.Future[Any] | None = None
+        # Taken, for ever, by who gives the future its result.
+        self._telling = threading.Lock()
+        self._is_seen_to = False
         self.is_done = False
         self.failure: BaseException | None = None
 
-    def end(self, failure: BaseException | None = None) -> None:
-        """To be called once, by whoever carried it on."""
+    def end(self, failure: BaseException | None = None) -> bool:
+        """To be called once, by whoever carried it on; whether `tell` must be called afterwards."""
         self.failure = failure
         self.is_done = True
-        future = self._future
-        if future is not None:
-            self._settle(future)
+        return self._future is not None
 
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
+    def tell(self) -> None:
+        """Give the future its result, and so have its callbacks run, which may do anything: hold no lock."""
         # Twice at the same moment: by the thread that ends it, and by one that asks for the future just then.
-        if not future.done():
-            if self.failure is None:
-                future.set_result(self._tensors)
-            else:
-                future.set_exception(self.failure)
+        if self._future is None or not self._telling.acquire(blocking=False):
+            return
+        if self.failure is None:
+            self._future.set_result(self._tensors)
+        else:
+            self._future.set_exception(self.failure)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return when the tensors may be read; raise what went wrong."""
@@ -53,6 +57,9 @@ class ShmWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
+        """Whether it is done; it will be, even if nobody does anything but ask."""
+        if not self.is_done:
+            self._see_to()
         return self.is_done
 
     def is_success(self) -> bool:
@@ -66,7 +73,12 @@ class ShmWork(dist.Work):
         if self._future is None:
             self._future = torch.futures.Future()
             if self.is_done:
-                self._settle(self._future)
+                self.tell()
             else:
-                self._in_background()
+                self._see_to()
         return self._future
+
+    def _see_to(self) -> None:
+        if not self._is_seen_to:
+            self._is_seen_to = True
+            self._in_background()

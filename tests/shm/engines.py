@@ -1,0 +1,79 @@
+"""Ranks as threads, each with an engine in shared memory, between which there is no difference but their pid."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hvdlite.shm.engine import ShmEngine
+from hvdlite.shm.meeting import meet, open_segment
+
+TIMEOUT_S = 30.0
+
+
+def run_engines(size: int, function: Callable[[ShmEngine], Any], timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """``function(engine)`` on every rank; results by rank. The first rank's exception, if any, is raised."""
+    outcomes = attempt_engines(size, function, timeout_s)
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return outcomes
+
+
+def attempt_engines(size: int, function: Callable[[ShmEngine], Any], timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """Like `run_engines`, but an exception is the rank's outcome."""
+    store = dist.HashStore()
+
+    def run(rank: int) -> Any:
+        engine = make_engine(dist.PrefixStore("engine", store), rank, size, timeout_s)
+        try:
+            return function(engine)
+        finally:
+            engine.close()
+
+    return attempt_threads(size, run)
+
+
+def make_engine(store: dist.Store, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> ShmEngine:
+    """One rank's, in memory of its own. All ranks must make theirs at the same time."""
+    return ShmEngine(meet(store, rank, size, open_segment(), timedelta(seconds=timeout_s)), "test")
+
+
+def attempt_threads(size: int, function: Callable[[int], Any]) -> list[Any]:
+    """What ``function(rank)`` returns or raises on each of so many threads."""
+    outcomes: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            outcomes[rank] = function(rank)
+        except BaseException as error:  # noqa: BLE001 - it is handed to the test
+            outcomes[rank] = error
+
+    # Intra-op threads of several ranks would fight over the cores.
+    torch.set_num_threads(1)
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(90)
+        assert not thread.is_alive(), "a rank hangs"
+    return outcomes
+
+
+def begin_all_reduce(engine: ShmEngine, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
+    """Its work."""
+    options = dist.AllreduceOptions()
+    options.reduceOp = op
+    return engine.allreduce([tensor], options)
+
+
+def begin_broadcast(engine: ShmEngine, tensor: torch.Tensor, root: int = 0) -> Any:
+    """Its work."""
+    options = dist.BroadcastOptions()
+    options.rootRank = root
+    return engine.broadcast([tensor], options)

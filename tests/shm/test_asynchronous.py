@@ -1,0 +1,234 @@
+"""Operations under way: who waits for them, when, how, and that they end if nobody does."""
+
+from __future__ import annotations
+
+import gc
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shm.engines import (
+    attempt_engines,
+    attempt_threads,
+    begin_all_reduce,
+    begin_broadcast,
+    make_engine,
+    run_engines,
+)
+
+from hvdlite.shm.board import PAYLOAD_BYTES, WINDOW
+from hvdlite.shm.engine import ShmEngine
+from hvdlite.shm.turn import CHUNK_BYTES
+
+SMALL, STAGED = 3, CHUNK_BYTES // 4 + 1  # floats: in a payload, in two chunks
+
+
+def until(condition: Callable[[], bool]) -> None:
+    give_up_at = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.001)
+
+
+def begin_some(engine: ShmEngine, count: int) -> list[tuple[Any, Callable[[], bool]]]:
+    """Works of every kind, by turns small and large, each with whether its result is right."""
+    begun: list[tuple[Any, Callable[[], bool]]] = []
+    for number in range(count):
+        numel = STAGED if number % 5 == 4 else SMALL
+        own, kind = float(engine.rank + number), number % 4
+        total = sum(range(engine.size)) + engine.size * number
+        if kind == 0:
+            tensor = torch.full((numel,), own)
+            begun.append((begin_all_reduce(engine, tensor), lambda t=tensor, v=total: bool((t == v).all())))
+        elif kind == 1:
+            tensor = torch.full((numel,), own)
+            work = begin_broadcast(engine, tensor, number % engine.size)
+            begun.append((work, lambda t=tensor, v=number % engine.size + number: bool((t == v).all())))
+        elif kind == 2:
+            outputs = [torch.empty(numel) for _ in range(engine.size)]
+            work = engine.allgather([outputs], [torch.full((numel,), own)])
+            right = [rank + number for rank in range(engine.size)]
+            begun.append((work, lambda o=outputs, v=right: [t.unique().tolist() for t in o] == [[x] for x in v]))
+        else:
+            begun.append((engine.barrier(), lambda: True))
+    return begun
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_more_than_there_is_room_for_may_be_under_way_and_be_waited_for_in_any_order(size: int) -> None:
+    def on_rank(engine: ShmEngine) -> None:
+        begun = begin_some(engine, 2 * WINDOW + 3)
+        random.Random(engine.rank).shuffle(begun)
+        for work, is_right in begun:
+            assert work.wait()
+            assert work.is_completed()
+            assert is_right()
+
+    run_engines(size, on_rank)
+
+
+@pytest.mark.slow
+def test_several_threads_may_wait() -> None:
+    def on_rank(engine: ShmEngine) -> None:
+        for _ in range(5):
+            begun = begin_some(engine, 2 * WINDOW + 3)
+
+            def wait_for_some(first: int, begun: Any = begun) -> None:
+                for work, is_right in begun[first::3][:: -1 if first else 1]:
+                    work.wait()
+                    assert is_right()
+
+            assert attempt_threads(3, wait_for_some) == [None] * 3
+
+    run_engines(2, on_rank)
+
+
+@pytest.mark.parametrize("numel", [SMALL, STAGED])
+def test_what_nobody_waits_for_ends_too_and_futures_tell(numel: int) -> None:
+    def on_rank(engine: ShmEngine) -> None:
+        tensors = [torch.full((numel,), 1.0) for _ in range(WINDOW + 4)]
+        told = threading.Semaphore(0)
+        futures = [begin_all_reduce(engine, tensor).get_future() for tensor in tensors]
+        for future in futures:
+            future.add_done_callback(lambda _: told.release())
+        for tensor, future in zip(tensors, futures, strict=True):
+            (result,) = future.wait()
+            assert result.data_ptr() == tensor.data_ptr()
+            assert bool((result == engine.size).all())
+        for _ in tensors:
+            assert told.acquire(timeout=30)
+
+    run_engines(2, on_rank)
+
+
+@pytest.mark.parametrize("numel", [SMALL, STAGED])
+def test_asking_is_enough_for_it_to_be_completed_at_some_time(numel: int) -> None:
+    def on_rank(engine: ShmEngine) -> None:
+        tensor = torch.ones(numel)
+        work = begin_all_reduce(engine, tensor)
+        until(work.is_completed)
+        assert bool((tensor == engine.size).all())
+        assert work.wait()
+
+    run_engines(2, on_rank)
+
+
+@pytest.mark.parametrize("count", [1, WINDOW + 5])
+def test_other_ranks_do_not_wait_for_one_that_has_begun_all_and_is_busy_otherwise(count: int) -> None:
+    busy = threading.Event()
+
+    def on_rank(engine: ShmEngine) -> None:
+        tensors = [torch.ones(STAGED if number % 7 == 6 else SMALL) for number in range(count)]
+        works = [begin_all_reduce(engine, tensor) for tensor in tensors]
+        if engine.rank == 0:
+            # Calls nothing of the engine until the others have all their results.
+            assert busy.wait(30)
+        for work in works:
+            work.wait()
+        busy.set()
+        assert all(bool((tensor == 2).all()) for tensor in tensors)
+
+    run_engines(2, on_rank)
+
+
+def test_a_callback_may_begin_operations_and_wait_for_them() -> None:
+    """As PowerSGD's does, which is a communication hook of DDP."""
+
+    def on_rank(engine: ShmEngine) -> None:
+        for numel in (SMALL, STAGED):
+            first, second = torch.ones(numel), torch.ones(numel)
+
+            def go_on(future: Any, tensor: torch.Tensor = second) -> torch.Tensor:
+                begin_all_reduce(engine, tensor).get_future().wait()
+                work = begin_all_reduce(engine, tensor)
+                work.wait()
+                return future.value()[0] + tensor
+
+            result = begin_all_reduce(engine, first).get_future().then(go_on).wait()
+            assert bool((result == 2 + 4).all())
+
+    run_engines(2, on_rank)
+
+
+def test_a_rank_that_has_its_result_may_leave_before_others_have_looked_at_what_it_gave(monkeypatch: Any) -> None:
+    store, has_left = dist.HashStore(), threading.Event()
+
+    def on_rank(rank: int) -> None:
+        # Of this rank's engine alone it is known when it looks: when it waits.
+        engine = make_engine(store, rank, 2)
+        monkeypatch.setattr(engine._queue, "carry_on_in_background", lambda: None)
+        small, large = torch.full((SMALL,), rank + 1.0), torch.full((STAGED,), rank + 1.0)
+        works = [begin_all_reduce(engine, small), begin_broadcast(engine, large)]
+        if rank == 0:
+            for work in works:
+                work.wait()
+            engine.close()
+            del engine, works, work
+            gc.collect()
+            has_left.set()
+            return
+        assert has_left.wait(30)
+        for work in works:
+            work.wait()
+        engine.close()
+        assert small.tolist() == [3.0] * SMALL
+        assert large.unique().tolist() == [1.0]
+
+    assert attempt_threads(2, on_rank) == [None, None]
+
+
+def test_closing_ends_what_is_under_way() -> None:
+    def on_rank(engine: ShmEngine) -> str:
+        if engine.rank == 1:
+            return ""
+        works = [begin_all_reduce(engine, torch.ones(numel)) for numel in (SMALL, STAGED)]
+        waiting = threading.Thread(target=engine.close)
+        waiting.start()
+        with pytest.raises(RuntimeError, match=r"the engine was closed|has left") as caught:
+            works[1].wait()
+        waiting.join()
+        assert works[0].is_completed()
+        assert not works[0].is_success()
+        with pytest.raises(RuntimeError, match="communicates no more"):
+            engine.barrier()
+        return str(caught.value)
+
+    run_engines(2, on_rank)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_named_when_time_is_out() -> None:
+    over = threading.Event()
+
+    def on_rank(engine: ShmEngine) -> None:
+        if engine.rank == 1:
+            assert over.wait(30)
+            return
+        try:
+            begin_all_reduce(engine, torch.ones(PAYLOAD_BYTES)).wait()
+        finally:
+            over.set()
+
+    outcomes = attempt_engines(3, on_rank, timeout_s=0.3)
+    told = [str(outcomes[0]), str(outcomes[2])]
+    # Whoever sees it first tells; the other may see that one give up.
+    assert any("timed out after 0.3 s: rank 1 of this group (pid" in each for each in told), told
+    assert all(isinstance(outcomes[rank], RuntimeError) for rank in (0, 2))
+
+
+def test_a_rank_that_leaves_is_named() -> None:
+    def on_rank(engine: ShmEngine) -> None:
+        begin_all_reduce(engine, torch.ones(2)).wait()
+        if engine.rank != 2:
+            begin_all_reduce(engine, torch.ones(STAGED)).wait()
+
+    outcomes = attempt_engines(3, on_rank)
+    assert outcomes[2] is None
+    # Whoever sees it first tells; the other may see that one give up.
+    assert any("rank 2 of this group" in str(outcome) and "has left" in str(outcome) for outcome in outcomes)
+    assert all(isinstance(outcome, RuntimeError) for outcome in outcomes[:2])
