@@ -24,7 +24,7 @@ from .ranks import Ranks
 from .report import Files, Report
 from .scale import Measured, Remembered
 from .step import Step
-from .variants import VARIANTS
+from .variants import USUAL
 from .workloads import WORKLOADS
 
 
@@ -72,7 +72,7 @@ def _make_allreduce(given: argparse.Namespace) -> Command:
 def _make_step(given: argparse.Namespace) -> Command:
     return Step(
         [WORKLOADS[name] for name in given.models or WORKLOADS],
-        given.variants or tuple(VARIANTS),
+        given.variants or USUAL,
         given.batch,
         given.steps,
         named_models=given.models is not None,

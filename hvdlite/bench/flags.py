@@ -23,7 +23,7 @@ from .quantities import (
     parse_sizes,
 )
 from .scale import COMPRESSIONS
-from .variants import VARIANTS
+from .variants import USUAL, VARIANTS
 from .workloads import WORKLOADS
 
 PROGRAM = "hvdlite.bench"
@@ -94,14 +94,14 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         "--models", type=_read(parse_names, WORKLOADS, "a model"), metavar="NAME,…",
         help=f"of {', '.join(WORKLOADS)} (all)",
     )  # fmt: skip
-    _add_variants(parser, tuple(VARIANTS))
+    _add_variants(parser, tuple(VARIANTS), USUAL)
     _add_batch(parser)
     _add_rounds(parser, "--steps", 20, "steps of each")
 
 
 def _add_memory(parser: argparse.ArgumentParser) -> None:
     _add_model(parser)
-    _add_variants(parser, MEASURED)
+    _add_variants(parser, tuple(name for name in VARIANTS if name != "horovod"), MEASURED)
     _add_batch(parser)
     _add_rounds(parser, "--rounds", 3, "turns of each")
 
@@ -131,10 +131,11 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def _add_variants(parser: argparse.ArgumentParser, choices: tuple[str, ...]) -> None:
+def _add_variants(parser: argparse.ArgumentParser, choices: tuple[str, ...], usual: tuple[str, ...]) -> None:
+    unusual = ", ".join(name for name in choices if name not in usual)
     parser.add_argument(
         "--variants", type=_read(parse_names, choices, "a variant"), metavar="NAME,…",
-        help=f"of {', '.join(choices)} (all)",
+        help=f"of {', '.join(choices)} (all but {unusual})",
     )  # fmt: skip
 
 

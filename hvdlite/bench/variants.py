@@ -5,7 +5,8 @@ The ways to train that are compared. Each has a model and an optimizer of its ow
     per-parameter  after backward, an all-reduce for each gradient
     ddp            DistributedDataParallel as it is; ddp-view with gradients as views of its buckets, ddp-fp16 with its
                    fp16 hook
-    hvdlite        DistributedOptimizer; hvdlite-fp16 and hvdlite-bf16 with these wires
+    hvdlite        DistributedOptimizer; hvdlite-fp16 and hvdlite-bf16 with these wires, hvdlite-tuned with autotune,
+                   hvdlite-arrival with step_on_arrival
     horovod        Horovod's own DistributedOptimizer, where that is installed
 """
 
@@ -66,8 +67,17 @@ def _ddp(ranks: Ranks, model: nn.Module, *, as_views: bool = False, in_fp16: boo
     return Training(wrapped, sgd(model))
 
 
-def _hvdlite(ranks: Ranks, model: nn.Module, *, compression: AnyCompression = Compression.none) -> Training:
-    optimizer = DistributedOptimizer(sgd(model), model.named_parameters(), compression)
+def _hvdlite(
+    ranks: Ranks,
+    model: nn.Module,
+    *,
+    compression: AnyCompression = Compression.none,
+    autotune: bool = False,
+    on_arrival: bool = False,
+) -> Training:
+    optimizer = DistributedOptimizer(
+        sgd(model), model.named_parameters(), compression, autotune=autotune, step_on_arrival=on_arrival
+    )
     return Training(model, optimizer, close=optimizer.close)
 
 
@@ -111,6 +121,10 @@ VARIANTS: Mapping[str, Make] = MappingProxyType(
         "hvdlite": _hvdlite,
         "hvdlite-fp16": partial(_hvdlite, compression=Compression.fp16),
         "hvdlite-bf16": partial(_hvdlite, compression=Compression.bf16),
+        "hvdlite-tuned": partial(_hvdlite, autotune=True),
+        "hvdlite-arrival": partial(_hvdlite, on_arrival=True),
         "horovod": _horovod,
     }
 )
+# What is measured unless others are asked for.
+USUAL = tuple(name for name in VARIANTS if name not in ("hvdlite-tuned", "hvdlite-arrival"))

@@ -106,7 +106,9 @@ def test_models_have_the_sizes_that_are_told_of_them():
     assert size("resnet-small")[1] > 300
 
 
-@pytest.mark.parametrize("name", ["per-parameter", "ddp", "ddp-view", "ddp-fp16", "hvdlite", "hvdlite-bf16"])
+@pytest.mark.parametrize(
+    "name", ["per-parameter", "ddp", "ddp-view", "ddp-fp16", "hvdlite", "hvdlite-bf16", "hvdlite-arrival"]
+)
 @pytest.mark.slow
 def test_every_variant_takes_the_step_that_none_takes(name):
     hvd.init()
