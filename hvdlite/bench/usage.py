@@ -1,8 +1,8 @@
 """
 How much memory this rank takes: its most since a point, with what it shares counted once among all.
 
-On a GPU PyTorch's allocator tells. On a CPU it is Linux: the most that was resident, less what of it belongs to the
-other processes that have it too (as in a proportional set size, as of now).
+On a GPU PyTorch's allocator tells. On a CPU it is Linux: the most that was resident, less libraries, and less what of
+shared memory belongs to the other processes that have it too (as in a proportional set size, as of now).
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ class Usage:
             return torch.cuda.memory_allocated(self._device)
         ctypes.CDLL(None).malloc_trim(0)
         _CLEAR_REFS.write_text(_RESET_PEAK)
-        return _kilobytes(_ROLLUP, "Pss") * 1024
+        return (_kilobytes(_STATUS, "RssAnon") + _kilobytes(_ROLLUP, "Pss_Shmem")) * 1024
 
     def most(self) -> int:
         """The most bytes since `begin`; to be asked while all that was made since is still there."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
             return torch.cuda.max_memory_allocated(self._device)
-        of_others = _kilobytes(_ROLLUP, "Rss") - _kilobytes(_ROLLUP, "Pss")
-        return (_kilobytes(_STATUS, "VmHWM") - of_others) * 1024
+        # Libraries are left out: how many other programs have them too changes with what else the machine does.
+        of_others = _kilobytes(_STATUS, "RssShmem") - _kilobytes(_ROLLUP, "Pss_Shmem")
+        return (_kilobytes(_STATUS, "VmHWM") - _kilobytes(_STATUS, "RssFile") - of_others) * 1024
 
 
 def _require_linux() -> None:
-    if not sys.platform.startswith("linux") or not _ROLLUP.exists():
+    if not sys.platform.startswith("linux") or "Pss_Shmem:" not in _text_of(_ROLLUP):
         raise UsageError(
             "the memory of a CPU's ranks is measured by Linux's /proc/self/smaps_rollup, which is not here"
         )
@@ -61,6 +62,10 @@ def _require_linux() -> None:
         _CLEAR_REFS.write_text(_RESET_PEAK)
     except OSError as error:
         raise UsageError(f"the memory of a CPU's ranks needs {_CLEAR_REFS}: {error.strerror}") from None
+
+
+def _text_of(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
 
 
 def _kilobytes(path: Path, field: str) -> int:
