@@ -166,8 +166,8 @@ def _world_of(
             )
     for remark in environment.remarks if seat.rank == 0 else ():
         log.warning(remark)
-    switches = (environment.check, environment.shm)
-    group.require_agreement(switches, "hvd.init()", "what (HVDLITE_CHECK, HVDLITE_SHM) say")
+    group.require_agreement(environment.check, "hvd.init()", "HVDLITE_CHECK (0 or 1)")
+    group.require_agreement(environment.shm, "hvd.init()", "HVDLITE_SHM (0 or 1)")
     nodes = [seat.node for seat in seats]
     token, within = introductions[0][3], None
     if environment.shm and topology.local_size == len(seats) > 1:

@@ -77,27 +77,39 @@ class ShmChannels:
         self._torchs = torchs
         self._for_gpus = for_gpus
         self._opened = itertools.count()
-        self._segment = _segment_or_error()
+        # There while engines are: no file is open longer than that.
+        self._segment: Segment | NoMemoryError | None = None
+        self._engines: set[ShmEngine] = set()
         self._has_warned = False
 
     def open(self) -> Engine:
         store = PrefixStore(f"shm{next(self._opened)}", self._store)
+        if self._segment is None:
+            self._segment = _segment_or_error()
         try:
             station = meet(store, self._place, self._size, self._segment, self._timeout)
         except NoMemoryError as error:
             self._warn(error)
             return self._torchs.open()
         engine = ShmEngine(station, "hvdlite shm")
+        self._engines.add(engine)
         return DeviceEngine(engine, self._torchs.open()) if self._for_gpus else engine
 
     def close(self, engine: Engine, /) -> None:
         if isinstance(engine, DeviceEngine):
-            engine.cpu.close()
+            self._close_shm(engine.cpu)
             self._torchs.close(engine.other)
         elif isinstance(engine, ShmEngine):
-            engine.close()
+            self._close_shm(engine)
         else:
             self._torchs.close(engine)
+
+    def _close_shm(self, engine: ShmEngine) -> None:
+        engine.close()
+        self._engines.discard(engine)
+        if not self._engines and isinstance(self._segment, Segment):
+            self._segment.close()
+            self._segment = None
 
     def among(self, places: Sequence[int], place: int, token: str, /) -> Channels:
         if len(places) == 1:

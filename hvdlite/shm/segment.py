@@ -119,6 +119,11 @@ class Segment:
                 self._fds[address] = fd
         return _map(fd, offset, nbytes)
 
+    def close(self) -> None:
+        """No more is to be allocated or looked at; what is mapped stays."""
+        with self._lock:
+            _close_all(self._fds)
+
     def _free(self, known: tuple[int, int, int]) -> None:
         # A forked child lets go of it too, and the memory is its parent's.
         if os.getpid() != self.address.pid:
