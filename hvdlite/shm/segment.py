@@ -80,6 +80,8 @@ class Segment:
         """
         length = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
+            if not self._fds:
+                raise NoMemoryError("it was closed before")
             offset = self._size
             try:
                 # Taken now: memory that is missing when it is first written to would end the process by SIGBUS.
