@@ -1,0 +1,169 @@
+"""Memory that ranks share: whose it is, how much of it, and that it is given back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import stat
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from shm.engines import attempt_threads, begin_all_reduce, run_engines
+
+from hvdlite.shm.engine import ShmEngine
+from hvdlite.shm.meeting import meet, open_segment
+from hvdlite.shm.segment import DIRECTORY, NoMemoryError, Segment
+from hvdlite.shm.turn import CHUNK_BYTES
+
+MIB = 2**20
+TIMEOUT = timedelta(seconds=30)
+
+
+def used_bytes(segment: Segment) -> int:
+    return os.fstat(segment.address.fd).st_blocks * 512
+
+
+def mapped() -> list[str]:
+    """This process's maps of shared memory."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if f" {DIRECTORY}/" in line]
+
+
+def open_files() -> list[str]:
+    return os.listdir("/proc/self/fd")
+
+
+def test_the_file_is_the_users_alone_and_has_no_name() -> None:
+    before = set(os.listdir(DIRECTORY))
+    segment = open_segment()
+    segment.allocate(1)
+    state = os.fstat(segment.address.fd)
+    assert stat.S_IMODE(state.st_mode) == 0o600
+    assert state.st_uid == os.getuid()
+    assert state.st_nlink == 0
+    assert not any(
+        os.stat(path).st_ino == state.st_ino for name in set(os.listdir(DIRECTORY)) - before
+        if (path := Path(DIRECTORY, name)).exists()
+    )  # fmt: skip
+
+
+def test_memory_is_all_zero_and_given_back_when_nothing_refers_to_it() -> None:
+    segment = Segment()
+    tensors = [segment.allocate(MIB + 1).tensor for _ in range(3)]
+    assert all(not tensor.any() for tensor in tensors)
+    assert used_bytes(segment) == 3 * (MIB + os.sysconf("SC_PAGESIZE"))
+    view = tensors[1][8:12].view(torch.float32)
+    view.fill_(2)
+    tensors.clear()
+    assert used_bytes(segment) == MIB + os.sysconf("SC_PAGESIZE")
+    assert view.item() == 2
+    del view
+    assert used_bytes(segment) == 0
+
+
+def test_a_tensor_is_found_where_it_lies_and_others_are_not() -> None:
+    segment, other = Segment(), Segment()
+    pieces = [segment.allocate(8192) for _ in range(5)]
+    del pieces[2]
+    for piece in pieces:
+        for start in (0, 4, 8188):
+            assert segment.find(piece.tensor[start : start + 4]) == (piece.offset, 8192, start)
+    assert segment.find(other.allocate(4096).tensor) is None
+    assert segment.find(torch.ones(4)) is None
+    assert segment.find(torch.empty(0)) is None
+
+
+def test_a_segment_that_others_see_is_the_same_memory() -> None:
+    mine, theirs = Segment(), Segment()
+    mine.allocate(4096)
+    piece = mine.allocate(4096)
+    seen = theirs.see(mine.address, piece.offset, 4096)
+    piece.tensor[7] = 5
+    assert seen.tensor[7] == 5
+    seen.tensor[8] = 6
+    assert piece.tensor[8] == 6
+
+
+def test_a_forked_child_that_lets_go_takes_nothing_from_its_parent() -> None:
+    segment = Segment()
+    tensors = [segment.allocate(4096).tensor.fill_(3)]
+    child = os.fork()
+    if child == 0:
+        try:
+            tensors.clear()
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    assert bool((tensors[0] == 3).all())
+
+
+def test_what_is_too_much_is_refused_in_one_line_and_takes_nothing() -> None:
+    segment = Segment()
+    kept = segment.allocate(4096)
+    too_much = os.statvfs(DIRECTORY).f_blocks * os.statvfs(DIRECTORY).f_frsize + MIB
+    with pytest.raises(NoMemoryError, match=r"^[\d.]+ MiB more in /dev/shm: No space left on device$"):
+        segment.allocate(too_much)
+    assert used_bytes(segment) == 4096
+    assert segment.allocate(4096).offset == 4096
+    assert kept.offset == 0
+
+
+def test_engines_and_their_tensors_leave_nothing() -> None:
+    rounds = []
+
+    def on_rank(engine: ShmEngine) -> None:
+        resident = engine.empty(CHUNK_BYTES, torch.float32)
+        assert resident is not None
+        for tensor in (resident, torch.ones(CHUNK_BYTES)):
+            begin_all_reduce(engine, tensor).wait()
+        segment = engine._station.segment
+        used = used_bytes(segment)
+        del resident, tensor
+        assert used_bytes(segment) == used - 4 * CHUNK_BYTES
+
+    for _ in range(3):
+        run_engines(2, on_rank)
+        gc.collect()
+        rounds.append((len(mapped()), len(open_files()), threading.active_count()))
+    assert rounds[0] == rounds[2]
+    assert rounds[2][0] == 0
+
+
+def test_engines_over_one_segment_may_come_and_go() -> None:
+    """As those of optimizers do."""
+    store = dist.HashStore()
+
+    def on_rank(rank: int) -> None:
+        segment, counts = Segment(), []
+        for number in range(4):
+            station = meet(dist.PrefixStore(str(number), store), rank, 2, segment, TIMEOUT)
+            engine = ShmEngine(station, "test")
+            bucket = engine.empty(MIB, torch.float32)
+            assert bucket is not None
+            bucket.fill_(1.0)
+            begin_all_reduce(engine, bucket).wait()
+            assert bucket[-1] == 2
+            engine.close()
+            del station, engine, bucket
+            gc.collect()
+            counts.append(used_bytes(segment))
+        assert counts == [0] * 4
+
+    assert attempt_threads(2, on_rank) == [None, None]
+
+
+def test_a_piece_costs_no_file_descriptor() -> None:
+    def on_rank(engine: ShmEngine) -> None:
+        tensors: list[Any] = [engine.empty(2 * MIB, torch.uint8) for _ in range(20)]
+        engine.barrier().wait()
+        before = len(open_files())
+        engine.barrier().wait()
+        for tensor in tensors:
+            begin_all_reduce(engine, tensor).wait()
+        assert len(open_files()) <= before + 4
+
+    run_engines(2, on_rank)
