@@ -9,6 +9,7 @@ What the operations do is in `reductions` and `exchanges`; how an engine comes i
 from __future__ import annotations
 
 import itertools
+import os
 import struct
 import sys
 import threading
@@ -47,6 +48,7 @@ class ShmEngine:
 
     def __init__(self, station: Station, name: str) -> None:
         self._station = station
+        self._pid = os.getpid()
         self.rank = station.crew.rank
         self.size = station.crew.size
         self._queue = Queue(station.crew, name)
@@ -158,6 +160,9 @@ class ShmEngine:
 
     def close(self) -> None:
         """Leave the other ranks; waits for nobody."""
+        # A forked child lets go of it too, and it is its parent that takes part.
+        if os.getpid() != self._pid:
+            return
         self._queue.close()
         crew = self._station.crew
         crew.leave(LEFT)

@@ -43,17 +43,13 @@ class ShmWork(dist.Work):
         # Twice at the same moment: by the thread that ends it, and by one that asks for the future just then.
         if self._future is None or not self._telling.acquire(blocking=False):
             return
-        if self.failure is None:
-            self._future.set_result(self._tensors)
-        else:
-            self._future.set_exception(self.failure)
+        self._over.set_result(None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return when the tensors may be read; raise what went wrong."""
         if not self.is_done:
             self._carry_on(self)
-        if self.failure is not None:
-            raise self.failure
+        self._outcome()
         return True
 
     def is_completed(self) -> bool:
@@ -71,12 +67,20 @@ class ShmWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Done when this is, by a thread of the engine's if nobody waits."""
         if self._future is None:
-            self._future = torch.futures.Future()
+            # What a callback raises is an error to C++ too; what `set_exception` is given is to DDP a result, of
+            # which it makes nothing.
+            self._over = torch.futures.Future[None]()
+            self._future = self._over.then(lambda _: self._outcome())
             if self.is_done:
                 self.tell()
             else:
                 self._see_to()
         return self._future
+
+    def _outcome(self) -> list[Tensor]:
+        if self.failure is not None:
+            raise self.failure
+        return self._tensors
 
     def _see_to(self) -> None:
         if not self._is_seen_to:

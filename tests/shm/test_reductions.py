@@ -136,12 +136,10 @@ def test_every_op_and_dtype_is_what_one_process_computes() -> None:
     [
         (1, 7, "ordinary"),
         (1, PAYLOAD_BYTES + 1, "resident"),
-        (2, 7, "resident"),
         (2, PAYLOAD_BYTES + 1, "resident"),
-        (2, PAYLOAD_BYTES + 1, "ordinary"),
-        (3, PAYLOAD_BYTES + 3, "resident"),
-        (3, PAYLOAD_BYTES + 3, "mixed"),
-        (4, PAYLOAD_BYTES + 1, "ordinary"),
+        (2, 7, "ordinary"),
+        (3, PAYLOAD_BYTES + 3, "ordinary"),
+        (4, PAYLOAD_BYTES + 3, "mixed"),
     ],
 )
 def test_so_it_is_wherever_the_data_lie(size: int, numel: int, where: str) -> None:
@@ -171,7 +169,7 @@ def check_sizes(size: int, dtype: torch.dtype, op: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_every_size_is_summed_to_its_last_element(size: int) -> None:
     check_sizes(size, torch.uint8, Op.SUM)
     check_sizes(size, torch.float32, Op.SUM)
@@ -204,13 +202,13 @@ def test_the_bits_are_the_same_in_every_run(where: str) -> None:
         begin_all_reduce(engine, tensor).wait()
         return bits(tensor)
 
-    results = {result for _ in range(3) for result in run_engines(3, on_rank)}
+    results = {result for _ in range(2) for result in run_engines(3, on_rank)}
     terms = [values_of(torch.bfloat16, CHUNK_BYTES + 777, rank) for rank in range(3)]
     assert results == {bits(reference(Op.SUM, terms))}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_reduce_scatter_leaves_each_rank_its_part(size: int) -> None:
     def on_rank(engine: ShmEngine) -> None:
         for dtype, op in ((torch.float16, Op.SUM), (torch.bfloat16, Op.MAX), (torch.float32, Op.AVG)):

@@ -1,0 +1,379 @@
+"""Real ranks that share memory: what is told of one that is gone, what is left, what happens if there is too little."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from functools import lru_cache
+
+import pytest
+from e2e.conftest import TEARDOWN_S, ready, wait_until
+
+from hvdlite.shm.board import BOARD_BYTES
+from hvdlite.shm.turn import SLOTS_BYTES
+
+pytestmark = pytest.mark.slow
+
+MIB = 2**20
+ENGINE_BYTES = BOARD_BYTES + SLOTS_BYTES
+IMPORTS = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import hvdlite as hvd
+torch.set_num_threads(1)
+"""
+TRAIN = """
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+inputs, targets = torch.randn(16, 32), torch.randn(16, 1)
+def train(model, optimizer, rank, size, steps=5, at_step=lambda step: None):
+    for step in range(steps):
+        at_step(step)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs[rank::size]), targets[rank::size]).backward()
+        optimizer.step()
+def sgd(model): return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+"""
+
+
+@lru_cache
+def why_no_mounts() -> str | None:
+    tried = subprocess.run(
+        ["unshare", "-m", "-p", "-f", "--mount-proc", "mount", "-t", "tmpfs", "none", "/dev/shm"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return tried.stderr if tried.returncode else None
+
+
+@pytest.fixture
+def with_shm():
+    """``with_shm("size=1m")``: the words that give the command after them a /dev/shm of its own."""
+    if reason := why_no_mounts():
+        pytest.skip(f"no /dev/shm can be made here: {reason}")
+
+    def words(options: str) -> list[str]:
+        script = f'mount -t tmpfs -o {options} none /dev/shm && exec "$@"'
+        return ["unshare", "-m", "sh", "-c", script, "sh"]
+
+    return words
+
+
+def run(launch, program: str, *, size: int = 2, within=(), env=None, **options) -> tuple[int, str, str]:
+    job = launch("-np", str(size), *within, sys.executable, "-c", IMPORTS + program, env=env, **options)
+    code, out, err = job.ended()
+    job.assert_gone()
+    return code, out.decode(), err.decode()
+
+
+# The launcher would end the others, as soon as it knows of the first, before they can say what they know.
+FAULT = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def fail(step):
+    if step == 3 and rank == 1: FAULT
+def told(work):
+    try: work()
+    except Exception as error: print("told:", type(error).__name__, error, flush=True)
+    else: print("told nothing", flush=True)
+"""
+WAYS = {
+    "all-reduce": """
+hvd.init(); rank = hvd.rank()
+def work():
+    for step in range(5):
+        fail(step)
+        hvd.allreduce(torch.ones(300_000))
+told(work)
+""",
+    "optimizer": TRAIN
+    + """
+hvd.init(); rank = hvd.rank()
+optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+told(lambda: train(model, optimizer, rank, 3, at_step=fail))
+""",
+    "DDP": TRAIN
+    + """
+dist.init_process_group("cpu:hvdshm"); rank = dist.get_rank()
+model = torch.nn.parallel.DistributedDataParallel(model)
+told(lambda: train(model, sgd(model), rank, 3, at_step=fail))
+""",
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_is_killed_at_a_step_is_named_by_all_others(launch, way):
+    fault = FAULT.replace("FAULT", "os.kill(os.getpid(), signal.SIGKILL)")
+    code, out, _ = run(launch, fault + WAYS[way], size=3)
+    assert code == 128 + signal.SIGKILL
+    told = {line[1]: line for line in out.splitlines() if "told" in line}
+    assert sorted(told) == ["0", "2"]
+    for line in told.values():
+        assert "rank 1 " in line
+        assert "has gone" in line if way != "DDP" else "is no more" in line
+        assert "PeerLostError" in line if way != "DDP" else "RuntimeError" in line or "PeerGoneError" in line
+
+
+def test_a_rank_that_ends_by_itself_is_named_by_all_others(launch):
+    fault = FAULT.replace("FAULT", "os._exit(0)")
+    _, out, _ = run(launch, fault + WAYS["DDP"], size=3)
+    told = [line for line in out.splitlines() if "told" in line]
+    assert len(told) == 2
+    assert all("rank 1 of this group" in line and "is no more" in line for line in told)
+
+
+def test_a_rank_that_hangs_is_named_when_time_is_out(launch):
+    fault = FAULT.replace("FAULT", "os.kill(os.getpid(), signal.SIGSTOP)")
+    way = WAYS["DDP"].replace('("cpu:hvdshm")', '("cpu:hvdshm", timeout=datetime.timedelta(seconds=2))')
+    code, out, _ = run(launch, "import datetime\n" + fault + way + "sys.exit(3)")
+    assert code == 3
+    assert "timed out after 2 s: rank 1 of this group" in out
+
+
+def test_a_rank_that_waits_can_be_interrupted(launch):
+    program = """
+hvd.init()
+pid = hvd.broadcast_object(os.getpid(), 0)
+try:
+    hvd.barrier()
+    if hvd.rank() == 1:
+        os.kill(pid, signal.SIGINT)
+        signal.pause()
+    hvd.allreduce(torch.ones(1_000_000))
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    os._exit(4)
+"""
+    code, out, _ = run(launch, program)
+    assert code == 4
+    assert "interrupted" in out
+
+
+ENGINES = """
+from hvdlite.world import current_world
+def kind(): return type(current_world().group.engine).__name__
+"""
+
+
+def test_shared_memory_is_used_unless_it_is_switched_off_on_all_ranks(launch):
+    program = ENGINES + "hvd.init(); print(kind(), hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist())"
+    _, out, _ = run(launch, program)
+    assert out.count("ShmEngine [2.0, 2.0]") == 2
+    _, out, _ = run(launch, program, env={"HVDLITE_SHM": "0"})
+    assert out.count("ProcessGroup [2.0, 2.0]") == 2
+    code, _, err = run(launch, program, within=["sh", "-c", 'HVDLITE_SHM=$RANK exec "$@"', "sh"])
+    assert code == 1
+    assert "MismatchError" in err
+    assert "HVDLITE_SHM" in err
+
+
+# Of 40 MiB of gradients in one bucket.
+AVERAGE = (
+    ENGINES
+    + """
+hvd.init()
+param = torch.nn.Parameter(torch.zeros(10, 1024, 1024))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), [("fc.weight", param)])
+for step in range(2):
+    optimizer.zero_grad()
+    (param * (hvd.rank() + 1)).sum().backward()
+    optimizer.step()
+assert bool((param == -3).all())
+print(kind(), "right", flush=True)
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("options", "engine", "lines"),
+    [
+        ("size=64k", "ProcessGroup", ["gloo instead of shared memory"]),
+        ("size=1m", "ProcessGroup", ["gloo instead of shared memory"]),
+        # Enough for a first engine, and not for a second one.
+        (f"size={ENGINE_BYTES + 4096}", "ShmEngine", ["gloo instead of shared memory"]),
+        # Enough for all, and not for the bucket.
+        (f"size={6 * ENGINE_BYTES}", "ShmEngine", ["gradients are copied to shared memory"] * 2),
+        (f"size={6 * ENGINE_BYTES + 80 * MIB}", "ShmEngine", []),
+        ("ro", "ProcessGroup", ["gloo instead of shared memory"]),
+    ],
+)
+def test_too_little_shared_memory_is_told_in_a_line_and_the_result_is_right(launch, with_shm, options, engine, lines):
+    code, out, err = run(launch, AVERAGE, within=with_shm(options), env={"HVDLITE_LOG_LEVEL": "warning"})
+    assert code == 0, err
+    assert out.count(f"{engine} right") == 2
+    told = [line for line in err.splitlines() if "shared memory" in line]
+    assert len(told) == len(lines), err
+    for line, words in zip(told, lines, strict=True):
+        assert words in line
+        assert "/dev/shm: " in line
+
+
+def test_no_directory_for_shared_memory_at_all_is_told_too(launch, with_shm):
+    hidden = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none /dev && mknod -m 666 /dev/null c 1 3 && '
+              'mknod -m 444 /dev/urandom c 1 9 && exec "$@"', "sh"]  # fmt: skip
+    code, out, err = run(launch, AVERAGE, within=hidden, env={"HVDLITE_LOG_LEVEL": "warning"})
+    assert code == 0, err
+    assert out.count("ProcessGroup right") == 2
+    assert "/dev/shm: No such file or directory" in err
+
+
+def test_ranks_that_cannot_see_each_others_processes_do_without_it(launch, with_shm):
+    """As in containers, or on two machines."""
+    apart = ["unshare", "-p", "-f", "--mount-proc", "--kill-child"]
+    code, out, err = run(launch, AVERAGE, within=apart, env={"HVDLITE_LOG_LEVEL": "warning"})
+    assert code == 0, err
+    assert out.count("ProcessGroup right") == 2
+    assert err.count("gloo instead of shared memory") == 1
+    code, _, err = run(launch, 'dist.init_process_group("cpu:hvdshm")', within=apart)
+    assert code == 1
+    assert "RuntimeError: hvdshm is for ranks of one host that share memory: rank " in err
+
+
+def test_nothing_is_left_of_ranks_that_are_killed_and_nothing_ever_had_a_name(launch, make_lan):
+    desk = make_lan().desk
+    shm = desk.seen("/dev/shm")
+
+    def used() -> int:
+        state = os.statvfs(shm)
+        return (state.f_blocks - state.f_bfree) * state.f_frsize
+
+    program = AVERAGE + 'print("ready", flush=True); signal.pause()'
+    job = launch("-np", "2", sys.executable, "-c", IMPORTS + program, on=desk)
+    ready(job)
+    assert used() >= 2 * (2 * ENGINE_BYTES + 40 * MIB)
+    assert list(shm.iterdir()) == []
+    for process in job.processes():
+        process.kill()
+    job.ended()
+    wait_until(lambda: used() == 0, TEARDOWN_S, lambda: f"{used()} bytes are left")
+
+
+def test_optimizers_and_worlds_that_come_and_go_leave_no_memory(launch):
+    program = """
+import gc, time
+def maps(): return sum(" /dev/shm/" in line for line in open("/proc/self/maps"))
+def settle(count):
+    # A thread of an engine's may hold it a moment longer.
+    give_up_at = time.monotonic() + 20
+    while maps() != count:
+        assert time.monotonic() < give_up_at, (maps(), count)
+        time.sleep(0.01)
+opened = []
+for world in range(3):
+    hvd.init()
+    before = maps()
+    assert before > 0
+    for number in range(3):
+        param = torch.nn.Parameter(torch.zeros(500_000))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), [("w", param)])
+        param.sum().backward()
+        optimizer.step()
+        optimizer.close()
+        del param, optimizer
+        gc.collect()
+        settle(before)
+    hvd.shutdown()
+    gc.collect()
+    settle(0)
+    opened.append(len(os.listdir("/proc/self/fd")))
+assert opened[0] == opened[2], opened
+print("steady")
+"""
+    code, out, err = run(launch, program)
+    assert code == 0, err
+    assert out.count("steady") == 2, out
+
+
+def test_ddp_over_it_is_one_process_on_the_whole_batch_and_hvdlite_goes_along(launch):
+    program = (
+        TRAIN
+        + """
+import copy
+alone, over_gloo = copy.deepcopy(model), copy.deepcopy(model)
+train(alone, sgd(alone), 0, 1)
+dist.init_process_group("cpu:hvdshm")
+rank = dist.get_rank()
+train(model_ := torch.nn.parallel.DistributedDataParallel(model), sgd(model_), rank, 2)
+gloo = dist.new_group(backend="gloo")
+train(model_ := torch.nn.parallel.DistributedDataParallel(over_gloo, process_group=gloo), sgd(model_), rank, 2)
+for param, other, third in zip(model.parameters(), alone.parameters(), over_gloo.parameters()):
+    torch.testing.assert_close(param, other)
+    torch.testing.assert_close(param, third)
+parts = [torch.empty_like(param) for _ in range(2)]
+dist.all_gather(parts, param.detach())
+assert torch.equal(*parts)
+trio = dist.new_group([1], backend="hvdshm")
+pair = dist.new_group([0, 1], backend="hvdshm")
+value = torch.tensor([1.0 + rank])
+dist.all_reduce(value, group=pair)
+assert value.item() == 3
+if rank == 1:
+    dist.all_reduce(value, group=trio)
+objects = [None, None]
+dist.all_gather_object(objects, {"rank": rank})
+assert objects == [{"rank": 0}, {"rank": 1}]
+dist.barrier()
+hvd.init()
+assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item() == hvd.size() == 2
+hvd.shutdown()
+dist.destroy_process_group()
+print("done")
+"""
+    )
+    code, out, err = run(launch, program)
+    assert code == 0, err
+    assert out.count("done") == 2
+
+
+def test_powersgd_over_it_is_what_it_is_over_gloo(launch):
+    """Its hook communicates, and waits, in callbacks of futures."""
+    program = (
+        TRAIN
+        + """
+import copy
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+models = {"cpu:hvdshm": model, "gloo": copy.deepcopy(model)}
+dist.init_process_group("gloo")
+for backend, each in models.items():
+    group = dist.new_group(backend=backend)
+    wrapped = torch.nn.parallel.DistributedDataParallel(each, process_group=group)
+    state = powerSGD_hook.PowerSGDState(group, start_powerSGD_iter=2, min_compression_rate=0.5)
+    wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    train(wrapped, sgd(wrapped), dist.get_rank(), 2, steps=6)
+for one, other in zip(*(each.parameters() for each in models.values())):
+    torch.testing.assert_close(one, other)
+print("done")
+"""
+    )
+    code, out, err = run(launch, program)
+    assert code == 0, err
+    assert out.count("done") == 2
+
+
+def test_workers_of_a_data_loader_and_other_children_disturb_nothing(launch):
+    program = (
+        TRAIN
+        + """
+hvd.init(); rank = hvd.rank()
+optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+def fork(step):
+    if (child := os.fork()) == 0:
+        globals().pop("optimizer"); model.zero_grad(); os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+train(model, optimizer, rank, 2, steps=3, at_step=fork)
+data = torch.utils.data.TensorDataset(inputs, targets)
+for epoch in range(2):
+    for features, target in torch.utils.data.DataLoader(data, batch_size=4, num_workers=2):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(features), target).backward()
+        optimizer.step()
+values = hvd.allgather(torch.nn.utils.parameters_to_vector(model.parameters())[None].detach())
+assert torch.equal(values[0], values[1])
+print("done")
+"""
+    )
+    code, out, err = run(launch, program)
+    assert code == 0, err
+    assert out.count("done") == 2
