@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -77,3 +78,11 @@ def begin_broadcast(engine: ShmEngine, tensor: torch.Tensor, root: int = 0) -> A
     options = dist.BroadcastOptions()
     options.rootRank = root
     return engine.broadcast([tensor], options)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Return when it is so: what a thread in the background does, it does at some time."""
+    give_up_at = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.001)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from shm.engines import (
     begin_broadcast,
     make_engine,
     run_engines,
+    until,
 )
 
 from hvdlite.shm.board import PAYLOAD_BYTES, WINDOW
@@ -26,13 +26,6 @@ from hvdlite.shm.engine import ShmEngine
 from hvdlite.shm.turn import CHUNK_BYTES
 
 SMALL, STAGED = 3, CHUNK_BYTES // 4 + 1  # floats: in a payload, in two chunks
-
-
-def until(condition: Callable[[], bool]) -> None:
-    give_up_at = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.001)
 
 
 def begin_some(engine: ShmEngine, count: int) -> list[tuple[Any, Callable[[], bool]]]:

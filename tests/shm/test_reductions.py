@@ -224,6 +224,19 @@ def test_reduce_scatter_leaves_each_rank_its_part(size: int) -> None:
     run_engines(size, on_rank)
 
 
+@pytest.mark.parametrize("where", ["ordinary", "resident", "mixed"])
+def test_the_parts_may_be_one_tensor_and_the_output_one_of_them(where: str) -> None:
+    def on_rank(engine: ShmEngine) -> None:
+        for numel in (0, 3, PAYLOAD_BYTES, CHUNK_BYTES // 4 + 5):
+            terms = [values_of(torch.float32, numel * engine.size, rank) for rank in range(engine.size)]
+            whole = placed(engine, terms[engine.rank], where)
+            output = whole[numel * engine.rank :][:numel]
+            engine._reduce_scatter_base(output, whole, dist.ReduceScatterOptions()).wait()
+            assert torch.equal(output, sum(terms)[numel * engine.rank :][:numel]), numel
+
+    run_engines(3, on_rank)
+
+
 def test_reduce_scatter_refuses_parts_that_do_not_fit() -> None:
     def on_rank(engine: ShmEngine) -> None:
         for parts in ([torch.ones(2)], [torch.ones(2), torch.ones(3)]):
