@@ -13,6 +13,8 @@ import time
 import weakref
 from collections.abc import Sequence
 
+import torch
+
 from ..channels.engine import PeerGoneError
 from .board import FAILED, LEFT, OPEN, Board
 from .futex import fence, sleep_while, wake
@@ -40,7 +42,8 @@ class Crew:
         self._own_words = self.own.words
         self._others = [words for place, words in enumerate(self._words) if place != rank]
         self._bell = boards[0]
-        self._spins = len(os.sched_getaffinity(0)) >= self.size
+        self._cores = len(os.sched_getaffinity(0))
+        self._spins = self._cores >= self.size
         self._lives: dict[int, int] = {}
         weakref.finalize(self, _close_all, self._lives).atexit = False
         for place, pid in enumerate(pids):
@@ -73,12 +76,16 @@ class Crew:
         """Whether every rank is so far, this one too."""
         return self._own_words[counter] >= value and self.reached(counter, value)
 
-    def wait_for(self, counter: int, value: int, deadline: float) -> None:
+    def has_free_cores(self) -> bool:
+        """Whether this host has cores for more threads than compute now, on all ranks."""
+        return self._cores > self.size * torch.get_num_threads()
+
+    def wait_for(self, counter: int, value: int, deadline: float, *, may_spin: bool = True) -> None:
         """Return when every rank is so far; a RuntimeError if one cannot come, or does not by ``deadline``.
 
-        The deadline is by `time.monotonic`.
+        The deadline is by `time.monotonic`. ``may_spin``: this thread has the core that it is on for itself.
         """
-        if self.reached(counter, value) or self._came_meanwhile(counter, value):
+        if self.reached(counter, value) or (may_spin and self._came_meanwhile(counter, value)):
             return
         own, bell = self.own, self._bell
         own.sleep(counter, value)

@@ -19,6 +19,9 @@ from .crew import Crew
 from .turn import Condition, Steps, Turn
 from .work import ShmWork
 
+# How long a thread in the background leaves to the program what that is likely to do itself, with the core it has.
+_GRACE_S = 0.02
+
 
 class Operation(Protocol):
     """What is done in a turn."""
@@ -66,6 +69,7 @@ class Queue:
         self._failure: BaseException | None = None
         self._is_closed = False
         self._is_wanted = threading.Semaphore(0)
+        self._is_urgent = threading.Event()
         self._thread: threading.Thread | None = None
 
     def submit(self, turn: Turn, operation: Operation, work: ShmWork, in_background: bool) -> None:
@@ -85,7 +89,7 @@ class Queue:
         self._carry_on_without_waiting()
         # What has no room yet is shown when there is: others may wait for it, and nobody here.
         if (in_background or not entry.has_begun) and not work.is_done:
-            self.carry_on_in_background()
+            self.carry_on_in_background(at_once=False)
 
     def carry_on(self, work: ShmWork) -> None:
         """Return when this one is done, or has failed."""
@@ -103,19 +107,25 @@ class Queue:
                 self._is_wanted.release()
             self.tell()
 
-    def carry_on_in_background(self) -> None:
-        """Have a thread carry on until there is nothing left, or somebody else does."""
+    def carry_on_in_background(self, *, at_once: bool) -> None:
+        """Have a thread carry on until there is nothing left, or somebody else does.
+
+        Unless ``at_once``, or if there is a core for it, a moment later: the program is likely to do it itself.
+        """
         with self._entries_lock:
             # It is of no use while a callback that it runs waits for what is begun here: then there is another.
             if self._thread in (None, threading.current_thread()) and not self._is_closed:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
+        if at_once:
+            self._is_urgent.set()
         self._is_wanted.release()
 
     def close(self) -> None:
         """End what is under way as failed. Waits for nobody."""
         with self._entries_lock:
             self._is_closed = True
+        self._is_urgent.set()
         self._is_wanted.release()
         if self._carrying.acquire(blocking=False):
             try:
@@ -141,9 +151,12 @@ class Queue:
     def _run(self) -> None:
         while not self._is_closed and self._thread is threading.current_thread():
             self._is_wanted.acquire()
+            if not self._crew.has_free_cores():
+                self._is_urgent.wait(_GRACE_S)
+            self._is_urgent.clear()
             while self._entries and not self._waiters and not self._is_closed:
                 with self._carrying:
-                    self._step(may_wait=True)
+                    self._step(may_wait=True, in_background=True)
                 self.tell()
 
     def _carry_on_without_waiting(self) -> None:
@@ -163,14 +176,14 @@ class Queue:
                 entry.has_begun = True
                 entry.is_shown = entry.operation.begin()
 
-    def _step(self, may_wait: bool) -> bool:
+    def _step(self, may_wait: bool, in_background: bool = False) -> bool:
         """Carry the first one on as far as it goes; whether there may be more to do at once."""
         with self._entries_lock:
             if not self._entries:
                 return False
             entry = self._entries[0]
         try:
-            if not self._advance(entry, may_wait):
+            if not self._advance(entry, may_wait, in_background):
                 return False
         except StopIteration:
             self._end(entry)
@@ -180,12 +193,12 @@ class Queue:
                 raise
         return True
 
-    def _advance(self, entry: _Entry, may_wait: bool) -> bool:
+    def _advance(self, entry: _Entry, may_wait: bool, in_background: bool) -> bool:
         awaited = entry.awaited or (None if entry.has_begun else entry.turn.has_room())
         if awaited is not None and not self._crew.reached(*awaited):
             if not may_wait:
                 return False
-            self._crew.wait_for(*awaited, time.monotonic() + self._crew.timeout_s)
+            self._crew.wait_for(*awaited, time.monotonic() + self._crew.timeout_s, may_spin=not in_background)
         if entry.steps is None:
             with self._entries_lock:
                 if not entry.has_begun:

@@ -7,19 +7,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
+class InBackground(Protocol):
+    """Has a thread carry on; a moment later, unless ``at_once``."""
+
+    def __call__(self, *, at_once: bool) -> None: ...
+
+
 class ShmWork(dist.Work):
     """Done when its tensors may be read; the failure, if there is one, is raised by `wait`."""
 
-    def __init__(
-        self, tensors: list[Tensor], carry_on: Callable[[ShmWork], None], in_background: Callable[[], None]
-    ) -> None:
+    def __init__(self, tensors: list[Tensor], carry_on: Callable[[ShmWork], None], in_background: InBackground) -> None:
         """``carry_on`` returns when it is done; ``in_background`` has a thread see to that."""
         super().__init__()
         self._tensors = tensors
@@ -54,8 +58,9 @@ class ShmWork(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether it is done; it will be, even if nobody does anything but ask."""
-        if not self.is_done:
-            self._see_to()
+        if not (self.is_done or self._is_seen_to):
+            self._is_seen_to = True
+            self._in_background(at_once=False)
         return self.is_done
 
     def is_success(self) -> bool:
@@ -74,15 +79,11 @@ class ShmWork(dist.Work):
             if self.is_done:
                 self.tell()
             else:
-                self._see_to()
+                self._is_seen_to = True
+                self._in_background(at_once=True)
         return self._future
 
     def _outcome(self) -> list[Tensor]:
         if self.failure is not None:
             raise self.failure
         return self._tensors
-
-    def _see_to(self) -> None:
-        if not self._is_seen_to:
-            self._is_seen_to = True
-            self._in_background()

@@ -154,7 +154,7 @@ def test_a_rank_that_has_its_result_may_leave_before_others_have_looked_at_what_
     def on_rank(rank: int) -> None:
         # Of this rank's engine alone it is known when it looks: when it waits.
         engine = make_engine(store, rank, 2)
-        monkeypatch.setattr(engine._queue, "carry_on_in_background", lambda: None)
+        monkeypatch.setattr(engine._queue, "carry_on_in_background", lambda at_once: None)
         small, large = torch.full((SMALL,), rank + 1.0), torch.full((STAGED,), rank + 1.0)
         works = [begin_all_reduce(engine, small), begin_broadcast(engine, large)]
         if rank == 0:
