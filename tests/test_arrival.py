@@ -330,6 +330,8 @@ def test_what_forbids_it_is_an_error_that_says_so():
         param = nn.Parameter(torch.zeros(2))
         with pytest.raises(ValueError, match=r"step_on_arrival=True with op=hvd\.Adasum"):
             wrap(group, torch.optim.SGD([param], lr=1.0), op=hvd.Adasum, step_on_arrival=True)
+        with pytest.raises(ValueError, match="step_on_arrival='yes' is neither True nor False"):
+            wrap(group, torch.optim.SGD([param], lr=1.0), step_on_arrival="yes")
         optimizer = wrap(group, torch.optim.SGD([param], lr=1.0), step_on_arrival=True)
         with pytest.raises(ValueError, match=r"step\(closure\) with step_on_arrival=True: .* call it before"):
             optimizer.step(lambda: 0.0)

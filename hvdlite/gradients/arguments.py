@@ -55,12 +55,14 @@ def check_predivide(factor: float, op: ReduceOp) -> float:
 
 def check_step_on_arrival(wanted: object, op: ReduceOp) -> bool:
     """Whether it is wanted, if averages arrive before the step."""
+    if not isinstance(wanted, bool):
+        raise ValueError(f"step_on_arrival={wanted!r} is neither True nor False")
     if wanted and op == Adasum:
         raise ValueError(
             "step_on_arrival=True with op=hvd.Adasum: the step comes first there, and what it changed travels after "
             "it; leave one of them out"
         )
-    return bool(wanted)
+    return wanted
 
 
 def check_cap(bucket_cap_mb: float | None, threshold_bytes: int | None, default_bytes: int) -> int:

@@ -43,6 +43,23 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, as s
                 "/dev/shm is too small"
             ) from error
         self._engine = ShmEngine(station, NAME)
+        self._name = self._description = ""
+
+    # torch keeps a group's name and description in its backends in C++, of which this group has none.
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's own name
         return NAME

@@ -90,7 +90,9 @@ class Segment:
             except (OSError, ValueError) as error:
                 os.ftruncate(self._fd, offset)
                 reason = getattr(error, "strerror", None) or str(error)
-                raise NoMemoryError(f"{length / 2**20:.1f} MiB more in {DIRECTORY}: {reason}") from error
+                raise NoMemoryError(
+                    f"{length / 2**20:.1f} MiB more in {DIRECTORY}, {_mib_in_all():.1f} MiB large: {reason}"
+                ) from error
             self._size += length
             if stays:
                 return piece
@@ -135,6 +137,11 @@ class Segment:
             # To others who look at it, what is given back turns to zeros.
             if self._fds:
                 _libc.fallocate(self._fd, _PUNCH_HOLE, known[1], known[2])
+
+
+def _mib_in_all() -> float:
+    status = os.statvfs(DIRECTORY)
+    return status.f_blocks * status.f_frsize / 2**20
 
 
 def _close_all(fds: dict[Address, int]) -> None:

@@ -314,6 +314,7 @@ if rank == 1:
 objects = [None, None]
 dist.all_gather_object(objects, {"rank": rank})
 assert objects == [{"rank": 0}, {"rank": 1}]
+dist.destroy_process_group(pair)
 dist.barrier()
 hvd.init()
 assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item() == hvd.size() == 2
