@@ -68,11 +68,11 @@ def init(
             "hvd.init() was called in a child process that multiprocessing started, where it would take the place "
             'of its parent\'s rank: put what the main program does under `if __name__ == "__main__":`'
         )
-    if hierarchical not in (None, True, False):
+    if hierarchical is not None and not isinstance(hierarchical, bool):
         raise ValueError(f"hierarchical={hierarchical!r} is none of True, False and None")
     environment = read_environment(os.environ)
     if hierarchical is not None:
-        environment = replace(environment, hierarchical=bool(hierarchical))
+        environment = replace(environment, hierarchical=hierarchical)
     timeout = timedelta(seconds=timeout_s or environment.timeout_s or DEFAULT_TIMEOUT_S)
     _world = enter(timeout, environment)
     try:

@@ -217,3 +217,17 @@ def test_a_closed_engine_leaves_no_thread_that_would_outlive_its_parts(monkeypat
         assert not any(thread.is_alive() for thread in threads)
 
     run_ranks(4, rank)
+
+
+def test_a_group_of_two_levels_may_be_closed_again():
+    """As an optimizer's is that outlives the world."""
+
+    def rank(group: Group) -> None:
+        choose_levels(group, group._channels, None, "aabb", True, None)
+        duplicate = group.duplicate()
+        group.close()
+        duplicate.close()
+        with pytest.raises(RuntimeError, match=r"hvd\.shutdown"):
+            duplicate.all_reduce(torch.ones(1), "too late")
+
+    run_ranks(4, rank)

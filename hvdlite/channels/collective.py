@@ -122,6 +122,8 @@ class Group:
 
         No reference to an engine may outlive this: gloo aborts if the interpreter goes before its threads.
         """
+        if isinstance(self.engine, ClosedEngine):
+            return
         for duplicate in list(self._duplicates):
             duplicate.close()
         self._channels.close(self.engine)

@@ -20,8 +20,10 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ..errors import PeerLostError
 
-class PeerGoneError(RuntimeError):
+
+class PeerGoneError(PeerLostError):
     """An engine's word that another rank is no more, from one that knows which."""
 
     def __init__(self, message: str, place: int) -> None:

@@ -156,7 +156,9 @@ class Crew:
 
     def _gone(self, place: int) -> PeerGoneError:
         how = "is no more" if self.boards[place].state == OPEN else "has left"
-        return PeerGoneError(f"{self.describe(place)} {how}: connection closed by peer", place)
+        return PeerGoneError(
+            f"{self.describe(place)} {how} (connection closed by peer); what ended it is the cause, look there", place
+        )
 
     def _words_of_timeout(self, counter: int, value: int) -> str:
         late = [self.describe(place) for place, words in enumerate(self._words) if words[counter] < value]

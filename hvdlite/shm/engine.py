@@ -202,8 +202,12 @@ class ShmEngine:
 def _flat(tensor: Tensor, what: str) -> Tensor:
     if tensor.device.type != "cpu":
         raise ValueError(f"{what}: hvdshm carries tensors of the CPU, and this one is on {tensor.device}")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{what}: hvdshm carries dense tensors, and this one is {tensor.layout}: gloo takes those")
     if not tensor.is_contiguous() and not tensor.is_contiguous(memory_format=torch.channels_last):
-        raise ValueError(f"{what}: the tensor of shape {tuple(tensor.shape)} is not contiguous")
+        raise ValueError(
+            f"{what}: the tensor of shape {tuple(tensor.shape)} is not contiguous: give tensor.contiguous()"
+        )
     # `data` has a count of changes of its own: what an engine writes is no change by the program, as of any engine.
     return as_bytes(tensor.data)
 

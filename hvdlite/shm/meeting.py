@@ -11,10 +11,14 @@ A rank that has no shared memory says so, and so all of them know it, at the sam
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
+import socket
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -26,6 +30,7 @@ from .segment import Address, NoMemoryError, Piece, Segment
 from .turn import SLOTS_BYTES, Station
 
 _OWN_BYTES = BOARD_BYTES + SLOTS_BYTES
+_PARTING = timedelta(seconds=5)
 
 
 def open_segment() -> Segment:
@@ -44,7 +49,7 @@ def meet(store: Store, rank: int, size: int, segment: Segment | NoMemoryError, t
     told_by = _exchange(
         store, "board", rank, size, {"error": str(own)} if isinstance(own, Exception) else own.told, timeout
     )
-    _require_all("has no shared memory", told_by)
+    _require_all("has no shared memory", told_by, partial(_part, store, "board", rank, size))
     station, seen = None, {}
     try:
         assert isinstance(own, _Own), "those who have none have raised"
@@ -56,7 +61,8 @@ def meet(store: Store, rank: int, size: int, segment: Segment | NoMemoryError, t
         station = Station(crew, own.segment, addresses, [piece.tensor[BOARD_BYTES:] for piece in pieces])
     except (NoMemoryError, OSError, ValueError) as error:
         seen = {"error": str(error)}
-    _require_all("cannot use what the others share", _exchange(store, "seen", rank, size, seen, timeout))
+    seen_by = _exchange(store, "seen", rank, size, seen, timeout)
+    _require_all("cannot use what the others share", seen_by, partial(_part, store, "seen", rank, size))
     assert station is not None, "no rank has an error"
     return station
 
@@ -70,14 +76,24 @@ class _Own:
         self._file = Segment()
         self.piece = self._file.allocate(_OWN_BYTES, stays=True)
         token = Board(self.piece).token = secrets.randbits(63)
-        self.told = {"pid": os.getpid(), "fd": segment.address.fd, "file": self._file.address.fd, "token": token}
+        self.told: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "fd": segment.address.fd,
+            "file": self._file.address.fd,
+            "token": token,
+        }
 
     def look_at(self, told: dict[str, Any]) -> Piece:
         """Another rank's."""
-        piece = self._file.see(Address(told["pid"], told["file"]), 0, _OWN_BYTES)
+        elsewhere = f"process {told['pid']} of {told['host']} is not on this host, or in a container of its own"
+        try:
+            piece = self._file.see(Address(told["pid"], told["file"]), 0, _OWN_BYTES)
+        except (NoMemoryError, OSError) as error:
+            raise NoMemoryError(f"{elsewhere} ({error})") from error
         # Another machine, or another container, may have a process of this number with such a file too.
         if Board(piece).token != told["token"]:
-            raise NoMemoryError(f"process {told['pid']} is not of this machine, or in a container of its own")
+            raise NoMemoryError(elsewhere)
         return piece
 
 
@@ -99,7 +115,15 @@ def _exchange(
     return [json.loads(store.get(key)) for key in keys]
 
 
-def _require_all(complaint: str, told_by: list[dict[str, Any]]) -> None:
+def _part(store: Store, what: str, rank: int, size: int) -> None:
+    """Let the others read what went wrong before this rank goes, and perhaps the store with it."""
+    with contextlib.suppress(RuntimeError):
+        store.set(f"{what}{rank}.read", "")
+        store.wait([f"{what}{place}.read" for place in range(size)], _PARTING)
+
+
+def _require_all(complaint: str, told_by: list[dict[str, Any]], part: Callable[[], None]) -> None:
     for place, each in enumerate(told_by):
         if "error" in each:
+            part()
             raise NoMemoryError(f"rank {place} of {len(told_by)} {complaint}: {each['error']}")

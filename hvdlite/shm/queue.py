@@ -80,9 +80,8 @@ class Queue:
         entry = _Entry(turn, operation, work)
         with self._entries_lock:
             if self._failure is not None or self._is_closed:
-                raise RuntimeError(
-                    "this engine communicates no more: it was closed, or failed before"
-                ) from self._failure
+                why = "it was closed" if self._failure is None else f"it failed before: {self._failure}"
+                raise RuntimeError(f"this group communicates no more, make a new one: {why}") from self._failure
             self._begin(entry, self._entries[-1] if self._entries else None)
             self._entries.append(entry)
         # What lies before it may be ready by now.

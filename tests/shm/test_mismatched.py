@@ -96,7 +96,7 @@ def test_both_are_named_on_every_rank_and_the_engine_is_of_no_use_any_more(case:
         assert "rank 1 of this group (pid " in words.partition(other_words)[0]
         assert usual_words in words
         assert other_words in words
-        with pytest.raises(RuntimeError, match="communicates no more: it was closed, or failed before") as later:
+        with pytest.raises(RuntimeError, match="communicates no more, make a new one: it failed before: ") as later:
             engine.barrier()
         assert isinstance(later.value.__cause__, MismatchError)
 
