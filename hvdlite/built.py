@@ -14,7 +14,7 @@ from .world import current_world
 
 
 def gloo_built() -> bool:
-    """Whether torch was built with gloo, over which CPU tensors travel."""
+    """Whether torch was built with gloo, over which CPU tensors travel between hosts."""
     return dist.is_available() and dist.is_gloo_available()
 
 

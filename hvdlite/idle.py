@@ -13,7 +13,7 @@ from types import MappingProxyType
 _NO_CYCLES = "there are no cycles: a collective starts when it is asked for"
 _NO_HIERARCHY = "how ranks of a host and between hosts divide this work is gloo's and NCCL's own to choose"
 _NO_SAMPLES = "autotune measures once, before the first step, and there is nothing to say of how"
-_NO_CHOICE = "CPU tensors travel over gloo and CUDA tensors over NCCL, as torch was built with them"
+_NO_CHOICE = "CPU tensors travel through shared memory and, between hosts, over gloo; CUDA tensors over NCCL"
 _NO_BUFFER_COPIES = "gradients are computed in the buffer that travels"
 _NO_ELASTIC = "there is no elastic training"
 _NO_RENDEZVOUS = "ranks meet through hvdlite-run or the launcher that there is"

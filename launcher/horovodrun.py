@@ -41,7 +41,7 @@ Flags of horovodrun's that tune a job:
   --hierarchical-allreduce, --no-hierarchical-allreduce
                         sum within hosts and then between them, or do not; else what is faster on GPUs is measured
   --tcp                 keep NCCL off InfiniBand
-  --gloo                CPU tensors travel over gloo, as they do without it
+  --gloo                between hosts CPU tensors travel over gloo, as they do without it
 
 These have nothing to tune here, and say so:
 

@@ -61,13 +61,22 @@ def attempt_ranks(
 ) -> list[Any]:
     """Like `run_ranks`, but an exception is the rank's outcome."""
     store = dist.HashStore()
+
+    def run(rank: int) -> Any:
+        wrap = make_wrapper() if make_wrapper else lambda engine: engine
+        hosts = [f"node{i}" for i in range(size)]
+        return function(Group(ThreadChannels(store, rank, size, wrap), rank, size, hosts))
+
+    return attempt_threads(size, run)
+
+
+def attempt_threads(size: int, function: Callable[[int], Any]) -> list[Any]:
+    """What ``function(rank)`` returns or raises on each of so many threads."""
     outcomes: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            wrap = make_wrapper() if make_wrapper else lambda engine: engine
-            group = Group(ThreadChannels(store, rank, size, wrap), rank, size, [f"node{i}" for i in range(size)])
-            outcomes[rank] = function(group)
+            outcomes[rank] = function(rank)
         except BaseException as error:  # noqa: BLE001 - it is handed to the test
             outcomes[rank] = error
 
@@ -77,7 +86,7 @@ def attempt_ranks(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(90)
         assert not thread.is_alive(), "a rank hangs"
     return outcomes
 

@@ -142,11 +142,6 @@ class Queue:
                 return
             work.tell()
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is under way."""
-        return not self._entries
-
     def _run(self) -> None:
         while not self._is_closed and self._thread is threading.current_thread():
             self._is_wanted.acquire()

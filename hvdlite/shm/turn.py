@@ -84,9 +84,9 @@ class Turn:
     """One operation, number by number the same on all ranks."""
 
     def __init__(
-        self, station: Station, number: int, kind: int, op: int, dtype: int, root: int, numel: int, extra: int = 0
+        self, station: Station, number: int, kind: int, op: int, dtype: int, root: int, numel: int, extra: int
     ) -> None:
-        """What must be equal on all ranks; ``op`` and ``dtype`` are places in `OPS` and `DTYPES`."""
+        """What must be equal on all ranks; ``op`` and ``dtype`` are places in `OPS` and `DTYPES`, ``extra`` is the rest."""
         self.station = station
         self.crew = station.crew
         self.number = number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import attempt_threads
 
 from hvdlite.shm.engine import ShmEngine
 from hvdlite.shm.meeting import meet, open_segment
@@ -43,27 +43,6 @@ def attempt_engines(size: int, function: Callable[[ShmEngine], Any], timeout_s: 
 def make_engine(store: dist.Store, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> ShmEngine:
     """One rank's, in memory of its own. All ranks must make theirs at the same time."""
     return ShmEngine(meet(store, rank, size, open_segment(), timedelta(seconds=timeout_s)), "test")
-
-
-def attempt_threads(size: int, function: Callable[[int], Any]) -> list[Any]:
-    """What ``function(rank)`` returns or raises on each of so many threads."""
-    outcomes: list[Any] = [None] * size
-
-    def run(rank: int) -> None:
-        try:
-            outcomes[rank] = function(rank)
-        except BaseException as error:  # noqa: BLE001 - it is handed to the test
-            outcomes[rank] = error
-
-    # Intra-op threads of several ranks would fight over the cores.
-    torch.set_num_threads(1)
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(90)
-        assert not thread.is_alive(), "a rank hangs"
-    return outcomes
 
 
 def begin_all_reduce(engine: ShmEngine, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:

@@ -32,7 +32,7 @@ def run(
     disable_cache: bool | None = None,
     output_filename: str | None = None,
     verbose: int | None = None,
-    use_gloo: bool | None = None,  # the workers' CPU tensors travel over gloo in any case
+    use_gloo: bool | None = None,  # between hosts CPU tensors travel over gloo in any case
     use_mpi: bool | None = None,
     mpi_args: str | None = None,
     network_interface: str | None = None,
