@@ -564,3 +564,37 @@ def test_two_jobs_on_the_same_hosts_do_not_touch_each_other(launch, make_lan, tm
     over.touch()
     assert staying.ended()[0] == 0
     assert_clean(lan)
+
+
+# Eight megabytes of gradients, four times, and then again in one level alone.
+TWO_LEVELS = """
+import torch, hvdlite as hvd
+for options in {}, {"hierarchical": False}:
+    hvd.init(timeout_s=60, **options)
+    param = torch.nn.Parameter(torch.zeros(2_000_003))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), [("weight", param)])
+    sent = lambda: int(open("/proc/net/dev").read().partition("eth")[2].partition(":")[2].split()[8])
+    hvd.barrier()
+    before = sent()
+    for step in range(4):
+        optimizer.zero_grad()
+        (param * (hvd.rank() + 1)).sum().backward()
+        optimizer.step()
+    hvd.barrier()
+    assert param.unique().tolist() == [-4 * 2.5]
+    if hvd.local_rank() == 0:
+        print("times the gradients:", (sent() - before) / (4 * 4 * param.numel()))
+    hvd.shutdown()
+"""
+
+
+def test_a_host_with_two_ranks_sends_what_one_rank_would(launch, make_lan):
+    lan = make_lan("a", "b")
+    code, out, err = launch("-H", "a:2,b:2", sys.executable, "-c", TWO_LEVELS, on=lan.desk).ended(120)
+    assert code == 0, err.decode()
+    told = sorted(float(times) for times in re.findall(rb"times the gradients: (\S+)", out))
+    assert len(told) == 4
+    # In a ring of all ranks each edge carries half as many again; to both come the headers of packets.
+    assert all(1.0 <= times < 1.2 for times in told[:2])
+    assert all(1.5 <= times < 1.8 for times in told[2:])
+    assert_clean(lan)
