@@ -86,7 +86,7 @@ class Turn:
     def __init__(
         self, station: Station, number: int, kind: int, op: int, dtype: int, root: int, numel: int, extra: int
     ) -> None:
-        """What must be equal on all ranks: ``op`` and ``dtype`` by places in `OPS` and `DTYPES`, in ``extra`` the rest."""
+        """What must be equal on all ranks: ``op``, ``dtype`` by places in `OPS`, `DTYPES`; in ``extra`` the rest."""
         self.station = station
         self.crew = station.crew
         self.number = number
