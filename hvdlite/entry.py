@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -38,6 +38,7 @@ from .meeting.store import LauncherStore
 from .meeting.topology import Seat, Topology, read_seat, refuse_place_of_horovods, seats_to_topology
 from .registry import Registry
 from .shm.channels import ShmChannels
+from .signing import Signer
 from .timeline import session as timeline
 
 _GIVING_UP = timedelta(seconds=1)  # for saying so
@@ -150,12 +151,14 @@ def _world_of(
     seat: Seat, channels: Channels, timeout: timedelta, environment: Environment, leave: Callable[[], None]
 ) -> World:
     open_log(environment, seat.rank)
-    group = Group(channels, seat.rank, seat.size, [f"host of rank {rank}" for rank in range(seat.size)])
-    token = secrets.token_hex(8)
-    introductions = group.all_gather_object(
-        (seat, _own_version(), environment.timeline, token, environment.hierarchical), "hvd.init()"
+    group = Group(
+        channels, seat.rank, seat.size, [f"host of rank {rank}" for rank in range(seat.size)], signer=Signer(b"")
     )
-    seats = [introduced for introduced, *_ in introductions]
+    token = secrets.token_hex(8)
+    introductions = group.all_gather_json(
+        (asdict(seat), _own_version(), environment.timeline, token, environment.hierarchical), "hvd.init()"
+    )
+    seats = [Seat(**introduced) for introduced, *_ in introductions]
     topology = seats_to_topology(seat.rank, seats)
     group.hosts = topology.hosts
     for other, (_, other_version, *_) in enumerate(introductions):
@@ -190,7 +193,7 @@ def _over_shared_memory(group: Group, torchs: Channels, token: str, timeout: tim
     """The same ranks, all of one host, over what is fastest there; ``torchs`` carries what that does not."""
     store = PrefixStore(f"hvdlite.{token}", _get_default_store())
     channels = ShmChannels(store, group.rank, group.size, timeout, torchs, for_gpus=torch.cuda.is_available())
-    shared = Group(channels, group.rank, group.size, group.hosts)
+    shared = Group(channels, group.rank, group.size, group.hosts, signer=group.signer.derive("shared memory"))
     group.close()
     return shared
 
@@ -212,7 +215,7 @@ def _own_gpu(group: Group, topology: Topology) -> torch.device | None:
     if torch.cuda.is_available() and dist.is_nccl_available():
         own = torch.device("cuda", topology.local_rank % torch.cuda.device_count())
     number = None if own is None else str(torch.cuda.get_device_properties(own).uuid)
-    numbers = group.all_gather_object(number, "hvd.init()")
+    numbers = group.all_gather_json(number, "hvd.init()")
     return own if None not in numbers and len(set(numbers)) == group.size else None
 
 

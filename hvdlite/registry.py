@@ -73,7 +73,7 @@ class Registry:
                 group = self._open(process_set, set_id, turn.owns[0])
             except RuntimeError as error:
                 failure = error
-        failed = turn.group.all_gather_object(None if failure is None else str(failure), turn.what)
+        failed = turn.group.all_gather_json(None if failure is None else str(failure), turn.what)
         for rank, words in enumerate(failed):
             if words is not None:
                 raise CommunicationError(

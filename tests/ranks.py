@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hvdlite.channels.collective import Group
 from hvdlite.process_set import Membership, ProcessSet
+from hvdlite.signing import Signer
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -65,7 +66,8 @@ def attempt_ranks(
     def run(rank: int) -> Any:
         wrap = make_wrapper() if make_wrapper else lambda engine: engine
         hosts = [f"node{i}" for i in range(size)]
-        return function(Group(ThreadChannels(store, rank, size, wrap), rank, size, hosts))
+        channels = ThreadChannels(store, rank, size, wrap)
+        return function(Group(channels, rank, size, hosts, signer=Signer(b"threads of one process")))
 
     return attempt_threads(size, run)
 

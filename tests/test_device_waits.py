@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hvdlite as hvd
 from hvdlite.channels.collective import Group
 from hvdlite.channels.engine import AloneChannels, AloneEngine, EngineWork
+from hvdlite.signing import Signer
 
 DEVICE = torch.device("meta")
 
@@ -75,7 +76,7 @@ def crossings_of_a_step(optimizer: hvd.DistributedOptimizer, model: nn.Module, s
 )
 def test_a_step_asks_the_device_for_nothing(size, make, set_to_none, options):
     model = make().to(DEVICE)
-    group = Group(EchoChannels(), 0, size, ["here"] * size)
+    group = Group(EchoChannels(), 0, size, ["here"] * size, signer=Signer(b"alone"))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
         bucket_cap_mb=0.0001,

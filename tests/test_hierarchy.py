@@ -96,7 +96,7 @@ def test_any_shape_goes_and_other_collectives_are_the_flat_engines(monkeypatch):
         root = torch.full((5,), float(group.rank))
         levels.broadcast(root, 2, "a broadcast").wait()
         assert root.eq(2).all()
-        assert levels.all_gather_object(group.rank, "objects") == [0, 1, 2, 3]
+        assert levels.all_gather_json(group.rank, "objects") == [0, 1, 2, 3]
         return flat.calls
 
     # Of the square the one element that two ranks cannot share; of what is small, all.

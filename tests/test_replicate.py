@@ -210,7 +210,7 @@ def test_an_object_that_cannot_be_pickled_is_an_error_on_all_ranks_that_names_th
         try:
             function(obj)
         except TypeError as error:
-            return error, group.all_gather_object(str(error), "afterwards")
+            return error, group.all_gather_json(str(error), "afterwards")
         return None
 
     def rank(group: Group):

@@ -36,14 +36,14 @@ def make_conductor(group: Group, nodes: Sequence[str], environment: Environment,
     if group.rank == 0:
         warn_after_s = environment.stall_warning_s if environment.stall_check else None
         return _lead(group, nodes, StallRules(warn_after_s, environment.stall_shutdown_s, timeout_s))
-    (address, secret), *_ = group.all_gather_object(None, "hvd.init()")
+    (address, secret), *_ = group.all_gather_json(None, "hvd.init()")
     return _start(Mailbox(_reach(address, secret, group, timeout_s)), group, None)
 
 
 def _lead(group: Group, nodes: Sequence[str], stall: StallRules) -> Negotiator:
     listener = _listen(group, nodes)
     secret = secrets.token_hex(16)
-    group.all_gather_object((listener.getsockname(), secret), "hvd.init()")
+    group.all_gather_json((listener.getsockname(), secret), "hvd.init()")
     own_end, other_end = socket.socketpair()
     own_end.settimeout(WATCH_S)
     coordinator = Coordinator(Negotiation(group.hosts, stall), group.size, listener, secret)

@@ -34,7 +34,7 @@ class InOrder:
             if request.own is None or group.size == 1:
                 owns = [request.own] * group.size
             else:
-                owns = group.all_gather_object(request.own, what)
+                owns = group.all_gather_json(request.own, what)
             with group.recorder.span(OPERATIONS, what):
                 result = body(Turn(group, what, owns, group.size))
             handle.succeed(result)

@@ -61,7 +61,7 @@ class Ranks:
 
     def gather(self, value: object) -> list[Any]:
         """What each says, by rank, to all."""
-        return self._control.all_gather_object(value, "results of the benchmark")
+        return self._control.all_gather_json(value, "results of the benchmark")
 
     def first(self, value: object) -> Any:
         """What the first rank that says something other than None says, to all."""

@@ -51,7 +51,7 @@ def _run(words: Sequence[str] | None, interruption: Interruption) -> int:
     if trouble is not None:
         code = _complain(trouble) if rank == 0 else _USAGE
         # A rank that ended before rank 0 has spoken would have the launcher end that one too.
-        current_world().group.all_gather_object(None, "end of the benchmark")
+        current_world().group.all_gather_json(None, "end of the benchmark")
         return code
     assert ranks is not None
     assert request is not None
@@ -77,7 +77,7 @@ def _gather(request: Request | None, trouble: str | None) -> tuple[Ranks | None,
 
     def first(trouble: str | None) -> str | None:
         # The ranks may differ: in what is installed, in GPUs, and rank 0 has files to write.
-        everybodys = group.all_gather_object(trouble, "start of the benchmark")
+        everybodys = group.all_gather_json(trouble, "start of the benchmark")
         return next((each for each in everybodys if each is not None), None)
 
     trouble = first(trouble)

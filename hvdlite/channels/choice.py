@@ -52,7 +52,7 @@ def choose_levels(
     devices = {"cpu", "cuda"} if wanted else {"cpu"} if within is not None else set()
     if wanted is False or (not devices and device is None):
         return
-    (token, *_) = group.all_gather_object(uuid.uuid4().hex, "hvd.init()")
+    (token, *_) = group.all_gather_json(uuid.uuid4().hex, "hvd.init()")
     levels = HierarchicalChannels(channels, within, places, group.rank, token, {*devices, "cuda"})
     engine = levels.around(group.engine)
     if wanted is None and (device is None or fastest([group.engine, engine], group, device) == 0):
@@ -72,7 +72,7 @@ def fastest(engines: Sequence[Engine], group: Group, device: torch.device) -> in
     medians_s = [[_median_s(engine, numel_bytes, device) for engine in engines] for numel_bytes in _TRIAL_BYTES]
     # Each size counts as much as any other.
     shares = [sum(row[place] / min(row) for row in medians_s) for place in range(len(engines))]
-    (chosen, *_) = group.all_gather_object(shares.index(min(shares)), "hvd.init()")
+    (chosen, *_) = group.all_gather_json(shares.index(min(shares)), "hvd.init()")
     if group.rank == 0:
         log.info(
             "all-reduces of %s MiB took %s ms by each of the ways there are: number %d is taken",

@@ -10,8 +10,8 @@ under way.
 
 from __future__ import annotations
 
-import hashlib
-import pickle
+import ctypes
+import json
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -23,11 +23,17 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
 from ..errors import CommunicationError, MismatchError, PeerLostError, says_peer_lost
+from ..signing import TAG_BYTES, Signer, digest
 from .engine import AloneChannels, Channels, ClosedEngine, Engine, EngineWork, HasMemory, PeerGoneError
-from .flat import as_bytes, pieces_of, unpickle
+from .flat import as_bytes, pieces_of
 from .recorder import Recorder
 from .reduce_op import OP_OF_ENGINE, ReduceOp, Sum
 from .work import Watch, Work
+
+MAX_JSON_BYTES = 64 << 20
+"""What one rank may tell the others of itself at most, as JSON."""
+
+_LENGTH_BYTES = 8
 
 
 class SitsOut(Protocol):
@@ -50,13 +56,18 @@ class Group:
         size: int,
         hosts: Sequence[str],
         *,
+        signer: Signer,
         set_id: int = 0,
         ranks: Sequence[int] | None = None,
     ) -> None:
         """``rank`` and ``hosts`` are by place in this group; ``ranks`` are the global ranks, all if not given.
 
-        ``set_id`` is the number of the process set that these ranks are, 0 of all.
+        ``signer`` has a key that these ranks have in common, and no other group. ``set_id`` is the number of the
+        process set that these ranks are, 0 of all.
         """
+        self.signer = signer
+        self._signed_count = 0
+        self._duplicate_count = 0
         self._channels = channels
         self.engine: Engine = channels.open()
         self._duplicates: WeakSet[Group] = WeakSet()
@@ -84,7 +95,11 @@ class Group:
         Collectives pair up by their order within an engine alone. Whoever launches them at times that may
         differ by rank, as a `Reducer` does, needs one that nobody else uses.
         """
-        group = Group(self._channels, self.rank, self.size, self.hosts, set_id=self.set_id, ranks=self.ranks)
+        self._duplicate_count += 1
+        signer = self.signer.derive("duplicate", self._duplicate_count)
+        group = Group(
+            self._channels, self.rank, self.size, self.hosts, signer=signer, set_id=self.set_id, ranks=self.ranks
+        )
         self._share_with(group)
         self._duplicates.add(group)
         return group
@@ -97,7 +112,8 @@ class Group:
         places = [self.ranks.index(rank) for rank in ranks]
         channels = self._channels.among(places, places.index(self.rank), token)
         hosts = [self.hosts[place] for place in places]
-        group = Group(channels, places.index(self.rank), len(places), hosts, set_id=set_id, ranks=ranks)
+        signer = self.signer.derive("among", token)
+        group = Group(channels, places.index(self.rank), len(places), hosts, signer=signer, set_id=set_id, ranks=ranks)
         self._share_with(group)
         return group
 
@@ -107,7 +123,8 @@ class Group:
 
     def alone(self) -> Group:
         """This rank by itself."""
-        group = Group(AloneChannels(), 0, 1, [self.hosts[self.rank]], ranks=[self.ranks[self.rank]])
+        signer = self.signer.derive("alone", self.rank)
+        group = Group(AloneChannels(), 0, 1, [self.hosts[self.rank]], signer=signer, ranks=[self.ranks[self.rank]])
         self._share_with(group)
         return group
 
@@ -248,35 +265,103 @@ class Group:
         self._begun(work, what).wait()
         return pieces_of(output, received_bytes)
 
-    def all_gather_object(self, value: object, what: str) -> list[Any]:
-        """Every rank's picklable object, in rank order. Only ranks of the same job are ever unpickled."""
-        data = pickle.dumps(value)
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return [unpickle(part) for part in self.all_gather(mine, what)]
+    def all_gather_json(self, value: object, what: str) -> list[Any]:
+        """Every rank's value, made of JSON's types, in rank order; tuples arrive as lists.
+
+        Checked as by `all_gather_signed`.
+        """
+        data = json.dumps(value).encode()
+        return [json.loads(each) for each in self.all_gather_signed(data, what, at_most_bytes=MAX_JSON_BYTES)]
+
+    def all_gather_signed(self, data: bytes, what: str, *, at_most_bytes: int | None = None) -> list[bytes]:
+        """The bytes of every rank, in rank order, each checked to come from that rank in this very call.
+
+        A CommunicationError names the rank whose bytes are not signed with the job's key, or are more than
+        ``at_most_bytes``. Lengths are believed, and memory taken for them, once they are known to be signed.
+        """
+        self._signed_count += 1
+        header = self._sign_header(data, self.rank, what)
+        headers = self._all_gather_even(torch.frombuffer(bytearray(header), dtype=torch.uint8), what)
+        read = [self._read_header(bytes(each.tolist()), place, what) for place, each in enumerate(headers)]
+        for place, (length, _) in enumerate(read):
+            if at_most_bytes is not None and length > at_most_bytes:
+                raise CommunicationError(
+                    f"{what} failed on {self.describe_rank(self.rank)}: {self.describe_rank(place)} has {length} bytes "
+                    f"to tell, more than the {at_most_bytes} that are taken"
+                )
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        parts = self.all_gather(mine, what, [length for length, _ in read])
+        digests = [its_digest for _, its_digest in read]
+        return [self._checked(parts[place], digests[place], place, what) for place in range(self.size)]
+
+    def broadcast_signed(self, data: bytes | None, root: int, what: str) -> bytes:
+        """The bytes of the rank at place ``root``, checked to come from it in this very call; others give None."""
+        self._signed_count += 1
+        header_bytes = _LENGTH_BYTES + 2 * TAG_BYTES
+        header = torch.empty(header_bytes, dtype=torch.uint8)
+        wire = torch.empty(0, dtype=torch.uint8)
+        if data is not None:
+            header = torch.frombuffer(bytearray(self._sign_header(data, root, what)), dtype=torch.uint8)
+            wire = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else wire
+        self.broadcast(header, root, what).wait()
+        length, expected = self._read_header(bytes(header.tolist()), root, what)
+        if data is None:
+            wire = torch.empty(length, dtype=torch.uint8)
+        if length:
+            self.broadcast(wire, root, what).wait()
+        return self._checked(wire, expected, root, what)
+
+    def _sign_header(self, data: bytes, place: int, what: str) -> bytes:
+        """What travels before the data: its length, its digest, and the signature of both by whom, in which call."""
+        length, own_digest = len(data), digest(data)
+        tag = self.signer.sign(what, self._signed_count, place, length, own_digest)
+        return length.to_bytes(_LENGTH_BYTES, "big") + own_digest + tag
+
+    def _read_header(self, header: bytes, place: int, what: str) -> tuple[int, bytes]:
+        """The length and the digest of what the rank at ``place`` is about to send."""
+        length = int.from_bytes(header[:_LENGTH_BYTES], "big")
+        its_digest, tag = header[_LENGTH_BYTES:-TAG_BYTES], header[-TAG_BYTES:]
+        if not self.signer.is_signed(tag, what, self._signed_count, place, length, its_digest):
+            raise self._forged(place, what)
+        return length, its_digest
+
+    def _checked(self, part: Tensor, expected: bytes, place: int, what: str) -> bytes:
+        # Without numpy, which torch does not require, and without a Python int per byte.
+        data = ctypes.string_at(part.data_ptr(), part.numel()) if part.numel() else b""
+        if digest(data) != expected:
+            raise self._forged(place, what)
+        return data
+
+    def _forged(self, place: int, what: str) -> CommunicationError:
+        return CommunicationError(
+            f"{what} failed on {self.describe_rank(self.rank)}: what came in the name of {self.describe_rank(place)} "
+            "is not signed with this job's key, or not for this call: something on the way between the two has changed "
+            "or replaced it"
+        )
 
     def agree(self, value: object, what: str) -> list[Any] | None:
-        """None if every rank passed an equal value (by its repr), else all values in rank order.
+        """None if every rank passed an equal value (by its repr; made of JSON's types), else all values in rank order.
 
         Costs 32 bytes per rank where all agree, which is always but for a mistake.
         """
-        digest = hashlib.sha256(repr(value).encode())
+        own = digest(repr(value).encode())
         if self.exchange is not None:
-            digests = self.exchange(what, digest.hexdigest())
+            digests = self.exchange(what, own.hex())
             all_equal = all(other == digests[0] for other in digests)
         else:
-            parts = self._all_gather_even(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8), what)
+            parts = self._all_gather_even(torch.frombuffer(bytearray(own), dtype=torch.uint8), what)
             all_equal = all(torch.equal(part, parts[0]) for part in parts)
         if all_equal:
             return None
-        return self.all_gather_object(value, what)
+        return self.all_gather_json(value, what)
 
     def require_agreement(self, value: object, what: str, argument: str) -> None:
         """Raise a MismatchError on every rank unless all of them passed an equal value."""
-        values = self.agree(value, what)
+        values = self.agree(repr(value), what)
         if values is not None:
-            other = next(i for i, item in enumerate(values) if repr(item) != repr(values[0]))
+            other = next(i for i, item in enumerate(values) if item != values[0])
             raise MismatchError(
-                f"{what}: {argument} is {values[0]!r} on {self.describe_rank(0)} and {values[other]!r} on "
+                f"{what}: {argument} is {values[0]} on {self.describe_rank(0)} and {values[other]} on "
                 f"{self.describe_rank(other)}: every rank must pass the same"
             )
 

@@ -4,11 +4,8 @@ Tensors as flat bytes, and back: what travels, whatever it means.
 
 from __future__ import annotations
 
-import ctypes
-import pickle
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +21,3 @@ def pieces_of(flat: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """Views of a tensor's elements (or rows), as many as each of the counts says, one after the other."""
     stops = list(accumulate(counts))
     return [flat[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
-
-
-def unpickle(data: Tensor) -> Any:
-    """The object in a flat tensor of bytes on the CPU."""
-    # Without numpy, which torch does not require, and without a Python int per byte.
-    return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))

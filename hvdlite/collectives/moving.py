@@ -198,7 +198,7 @@ def _splits_of_list(splits: Sequence[int], what: str) -> Tensor:
 def all_gather_rows(group: Group, tensor: Tensor, what: str) -> Tensor:
     """The rows of all ranks of a group that calls it in the same order, joined; outside of any turn."""
     body = AllGather([tensor], is_group=False)
-    return body(Turn(group, what, group.all_gather_object(body.own(), what), group.size))  # type: ignore[no-any-return]  # a lone tensor
+    return body(Turn(group, what, group.all_gather_json(body.own(), what), group.size))  # type: ignore[no-any-return]  # a lone tensor
 
 
 def _row_bytes(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..channels.collective import Group
-from ..channels.flat import as_bytes, unpickle
+from ..channels.flat import as_bytes
 from ..errors import MismatchError
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
@@ -108,7 +108,7 @@ def allgather_object(
     group = group_of(process_set, what)
     group.agree(None, what)
     data, error = _pickled(obj)
-    gathered = group.all_gather(torch.frombuffer(data, dtype=torch.uint8), what)
+    gathered = group.all_gather_signed(data, what)
     return [_unpickled(part, group.describe_rank(rank), what, error) for rank, part in enumerate(gathered)]
 
 
@@ -124,14 +124,11 @@ def broadcast_tensors(named: list[tuple[str, Tensor]], root: int, group: Group, 
 
 
 def _broadcast_object(obj: object, root: int, group: Group, what: str) -> Any:
-    data, error = _pickled(obj) if group.rank == root else (bytearray(), None)
-    size = torch.tensor([len(data)], dtype=torch.int64)
-    group.broadcast(size, root, what).wait()
-    wire = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
-    group.broadcast(wire, root, what).wait()
+    data, error = _pickled(obj) if group.rank == root else (None, None)
+    received = group.broadcast_signed(data, root, what)
     if group.rank == root and error is None:
         return obj
-    return _unpickled(wire, group.describe_rank(root), what, error)
+    return _unpickled(received, group.describe_rank(root), what, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +138,17 @@ class _Unpicklable:
     cause: str
 
 
-def _pickled(obj: object) -> tuple[bytearray, Exception | None]:
+def _pickled(obj: object) -> tuple[bytes, Exception | None]:
     """What travels, and why the object itself does not."""
     try:
-        return bytearray(pickle.dumps(obj)), None
+        return pickle.dumps(obj), None
     except Exception as error:  # noqa: BLE001 - whatever an object's own methods raise
-        return bytearray(pickle.dumps(_Unpicklable(f"{type(error).__name__}: {error}"))), error
+        return pickle.dumps(_Unpicklable(f"{type(error).__name__}: {error}")), error
 
 
-def _unpickled(data: Tensor, owner: str, what: str, own_error: Exception | None) -> Any:
-    value = unpickle(data)
+def _unpickled(data: bytes, owner: str, what: str, own_error: Exception | None) -> Any:
+    """The object of the rank described as ``owner``; ``data`` are known to be signed with the job's key."""
+    value = pickle.loads(data)
     if isinstance(value, _Unpicklable):
         raise TypeError(
             f"{what}: the object of {owner} cannot be pickled, and so not sent: {value.cause}"
@@ -255,8 +253,8 @@ def _first_difference(signatures: list[Any], group: Group, what: str) -> str:
     raise AssertionError("called only where the signatures differ")
 
 
-def _words(entry: tuple[Any, ...] | None) -> str:
-    return "missing" if entry is None else f"{entry[0]} {entry[1]} on {entry[2]}"
+def _words(entry: Sequence[Any] | None) -> str:
+    return "missing" if entry is None else f"{tuple(entry[0])} {entry[1]} on {entry[2]}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def _by_rank_0(group: Group, decide: Callable[[], Answer]) -> Answer:
             outcome = decide(), None
         except OSError as error:
             outcome = None, f"the log of autotune cannot be written on {group.describe_rank(0)}: {error}"
-    answer, problem = group.all_gather_object(outcome, "autotune")[0]
+    answer, problem = group.all_gather_json(outcome, "autotune")[0]
     if problem is not None:
         raise OSError(problem)
     decided: Answer = answer

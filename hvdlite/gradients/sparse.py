@@ -45,7 +45,7 @@ class SparseHome:
         what = f"the all-gather of the sparse gradient of {name}"
         grad = param.grad
         mine = None if grad is None else grad.coalesce()
-        dims = group.all_gather_object(None if mine is None else mine.sparse_dim(), what)
+        dims = group.all_gather_json(None if mine is None else mine.sparse_dim(), what)
         known = {dim for dim in dims if dim is not None}
         if not known:
             return

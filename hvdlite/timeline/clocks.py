@@ -25,11 +25,11 @@ def clock_ahead_ns(group: Group, what: str, now_ns: Callable[[], int] = time.mon
     # is in it, and the way, which takes some time.
     shortest: list[int] = []
     for _ in range(_ROUNDS):
-        sent = group.all_gather_object(now_ns(), what)
+        sent = group.all_gather_json(now_ns(), what)
         received = now_ns()
         took = [received - time_ns for time_ns in sent]
         shortest = [min(pair) for pair in zip(shortest or took, took, strict=True)]
-    of_all = group.all_gather_object(shortest, what)
+    of_all = group.all_gather_json(shortest, what)
     return between(-of_all[0][group.rank], of_all[group.rank][0])
 
 

@@ -100,7 +100,7 @@ def _begin(group: Group, recorder: Recorder, path: Path) -> None:
             parts.prepare(path)
         except OSError as error:
             problem = str(error)
-    now_ns, problem = group.all_gather_object((time.monotonic_ns(), problem), _START)[0]
+    now_ns, problem = group.all_gather_json((time.monotonic_ns(), problem), _START)[0]
     if problem is not None:
         raise OSError(f"the timeline {str(path)!r} cannot be written on {group.describe_rank(0)}: {problem}")
     ahead_ns = clock_ahead_ns(group, _START)
@@ -125,7 +125,7 @@ def _end(group: Group, recorder: Recorder) -> None:
             parts.write_whole(recording.path, everyones)
         except OSError as error:
             problem = str(error)
-    problem = group.all_gather_object(problem, _STOP)[0]
+    problem = group.all_gather_json(problem, _STOP)[0]
     if problem is not None:
         raise OSError(
             f"the timeline {str(recording.path)!r} cannot be written on {group.describe_rank(0)}: {problem}; each "
@@ -137,7 +137,7 @@ def _end(group: Group, recorder: Recorder) -> None:
 def _gather(group: Group, data: bytes) -> list[bytes]:
     """Everyone's data on rank 0, and something on the others. One at a time, and packed: they may be large."""
     packed = bytearray(zlib.compress(data, level=1))
-    sizes = group.all_gather_object(len(packed), _STOP)
+    sizes = group.all_gather_json(len(packed), _STOP)
     result = []
     for rank, size in enumerate(sizes):
         wire = (

@@ -16,6 +16,7 @@ import hvdlite as hvd
 from hvdlite.channels.collective import Group
 from hvdlite.channels.engine import AloneChannels, Channels, SubsetChannels
 from hvdlite.channels.hierarchy import HierarchicalChannels, Places
+from hvdlite.signing import Signer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -77,7 +78,7 @@ def wrapped(
         model.named_parameters(),
         compression=compression,
         bucket_cap_mb=0.5,
-        process_set=set_of(Group(channels, 0, 1, ["here"])),
+        process_set=set_of(Group(channels, 0, 1, ["here"], signer=Signer(b"alone"))),
     )
 
 
