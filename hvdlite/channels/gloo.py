@@ -92,14 +92,13 @@ def open_proven(
     Every rank must call it, soon after `wait_for_all`, with a label that it has not used for these ranks before. A
     CommunicationError names the ranks whose places others have taken; ``discard`` has been given the group then.
     """
-    with _as_many_files_as_allowed():
-        with _doors.open_meanwhile():
-            group = make()
-        try:
-            _prove(group, ranks, label)
-        except BaseException:
-            discard(group)
-            raise
+    with _doors.open_meanwhile():
+        group = make()
+    try:
+        _prove(group, ranks, label)
+    except BaseException:
+        discard(group)
+        raise
     return group
 
 
@@ -144,18 +143,23 @@ class _Doors:
     """Closes gloo's listeners once nobody in this process is connecting any more.
 
     Which of them belongs to whom cannot be told, and one that is closed too early would leave its ranks waiting.
+    Meanwhile this process may have as many open files as the system allows it: gloo aborts it where strangers have
+    connected so often that there are no more.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._connecting = 0
         self._before: set[int] = set()
+        self._files = (0, 0)
 
     @contextlib.contextmanager
     def open_meanwhile(self) -> Iterator[None]:
         with self._lock:
             if self._connecting == 0:
                 self._before = _event_loops()
+                self._files = resource.getrlimit(resource.RLIMIT_NOFILE)
+                _allow_files(self._files[1], self._files[1])
             self._connecting += 1
         try:
             yield
@@ -165,6 +169,7 @@ class _Doors:
                 if self._connecting == 0:
                     for loop in _event_loops() - self._before:
                         _close_door(loop)
+                    _allow_files(*self._files)
 
 
 _doors = _Doors()
@@ -201,14 +206,6 @@ def _drop_all(listener: socket.socket) -> None:
     listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
 
 
-@contextlib.contextmanager
-def _as_many_files_as_allowed() -> Iterator[None]:
-    """Allow this process as many open files as it can have: gloo aborts it where strangers have taken all of them."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def _allow_files(soft: int, hard: int) -> None:
     with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
