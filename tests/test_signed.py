@@ -97,8 +97,8 @@ def test_an_object_that_was_exchanged_on_its_way_is_never_unpickled(share, tmp_p
     from ranks import set_of  # noqa: PLC0415
 
     loaded = []
-    monkeypatch.setattr(pickle, "loads", lambda data: loaded.append(data))
-    monkeypatch.setattr("hvdlite.collectives.replicate.pickle.loads", lambda data: loaded.append(data))
+    monkeypatch.setattr(pickle, "loads", loaded.append)
+    monkeypatch.setattr("hvdlite.collectives.replicate.pickle.loads", loaded.append)
     obj = {"model": "x" * 200}
     outcome, _ = tampered(lambda group: share(obj, process_set=set_of(group)), place=30, least_bytes=150)
     assert "is not signed" in str(outcome)
