@@ -6,8 +6,8 @@
 
 The modules import only what lies to their left:
 
-    version, errors, userfile, request, exchange, messages, protocol, signals, tree, report, machine, network < hosts
-    < hostfile < plan < environment < preview < channel < ssh < job < store < remote < gather < agents < workers
+    version, errors, words, userfile, request, exchange, messages, protocol, signals, tree, report, machine, network
+    < hosts < hostfile < plan < environment < preview < channel < ssh < job < store < remote < gather < agents < workers
     < feed < outlets < cache < relay < agent < keeper < record < output < stdin < attendance < supervise < launch
     < inquiry < probe < verdict < table < check < horovodrun < flags < configfile < cli < errand < courier < function
 

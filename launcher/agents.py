@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from .plan import Slot, job_dir, slot_environment
 from .remote import RemoteAgent, local_agent_argv
 from .ssh import explain
 from .store import Store
+from .words import say
 
 AGENT_S = 15.0  # for an agent to end all that runs on its host
 _LOOPBACK = "127.0.0.1"
@@ -51,11 +51,11 @@ class Agents:
 
         Each that fails is told at once; in the end that is a `LauncherError`.
         """
-        return self.reach(hosts, say=_say).all()
+        return self.reach(hosts, tell=say).all()
 
-    def reach(self, hosts: Collection[Host], say: Callable[[str], object] | None = None) -> Gathered:
-        """The same, but that a host failed is a part of what is given; ``say`` is told of it at once."""
-        log = _say if self._job.verbose else _say_nothing
+    def reach(self, hosts: Collection[Host], tell: Callable[[str], object] | None = None) -> Gathered:
+        """The same, but that a host failed is a part of what is given; ``tell`` is told of it at once."""
+        log = say if self._job.verbose else _say_nothing
         for host, argv in zip(hosts, self._argvs(hosts), strict=True):
             if not host.is_here:
                 log(f"{host.label} is reached by: {shlex.join(argv)}")
@@ -64,7 +64,7 @@ class Agents:
             host = agent.host
             agent.greet(count_slots=host.slots == AUTO, interface=self._job.interface_of(host))
         by_hand = {host.label: self._job.ssh.by_hand(host) for host in hosts}
-        return gather(by_hand, self._events, timeout_s=self._job.start_timeout_s, say=say or log, log=log)
+        return gather(by_hand, self._events, timeout_s=self._job.start_timeout_s, say=tell or log, log=log)
 
     def _argvs(self, hosts: Collection[Host]) -> list[list[str]]:
         if all(host.is_here for host in hosts):
@@ -160,10 +160,6 @@ def _addresses(hellos: Mapping[str, Hello]) -> dict[str, str]:
         return dict.fromkeys(hellos, _LOOPBACK)
     # The launcher's own machine is reached at the address from which it reaches the others.
     return {label: known[label] if label in known else address_towards(known.values()) for label in hellos}
-
-
-def _say(text: str) -> None:
-    print(f"hvdlite-run: {text}", file=sys.stderr, flush=True)
 
 
 def _say_nothing(_: str) -> None:

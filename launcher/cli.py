@@ -25,6 +25,7 @@ from .plan import HostFacts, job_dir, plan_slots
 from .preview import preview
 from .ssh import Ssh
 from .version import VERSION
+from .words import say
 
 # What is said of the workers of a job, and not of its hosts.
 _OF_WORKERS = ("num_proc", "dry_run", "output_filename", "prefix_output_with_timestamp", "grace", "horovod")
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 128 + signal.SIGPIPE
     except LauncherError as error:
-        print(f"hvdlite-run: {error}", file=sys.stderr)
+        say(str(error))
         return error.exit_code
     except KeyboardInterrupt:  # before the job handles it
         return 130
@@ -93,7 +94,7 @@ def read_flags(flags: Sequence[str]) -> argparse.Namespace:
 def say_what_has_no_effect(options: argparse.Namespace) -> None:
     """A line on stderr for each flag of horovodrun's that has nothing to tune here."""
     for remark in horovodrun.remarks(options):
-        print(f"hvdlite-run: {remark}", file=sys.stderr)
+        say(remark)
 
 
 def _refuse_beside_check(options: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ ORDER = [
     *(
         "version",
         "errors",
+        "words",
         "userfile",
         "request",
         "exchange",
