@@ -135,6 +135,8 @@ class Agent:
                     raise ProtocolError("the launcher sent what only an agent says")
 
     def _answer(self, greeting: Greet) -> None:
+        if self._greeting is not None:
+            raise ProtocolError("the launcher said hello twice")
         if greeting.interface is not None:
             greeting = replace(greeting, interface=network.first_there(greeting.interface))
         self._greeting = greeting

@@ -89,8 +89,9 @@ class Agents:
 
     def start(self, slots: Sequence[Slot], hellos: Mapping[str, Hello]) -> None:
         """Start the workers. An agent on whose host none has a place is sent home."""
-        used = dict.fromkeys(slot.host.label for slot in slots)
-        addresses = _addresses({label: hellos[label] for label in used})
+        hosts = list(dict.fromkeys(slot.host for slot in slots))
+        used = [host.label for host in hosts]
+        addresses = _addresses(hosts, hellos)
         first = slots[0].host.label
         own = partial(
             slot_environment, size=len(slots), master_address=addresses[first], master_port=hellos[first].port
@@ -153,13 +154,21 @@ class Agents:
         return f"{self._token}-{number}"
 
 
-def _addresses(hellos: Mapping[str, Hello]) -> dict[str, str]:
-    """Where the others reach each host, by its label."""
-    known = {label: hello.address for label, hello in hellos.items() if hello.address is not None}
-    if len(hellos) == 1:
-        return dict.fromkeys(hellos, _LOOPBACK)
-    # The launcher's own machine is reached at the address from which it reaches the others.
-    return {label: known[label] if label in known else address_towards(known.values()) for label in hellos}
+def _addresses(hosts: Collection[Host], hellos: Mapping[str, Hello]) -> dict[str, str]:
+    """Where the others reach each host, by its label; a `LauncherError` if one knows of no way to itself."""
+    if len(hosts) == 1:
+        return {host.label: _LOOPBACK for host in hosts}
+    addresses: dict[str, str] = {}
+    for host in sorted(hosts, key=lambda host: host.is_here):
+        address = hellos[host.label].address
+        if address is None and host.is_here:
+            # The launcher's own machine is reached at the address from which it reaches the others.
+            address = address_towards(addresses.values())
+        if address is None:
+            why = "it knows of no address at which other hosts could reach it"
+            raise LauncherError(f"{host.label}: {why}; --network-interface says which network to use")
+        addresses[host.label] = address
+    return addresses
 
 
 def _say_nothing(_: str) -> None:

@@ -9,8 +9,6 @@ from hypothesis import strategies as st
 
 COLOUR = rb"\x1b\[[0-9;:]*m"
 ODD = [b"\x1b[", b"\x1b]0;", b"\x9b", b"\xc2\x9b", b"\x07", b"\b", b"\xe0\x80\x9b", b"\xc2", b"31m", b"\n"]
-    [b"\x1b[", b"\x1b]0;", b"\x9b", b"\xc2\x9b", b"\x07", b"\b", b"\xe0\x80\x9b", b"\xc2", b"31m", b"\n"]
-)
 
 
 @given(st.lists(st.binary(max_size=4) | st.sampled_from(ODD)).map(b"".join))
