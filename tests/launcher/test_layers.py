@@ -25,7 +25,7 @@ ORDER = [
     *("network", "hosts", "hostfile", "plan", "environment", "preview", "channel", "ssh", "job", "store", "remote"),
     *("gather", "agents", "workers", "feed", "outlets", "cache", "relay", "agent", "keeper", "record", "output"),
     *("stdin", "attendance", "supervise", "launch", "inquiry", "probe", "verdict", "table", "check"),
-    *("horovodrun", "flags", "configfile", "cli", "errand", "courier", "function"),
+    *("horovodrun", "flags", "configfile", "cli", "entry", "errand", "courier", "function"),
 ]
 FILES = {path.stem: path for path in Path(hvdlite_launcher.__file__).parent.glob("*.py")}
 
