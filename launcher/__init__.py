@@ -7,10 +7,10 @@
 The modules import only what lies to their left:
 
     version, errors, words, userfile, request, exchange, messages, protocol, signals, tree, report, machine, network
-    < hosts < hostfile < plan < environment < preview < channel < ssh < job < store < remote < gather < agents < workers
-    < feed < outlets < cache < relay < agent < keeper < record < output < stdin < attendance < supervise < launch
-    < inquiry < probe < verdict < table < check < horovodrun < flags < configfile < cli < entry < errand < courier
-    < function
+    < hosts < hostfile < jobdir < plan < environment < preview < channel < ssh < job < store < remote < gather < agents
+    < workers < feed < outlets < cache < relay < agent < keeper < newfile < record < output < stdin < attendance
+    < supervise < launch < inquiry < probe < verdict < table < check < horovodrun < flags < configfile < cli < entry
+    < errand < courier < function
 
 Nothing here imports torch or hvdlite: the launcher answers at once, and runs where torch is not installed.
 Beyond the standard library it needs psutil, `configfile` PyYAML when a file is given, and `function` cloudpickle.

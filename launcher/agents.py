@@ -5,6 +5,7 @@ One of them is a `remote.RemoteAgent`. What their events mean is decided in `gat
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -14,7 +15,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from . import tree
-from .errors import LauncherError
+from .errors import LauncherError, in_words
 from .gather import Gathered, gather
 from .hosts import AUTO, Host
 from .job import Job
@@ -85,7 +86,8 @@ class Agents:
                 explain=partial(explain, host, self._job.ssh),
             )
         except OSError as error:
-            raise LauncherError(f"cannot start {argv[0]} for {host.label}: {error.strerror}") from error
+            why = in_words(error) or error.strerror
+            raise LauncherError(f"cannot start {argv[0]} for {host.label}: {why}") from error
 
     def start(self, slots: Sequence[Slot], hellos: Mapping[str, Hello]) -> None:
         """Start the workers. An agent on whose host none has a place is sent home."""
@@ -142,13 +144,15 @@ class Agents:
         give_up_at = time.monotonic() + timeout_s
         exit_codes = [agent.wait(max(0.0, give_up_at - time.monotonic())) for agent in agents]
         if any(exit_codes):
-            import tempfile  # noqa: PLC0415  # costs 10 ms, and agents are seldom lost
+            from .jobdir import temporary_directory  # noqa: PLC0415  # costs 10 ms, and agents are seldom lost
 
             # Here, and what stood between us and another host; there the keeper does the same.
             tree.kill_descendants()
-            for number, agent in enumerate(agents):
-                if agent.host.is_here:
-                    shutil.rmtree(job_dir(self._token_of(number), tempfile.gettempdir()), ignore_errors=True)
+            with contextlib.suppress(LauncherError):  # then there was none for the agent either
+                within = temporary_directory()
+                for number, agent in enumerate(agents):
+                    if agent.host.is_here:
+                        shutil.rmtree(job_dir(self._token_of(number), within), ignore_errors=True)
 
     def _token_of(self, number: int) -> str:
         return f"{self._token}-{number}"

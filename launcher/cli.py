@@ -183,9 +183,9 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def _preview(job: Job, options: argparse.Namespace) -> str:
-    import tempfile  # noqa: PLC0415  # costs 10 ms, needless for a job
+    from .jobdir import temporary_directory  # noqa: PLC0415  # costs 10 ms, needless for a job
 
-    here = HostFacts(job_dir("<job>", tempfile.gettempdir()), usable_cores(), loopback_interface())
+    here = HostFacts(job_dir("<job>", temporary_directory()), usable_cores(), loopback_interface())
 
     from .launch import count_slots  # noqa: PLC0415  # as above
 

@@ -24,7 +24,7 @@ def main() -> int:
         from .cli import main as run  # noqa: PLC0415  # see above
 
         return run()
-    except (OSError, RuntimeError, MemoryError) as error:
+    except (OSError, ImportError, RuntimeError, MemoryError) as error:
         if (why := in_words(error)) is None:
             raise
         os.write(2, f"hvdlite-run: {why}\n".encode(errors="backslashreplace"))

@@ -42,6 +42,9 @@ def in_words(error: BaseException) -> str | None:
     """What the machine lacked, and the way out, where that is what ``error`` is about; else None."""
     if isinstance(error, MemoryError):
         return _SHORT[errno.ENOMEM]
+    if isinstance(error, ImportError):  # a library that could not be loaded has no number of an error
+        lacked = [number for number in _SHORT if os.strerror(number) in str(error)]
+        return f"{os.strerror(lacked[0]).lower()}: {_SHORT[lacked[0]]}" if lacked else None
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         return _SHORT[errno.EAGAIN]
     if isinstance(error, OSError) and error.errno in _SHORT:

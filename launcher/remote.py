@@ -53,7 +53,7 @@ _WORDS_S = 1.0  # for the last words of a process that has ended
 
 def local_agent_argv() -> list[str]:
     """The command that is the agent on this machine: its stdin and stdout are the wire."""
-    return [sys.executable, "-m", "hvdlite_launcher.agent"]
+    return [sys.executable, "-m", "hvdlite_launcher.keeper"]
 
 
 class RemoteAgent:
@@ -98,9 +98,14 @@ class RemoteAgent:
             cwd="/" if host.is_here else None,
             env=_with_absolute_python_path() if host.is_here else None,
         )
-        self._stderr_thread = None if host.is_here else self._start_thread(self._listen_to_stderr)
-        self._start_thread(self._speak)
-        self._start_thread(self._listen)
+        try:
+            self._stderr_thread = None if host.is_here else self._start_thread(self._listen_to_stderr)
+            self._start_thread(self._speak)
+            self._start_thread(self._listen)
+        except RuntimeError:  # no more threads: nobody knows of this one yet who would end it
+            self._process.kill()
+            self._process.wait()
+            raise
 
     def greet(self, *, count_slots: bool, interface: str | None) -> None:
         """The first word. `Answered` or `Lost` is the answer."""
@@ -255,8 +260,8 @@ class RemoteAgent:
             self._stderr_thread.join(_WORDS_S)
         returncode = self._process.returncode
         if self.host.is_here:
-            killed = returncode is not None and returncode < 0
-            return f"its agent was killed by {signal_name(-returncode)}" if killed else _UNEXPECTED
+            killed = returncode is not None and (returncode < 0 or returncode > 128)
+            return f"its agent was killed by {signal_name(abs(returncode) % 128)}" if killed else _UNEXPECTED
         if returncode is None:
             return _UNEXPECTED
         if not self._greeted.is_set():

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from . import tree
-from .errors import ProtocolError
+from .errors import ProtocolError, in_words
 from .machine import usable_cores
 from .messages import Refused, StartJob, Stream
 from .plan import HostFacts, variables_set
@@ -114,7 +114,7 @@ def _refusal(job: StartJob, environment: Mapping[str, str], error: OSError) -> R
     elif error.errno == errno.ENOEXEC:
         why, exit_code = "is not a program, nor a script whose first line is #! and its interpreter", 126
     else:
-        why, exit_code = (error.strerror or str(error)).lower(), 126
+        why, exit_code = in_words(error) or (error.strerror or str(error)).lower(), 126
     if program.endswith(".py") and os.path.isfile(path):
         why += f"; did you mean: python {program}?"
     name = program if program.isprintable() and program else repr(program)
