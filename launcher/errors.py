@@ -44,10 +44,10 @@ def in_words(error: BaseException) -> str | None:
         return _SHORT[errno.ENOMEM]
     if isinstance(error, ImportError):  # a library that could not be loaded has no number of an error
         lacked = [number for number in _SHORT if os.strerror(number) in str(error)]
-        return f"{os.strerror(lacked[0]).lower()}: {_SHORT[lacked[0]]}" if lacked else None
+        return _SHORT[lacked[0]] if lacked else None
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
         return _SHORT[errno.EAGAIN]
     if isinstance(error, OSError) and error.errno in _SHORT:
         where = f"{error.filename!r}: " if error.filename else ""
-        return f"{where}{os.strerror(error.errno).lower()}: {_SHORT[error.errno]}"
+        return f"{where}{_SHORT[error.errno]}"
     return None
