@@ -277,7 +277,7 @@ def test_a_stalled_operation_is_told_of_and_ended_where_that_is_asked_for(caplog
             come.wait()
             return
         try:
-            with pytest.raises(hvd.CommunicationError, match=r"stalled: add_up of 'a'.* missing: rank 1 \(node1\)"):
+            with pytest.raises(hvd.CommunicationError, match=r"stalled: add_up of 'a'.* missing: rank 1 \(node1, pid \d+\)"):
                 add_up("a", 1).wait()
         finally:
             come.set()

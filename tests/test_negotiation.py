@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hvdlite.agreement.negotiation import SETTLING_S, Negotiation
 from hvdlite.agreement.pending import Ask
-from hvdlite.agreement.stall import STANDSTILL_S, StallRules
+from hvdlite.agreement.stall import STANDSTILL_S, Blocked, StallRules
 
 HOSTS = ("node1", "node1", "node2", "node2")
 
@@ -39,6 +39,11 @@ class Play:
     def call(self, rank: int, name: str, kind: str = "allreduce", **more) -> None:
         """Ask and wait."""
         self.negotiation.wait(rank, self.ask(rank, name, kind, **more))
+
+    def busy(self, rank: int, what: str | None, since_s: float, *, is_operation=False, is_stuck=True) -> None:
+        """It has been blocked in one thing, or no more is in anything."""
+        blocked = [] if what is None else [Blocked(what, since_s, is_operation)]
+        self.negotiation.busy(rank, blocked, is_stuck=is_stuck)
 
     def after(self, seconds: float) -> list[tuple[int, list]]:
         self.now_s += seconds
@@ -214,7 +219,7 @@ def test_groups_of_different_numbers_of_tensors_are_told_apart_by_their_numbers(
 
 def test_a_circle_through_a_wait_for_gradients_is_an_error_when_it_has_stood_still():
     play = Play(3, warn_after_s=60.0)
-    play.negotiation.busy(0, "the all-reduce of the gradients of fc.weight", 0.0)
+    play.busy(0, "the all-reduce of the gradients of fc.weight", 0.0)
     play.call(1, "a", "allgather")
     assert play.after(STANDSTILL_S + SETTLING_S + 1) == []  # the third rank computes
     play.call(2, "a", "allgather")
@@ -227,7 +232,7 @@ def test_a_bucket_that_is_on_its_way_while_the_others_wait_is_no_circle():
     play = Play(2, warn_after_s=60.0)
     for seconds in range(0, 40, 5):
         # It waits for one bucket after the other.
-        play.negotiation.busy(0, f"bucket {seconds}", float(seconds))
+        play.busy(0, f"bucket {seconds}", float(seconds))
         if seconds == 0:
             play.call(1, "a")
         assert play.after(5.0) == []
@@ -386,7 +391,7 @@ def test_a_stall_is_told_once_per_period_with_who_is_missing_and_where_they_are(
     play = Play(4, warn_after_s=60.0)
     play.call(0, "a")
     play.ask(1, "b")
-    play.negotiation.busy(2, "the all-reduce of the gradients of fc.weight", 0.0)
+    play.busy(2, "the all-reduce of the gradients of fc.weight", 0.0)
     play.after(59.0)
     assert play.negotiation.warnings == []
     play.after(2.0)
@@ -419,7 +424,7 @@ def test_a_stall_ends_as_an_error_if_that_is_asked_for():
 def test_without_a_stall_check_an_operation_ends_after_its_timeout():
     play = Play(2, timeout_s=10.0)
     play.call(0, "a")
-    play.negotiation.busy(1, "a bucket", 0.0)
+    play.busy(1, "a bucket", 0.0)
     assert play.after(9.0) == []
     assert one_error(play.after(1.0), [0])[0] == "CommunicationError"
     assert play.negotiation.warnings == []
@@ -428,7 +433,7 @@ def test_without_a_stall_check_an_operation_ends_after_its_timeout():
 def test_a_wait_for_gradients_is_told_too_and_ended_with_the_process():
     play = Play(3, warn_after_s=5.0, end_after_s=10.0)
     for rank in (0, 2):
-        play.negotiation.busy(rank, "the all-reduce of the gradients of fc.weight", 0.0)
+        play.busy(rank, "the all-reduce of the gradients of fc.weight", 0.0)
     assert play.after(6.0) == []
     (words,) = play.negotiation.warnings
     assert "ranks 0 (node1), 2 (node2) have waited 6 s in the all-reduce of the gradients of fc.weight" in words
@@ -439,8 +444,8 @@ def test_a_wait_for_gradients_is_told_too_and_ended_with_the_process():
 
 def test_a_wait_for_gradients_that_is_over_is_not_told():
     play = Play(2, warn_after_s=5.0)
-    play.negotiation.busy(0, "a bucket", 0.0)
-    play.negotiation.busy(0, None, 0.0)
+    play.busy(0, "a bucket", 0.0)
+    play.busy(0, None, 0.0)
     play.after(100.0)
     assert play.negotiation.warnings == []
     assert play.negotiation.is_idle
