@@ -14,6 +14,7 @@ from ranks import attempt_ranks, counting, run_ranks, set_of
 from torch import nn
 
 import hvdlite as hvd
+from hvdlite.channels import collected
 from hvdlite.channels.collective import Group
 
 
@@ -504,6 +505,7 @@ def test_after_deletion_no_hook_remains():
         hooked = len(param._post_accumulate_grad_hooks)
         del optimizer
         gc.collect()
+        collected.wait_until_closed()
         return hooked, len(param._post_accumulate_grad_hooks or {})
 
     assert run_ranks(2, rank) == [(1, 0)] * 2

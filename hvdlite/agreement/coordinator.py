@@ -1,12 +1,14 @@
 """
 Rank 0's end of the connections to all ranks: what they ask goes into the negotiation, and its answers back.
 
-    rank ──  ask | wait | join | busy | bye  ──► Coordinator ──►  go | no | joined | left | end  ── rank
+    rank ──  ask | wait | join | busy | bye  ──► Coordinator ──►  go | no | joined | pin | left | end  ── rank
 
     ["ask", ticket, set_id, kind, name, what, members, same, own]
                                         an operation, and the rank's own number for it; members is null for all ranks
     ["wait", ticket]                    blocked until it is done
-    ["join", average_of_active]
+    ["join", average_of_active, [[set_id, members, numbers], ...]]
+                                        and which optimizers live there, by process set
+    ["pinned", join, set_id, numbers]   these optimizers live here, and will as long as that join is under way
     ["busy", what | null, waited_s]     waiting for other ranks elsewhere, such as for a bucket
     ["bye"]                             takes part in nothing any more, by itself
 
@@ -14,6 +16,9 @@ Rank 0's end of the connections to all ranks: what they ask goes into the negoti
     ["stand_in", set_id, owns, divisor, kind, what, same]
                                         ... for a rank that has joined and did not ask
     ["no", ticket, error, words]        it will not be; ``error`` names a class of `errors`
+    ["pin", join, set_id]               tell which optimizers live there; can be answered while operations are under way
+    ["unpin"]                           those may go: the join has failed
+    ["sit_out", set_id, numbers]        to who has joined: sit out the steps of these
     ["joined", last_rank]               all ranks have called join
     ["not_joined", error, words]        they cannot
     ["left", rank, by_itself]           this rank was the first to take part in nothing any more
@@ -172,8 +177,10 @@ class Coordinator:
                 negotiation.ask(rank, Ask(ticket, set_id, kind, name, what, ranks, same, own), now_s)
             case ["wait", ticket]:
                 negotiation.wait(rank, ticket)
-            case ["join", average_of_active]:
-                negotiation.join(rank, average_of_active, now_s)
+            case ["join", average_of_active, living]:
+                negotiation.join(rank, average_of_active, now_s, living)
+            case ["pinned", join, set_id, numbers]:
+                negotiation.pinned(rank, join, set_id, numbers)
             case ["busy", what, waited_s]:
                 negotiation.busy(rank, what, now_s - waited_s)
             case ["bye"]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from ..channels.collective import Group
 from ..channels.recorder import OPERATIONS
-from .conductor import Body, StandIn
+from .conductor import Body, SitOut, StandIn
 from .handle import Handle
 from .request import Request, Turn
 
@@ -42,7 +42,7 @@ class InOrder:
             handle.fail(error)
         return handle
 
-    def join(self, *, average_of_active: bool, stand_in: StandIn) -> Handle:
+    def join(self, *, average_of_active: bool, stand_in: StandIn, sit_out: SitOut) -> Handle:
         if self._size > 1:
             raise RuntimeError(
                 "hvd.join() needs to know what the other ranks do: leave HVDLITE_CHECK unset, or set it to 1"

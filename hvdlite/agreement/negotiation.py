@@ -11,11 +11,12 @@ idea is); how their words come and go is in `coordinator`. Answers are left in `
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .mismatch import Wait, first_difference, name_ranks, words_of_deadlock, words_of_difference
 from .pending import Ask, Id, Pending, Refusal, stuck_ranks
+from .sittings import Sittings
 from .stall import Scene, StallRules, StallWatch
 
 # Between a difference and its error, so that the error can tell what all ranks did; and between the time that ranks
@@ -45,6 +46,7 @@ class Negotiation:
         self._stuck_since_s: tuple[frozenset[int], float] | None = None
         # By rank, in the order of their coming: whether averages are to be over the others alone.
         self._joined: dict[int, bool] = {}
+        self._sittings = Sittings(lambda rank, message: self.outbox.append((rank, message)))
         self._ended: dict[int, str] = {}
 
     @property
@@ -79,10 +81,21 @@ class Negotiation:
         if id_ is not None:
             self._waiting.setdefault(rank, set()).add(id_)
 
-    def join(self, rank: int, average_of_active: bool, now_s: float) -> None:
-        """``rank`` takes part in all-reduces from now on, with nothing to give, until all ranks say so."""
+    def join(
+        self,
+        rank: int,
+        average_of_active: bool,
+        now_s: float,
+        living: Iterable[tuple[int, Sequence[int] | None, Sequence[int]]] = (),
+    ) -> None:
+        """``rank`` takes part in all-reduces from now on, with nothing to give, until all ranks say so.
+
+        ``living`` are the optimizers there: by process set its number, its members, or None for all, and theirs.
+        """
         others = {mode for mode in self._joined.values() if mode != average_of_active}
         self._joined[rank] = average_of_active
+        everybody = range(len(self._hosts))
+        self._sittings.joined(rank, [(set_id, members or everybody, numbers) for set_id, members, numbers in living])
         if others:
             words = "Mismatched join: One rank called join() with average='active', but another rank without. " + (
                 f"({name_ranks(sorted(self._joined), self._hosts)} joined)"
@@ -94,6 +107,10 @@ class Negotiation:
             self._end_join(["not_joined", *self._words_of_end(gone[0], "join", "join")])
         for pending in list(self._pending.values()):
             self._consider(pending, now_s)
+
+    def pinned(self, rank: int, join: int, set_id: int, numbers: Sequence[int]) -> None:
+        """``rank`` was asked, in that join, which optimizers live there, and keeps these."""
+        self._sittings.pinned(rank, join, set_id, numbers)
 
     def busy(self, rank: int, what: str | None, since_s: float) -> None:
         """``rank`` has been waiting for other ranks in ``what``, which is no operation of here; None: no more."""
@@ -267,4 +284,5 @@ class Negotiation:
         for rank in self._joined:
             if rank not in self._ended:
                 self.outbox.append((rank, message))
+        self._sittings.end(self._joined.keys() | self._ended.keys())
         self._joined.clear()

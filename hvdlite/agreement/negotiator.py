@@ -16,16 +16,17 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from ..channels.collective import Group
 from ..channels.recorder import OPERATIONS
+from ..channels.roster import SitsOut, unpin
 from ..errors import CommunicationError, HvdliteError, MismatchError, PeerLostError
 from .callers import Callers
-from .conductor import Body, StandIn
+from .conductor import Body, SitOut, StandIn
 from .coordinator import Coordinator
 from .handle import Handle
 from .mailbox import Mailbox
@@ -51,6 +52,19 @@ class _Asked:
     since_ns: int = field(default_factory=time.monotonic_ns)
 
 
+_Pinned = dict[int, dict[int, SitsOut]]  # by process set and number
+
+
+@dataclass(frozen=True, slots=True)
+class _Joining:
+    """A join that is under way, with what lives here."""
+
+    handle: Handle
+    stand_in: StandIn
+    sit_out: SitOut
+    pinned: _Pinned
+
+
 class Negotiator:
     """Carries out what all ranks have asked for, on a thread of its own."""
 
@@ -66,7 +80,10 @@ class Negotiator:
         self._asked: dict[int, _Asked] = {}  # by ticket, the handle's number
         self._names: set[_Name] = set()
         self._channels: dict[int, Group] = {}
-        self._joining: tuple[Handle, StandIn] | None = None
+        self._groups: dict[int, Group] = {}
+        self._joining: _Joining | None = None
+        # What lives here and was asked for, for a join of other ranks.
+        self._pinned: _Pinned = {}
         self._pid = os.getpid()
         self._callers = Callers(lambda ticket: self._say(["wait", ticket]))
         # Why nothing can be carried out any more.
@@ -78,6 +95,7 @@ class Negotiator:
         self._thread.start()
 
     def open_channel(self, group: Group) -> None:
+        self._groups[group.set_id] = group
         self._channels[group.set_id] = group.duplicate()
 
         def exchange(what: str, digest: str) -> list[str]:
@@ -88,6 +106,7 @@ class Negotiator:
 
     def close_channel(self, group: Group) -> None:
         group.exchange = None
+        del self._groups[group.set_id]
         self._channels.pop(group.set_id).close()
 
     # -- from any thread
@@ -117,13 +136,16 @@ class Negotiator:
         self._say(["ask", int(handle), group.set_id, request.kind, request.name, what, members, same, own])
         return handle
 
-    def join(self, *, average_of_active: bool, stand_in: StandIn) -> Handle:
+    def join(self, *, average_of_active: bool, stand_in: StandIn, sit_out: SitOut) -> Handle:
         handle = Handle("join")
+        groups = [group for group in list(self._groups.values()) if group.size > 1]
         with self._lock:
             if self._joining is not None:
                 raise RuntimeError("hvd.join() has been called already, and all ranks have not joined yet")
-            self._joining = (handle, stand_in)
-        self._say(["join", average_of_active])
+            pinned = {group.set_id: group.roster.pin() for group in groups}
+            self._joining = _Joining(handle, stand_in, sit_out, pinned)
+        living = [[each.set_id, None if each.set_id == 0 else each.ranks, list(pinned[each.set_id])] for each in groups]
+        self._say(["join", average_of_active, living])
         return handle
 
     def close(self) -> None:
@@ -184,6 +206,12 @@ class Negotiator:
                 self._stand_in(Turn(self._channels[set_id], what, owns, divisor), kind, same)
             case ["no", ticket, error, words]:
                 self._pop(ticket).handle.fail(_ERRORS[error](words))
+            case ["pin", join, set_id]:
+                self._pin(join, set_id)
+            case ["unpin"]:
+                self._unpin(None)
+            case ["sit_out", set_id, numbers]:
+                self._sit_out(set_id, numbers)
             case ["joined", last_rank]:
                 self._end_join().succeed(last_rank)
             case ["not_joined", error, words]:
@@ -197,7 +225,7 @@ class Negotiator:
 
     def _stand_in(self, turn: Turn, kind: str, same: Mapping[str, Any]) -> None:
         assert self._joining is not None, "only who has joined is told of what it has not asked for"
-        _carry_out(_Asked(Handle(turn.what), self._joining[1](kind, same), turn.group), turn)
+        _carry_out(_Asked(Handle(turn.what), self._joining.stand_in(kind, same), turn.group), turn)
 
     def _pop(self, ticket: int) -> _Asked:
         with self._lock:
@@ -209,17 +237,41 @@ class Negotiator:
     def _end_join(self) -> Handle:
         with self._lock:
             assert self._joining is not None, "rank 0 answers what was asked"
-            (handle, _), self._joining = self._joining, None
-        return handle
+            joining, self._joining = self._joining, None
+        self._unpin(joining)
+        return joining.handle
+
+    def _pin(self, join: int, set_id: int) -> None:
+        """Answer what lives here, in whatever the program is just now, and keep that."""
+        group = self._groups.get(set_id)
+        pinned = {} if group is None else group.roster.pin()
+        self._pinned[set_id] = pinned
+        with contextlib.suppress(OSError):
+            self._mailbox.send(["pinned", join, set_id, list(pinned)])
+
+    def _sit_out(self, set_id: int, numbers: Sequence[int]) -> None:
+        joining = self._joining
+        assert joining is not None, "only who has joined is told what to sit out"
+        # Rank 0 may know of what lived here when it asked, or of what did when this rank joined.
+        members = {**self._pinned.get(set_id, {}), **joining.pinned.get(set_id, {})}
+        for number in numbers:
+            joining.sit_out(members[number], joining.handle)
+
+    def _unpin(self, joining: _Joining | None) -> None:
+        with self._lock:
+            asked, self._pinned = self._pinned, {}
+        for pinned in [*asked.values(), *(joining.pinned.values() if joining is not None else ())]:
+            unpin(pinned)
 
     def _fail_all(self) -> None:
         with self._lock:
             asked, self._asked = list(self._asked.values()), {}
             self._names.clear()
             joining, self._joining = self._joining, None
+        self._unpin(joining)
         why = self._over or f"{self._group.describe_rank(0)} has gone"
         error = PeerLostError if why.endswith("has gone") else CommunicationError
-        for handle in [*(each.handle for each in asked), *([joining[0]] if joining else [])]:
+        for handle in [*(each.handle for each in asked), *([joining.handle] if joining else [])]:
             # The first words are Horovod's.
             handle.fail(error(f"Horovod has been shut down. {handle.what} cannot be done, since {why}"))
 
