@@ -94,8 +94,9 @@ class Negotiation:
         """
         others = {mode for mode in self._joined.values() if mode != average_of_active}
         self._joined[rank] = average_of_active
-        everybody = range(len(self._hosts))
-        self._sittings.joined(rank, [(set_id, members or everybody, numbers) for set_id, members, numbers in living])
+        if not others:
+            everybody = range(len(self._hosts))
+            self._sittings.joined(rank, [(each[0], each[1] or everybody, each[2]) for each in living])
         if others:
             words = "Mismatched join: One rank called join() with average='active', but another rank without. " + (
                 f"({name_ranks(sorted(self._joined), self._hosts)} joined)"

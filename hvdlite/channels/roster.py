@@ -21,6 +21,10 @@ class SitsOut(Protocol):
 
     def sit_out(self, average_of_active: bool) -> bool: ...
 
+    def spoil(self, why: str) -> None:
+        """Something is under way on the channel that will not come to its end: no step may be taken any more."""
+        ...
+
     def pin(self) -> bool:
         """Keep the channel to the other ranks until `unpin`, closed or not; False if it is given back already."""
         ...

@@ -49,8 +49,12 @@ def join(device: int = -1, average: str = _OF_ALL) -> int:
     handle = world.conductor.join(
         average_of_active=sitting.average_of_active, stand_in=_StandIn(device), sit_out=sitting.begin
     )
-    last_rank: int = handle.wait()
-    for thread in sitting.threads:
+    try:
+        last_rank: int = handle.wait()
+    except Exception as error:
+        sitting.spoil(error)
+        raise
+    for thread in sitting.members:
         thread.join()
     # What has gone wrong in one of them, if anything.
     handle.wait()
@@ -70,15 +74,24 @@ class _Sitting:
 
     def __init__(self, *, average_of_active: bool) -> None:
         self.average_of_active = average_of_active
-        self.threads: list[threading.Thread] = []
+        self.members: dict[threading.Thread, SitsOut] = {}
 
     def begin(self, member: SitsOut, handle: Handle) -> None:
         """Sit out the steps of one optimizer until all ranks do; what goes wrong is the handle's error."""
         # Its own pin: others end with the join, which may be before the last step is through.
         member.pin()
         thread = threading.Thread(target=self._run, args=(member, handle), daemon=True)
-        self.threads.append(thread)
+        self.members[thread] = member
         thread.start()
+
+    def spoil(self, error: Exception) -> None:
+        """The join has failed: who waits in a step of other ranks does so for ever, or until they are gone."""
+        for thread, member in list(self.members.items()):
+            if thread.is_alive():
+                member.spoil(
+                    "this rank was sitting out a step of the others when hvd.join() failed, and they may have gone on: "
+                    f"make it anew on every rank. ({error})"
+                )
 
     def _run(self, member: SitsOut, handle: Handle) -> None:
         try:

@@ -39,6 +39,7 @@ class ParamListener(ABC):
         self._uncompared: list[Description] = []
         self._hooks: list[RemovableHandle] = []
         self._is_closed = False
+        self._spoilt_by: str | None = None
         # How many count on the channel, closed or not; held to look at that, never by a finalizer.
         self._pins = 0
         self._pinning = threading.Lock()
@@ -98,6 +99,11 @@ class ParamListener(ABC):
         self._is_closed = True
         collected.close_later(self.close)
 
+    def spoil(self, why: str) -> None:
+        """Something is under way on the channel that will not come to its end: no step may be taken any more."""
+        self._spoilt_by = why
+        self._is_closed = True
+
     def pin(self) -> bool:
         """Keep the channel to the other ranks until `unpin`, closed or not; False if it is given back already."""
         with self._pinning:
@@ -119,6 +125,8 @@ class ParamListener(ABC):
             self._group = None
 
     def _require_not_closed(self) -> None:
+        if self._spoilt_by is not None:
+            raise GradientError(f"this DistributedOptimizer takes no more steps: {self._spoilt_by}")
         if self._is_closed:
             raise GradientError(
                 "this DistributedOptimizer averages nothing any more: it was closed, or another one was made over "

@@ -124,3 +124,26 @@ def test_the_check_can_be_turned_off_and_must_be_on_all_ranks(launch):
     code, _, err = job.ended()
     assert code == 1
     assert b"HVDLITE_CHECK (0 or 1) is False on rank 0 (localhost) and True on rank 1 (localhost)" in err
+
+
+@pytest.mark.parametrize("collects", [0, 1, 2])
+@pytest.mark.parametrize("shm", ["0", "1"])
+def test_join_ends_whatever_the_garbage_collector_has_taken_on_which_rank(launch, collects, shm):
+    program = (
+        "import gc\n"
+        "gc.disable()\n"
+        "def train():\n"
+        "    param = torch.nn.Parameter(torch.zeros(2))\n"
+        "    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1), [('w', param)])\n"
+        "    optimizer.itself = optimizer\n"
+        "    for _ in range(2 + hvd.rank()):\n"
+        "        optimizer.zero_grad(); param.sum().backward(); optimizer.step()\n"
+        "    return hvd.join()\n"
+        "last = [train()]\n"
+        f"if hvd.rank() == {collects}: gc.collect()\n"
+        "last.append(train())\n"
+        "print('last', last)\n"
+    )
+    code, out, err = run(launch, program, size=3, HVDLITE_SHM=shm)
+    assert code == 0, err
+    assert out.count("last [") == 3
