@@ -290,7 +290,9 @@ def test_without_the_check_operations_are_carried_out_at_once():
     def rank(own: int) -> list[object]:
         assert add_up("a", own).is_ended()
         with pytest.raises(RuntimeError, match="HVDLITE_CHECK"):
-            current_world().conductor.join(average_of_active=False, stand_in=lambda kind, same: lambda turn: None, sit_out=lambda *_: None)
+            current_world().conductor.join(
+                average_of_active=False, stand_in=lambda kind, same: lambda turn: None, sit_out=lambda *_: None
+            )
         return [add_up("a", own).wait(), hvd.barrier()]
 
     assert run_worlds(3, rank, Environment(check=False)) == [[3, None]] * 3

@@ -17,7 +17,6 @@ from hvdlite.channels import collected
 from hvdlite.channels.collective import Group
 from hvdlite.channels.roster import Roster, SitsOut
 from hvdlite.gradients.reducer import Reducer
-from hvdlite.world import current_world
 
 SIZES = [1, 2, 3, 4]
 
@@ -326,7 +325,7 @@ def test_after_a_join_that_failed_while_a_step_was_sat_out_the_optimizer_says_so
     monkeypatch.setattr(Reducer, "sit_out", sit_out_and_tell)
 
     def rank(own: int) -> str:
-        param, optimizer = wrap(torch.zeros(2))
+        _, optimizer = wrap(torch.zeros(2))
         if own == 1:
             sitting.wait()
         with pytest.raises(hvd.MismatchError):
@@ -414,19 +413,16 @@ def test_two_threads_that_make_optimizers_at_once_are_an_error_that_names_both(m
     monkeypatch.setattr(Group, "require_agreement", agree_slowly)
 
     def rank(own: int) -> str:
-        world = current_world().here
         told = []
 
         def second() -> None:
-            shared.enter(world)
             inside.wait()
             with pytest.raises(RuntimeError) as error:
                 wrap(torch.zeros(1))
             told.append(str(error.value))
             refused.set()
 
-        shared = world_module._world
-        thread = threading.Thread(target=second, name="the second")
+        thread = world_module._world.starts(second, "the second")
         if own == 0:
             thread.start()
         wrap(torch.zeros(2))

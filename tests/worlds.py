@@ -34,20 +34,43 @@ class WorldOfThread:
         own: World = self._here.world
         return own
 
+    def starts(self, function: Callable[[], Any], name: str) -> threading.Thread:
+        """A thread of the rank's own, which has the rank's world; it is to be started."""
+        own = self.here
+
+        def run() -> None:
+            self.enter(own)
+            function()
+
+        return threading.Thread(target=run, name=name, daemon=True)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._here.world, name)
 
 
-def run_worlds(size: int, function: Callable[[int], Any], environment: Environment = PLAIN) -> list[Any]:
-    """``function(rank)`` on every rank, after an `init`; results by rank. The first rank's exception is raised."""
-    outcomes = attempt_worlds(size, function, environment)
+def run_worlds(
+    size: int,
+    function: Callable[[int], Any],
+    environment: Environment = PLAIN,
+    make_wrapper: Callable[[], Callable[[Any], Any]] | None = None,
+) -> list[Any]:
+    """``function(rank)`` on every rank, after an `init`; results by rank. The first rank's exception is raised.
+
+    ``make_wrapper`` is as in `run_ranks`.
+    """
+    outcomes = attempt_worlds(size, function, environment, make_wrapper)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if errors:
         raise errors[0]
     return outcomes
 
 
-def attempt_worlds(size: int, function: Callable[[int], Any], environment: Environment = PLAIN) -> list[Any]:
+def attempt_worlds(
+    size: int,
+    function: Callable[[int], Any],
+    environment: Environment = PLAIN,
+    make_wrapper: Callable[[], Callable[[Any], Any]] | None = None,
+) -> list[Any]:
     """Like `run_worlds`, but an exception is the rank's outcome."""
     earlier, shared = world._world, WorldOfThread()
 
@@ -64,7 +87,7 @@ def attempt_worlds(size: int, function: Callable[[int], Any], environment: Envir
 
     world._world = shared  # type: ignore[assignment]  # it has all that a world has
     try:
-        return attempt_ranks(size, run)
+        return attempt_ranks(size, run, make_wrapper)
     finally:
         world._world = earlier
 

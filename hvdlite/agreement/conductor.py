@@ -21,7 +21,7 @@ Body = Callable[[Turn], Any]
 # For a rank that has joined: what it does in an operation of this kind, with what is the same on all ranks.
 StandIn = Callable[[str, Mapping[str, Any]], Body]
 
-# For a rank that has joined: begins to sit out the steps of an optimizer, and returns at once. The handle is the join's.
+# For a rank that has joined: begins to sit out the steps of an optimizer, and returns. The handle is the join's.
 SitOut = Callable[[SitsOut, Handle], None]
 
 

@@ -3,8 +3,9 @@ Rank 0's end of the connections to all ranks: what they ask goes into the negoti
 
     rank ──  ask | wait | join | busy | bye  ──► Coordinator ──►  go | no | joined | pin | left | end  ── rank
 
-    ["ask", ticket, set_id, kind, name, what, members, same, own]
-                                        an operation, and the rank's own number for it; members is null for all ranks
+    ["ask", ticket, set_id, kind, name, what, members, same, own, caller]
+                                        an operation, and the rank's own number for it; members is null for all ranks,
+                                        caller (see `labels`) where a name of the user's says what is meant
     ["wait", ticket]                    blocked until it is done
     ["join", average_of_active, [[set_id, members, numbers], ...]]
                                         and which optimizers live there, by process set
@@ -39,6 +40,7 @@ import time
 from typing import Any
 
 from ..log import log
+from .labels import unpack
 from .mailbox import Mailbox
 from .negotiation import Negotiation
 from .pending import Ask
@@ -172,9 +174,10 @@ class Coordinator:
     def _take(self, rank: int, message: list[Any], now_s: float) -> None:
         negotiation = self._negotiation
         match message:
-            case ["ask", ticket, set_id, kind, name, what, members, same, own]:
+            case ["ask", ticket, set_id, kind, name, what, members, same, own, caller]:
                 ranks = self._all if members is None else tuple(members)
-                negotiation.ask(rank, Ask(ticket, set_id, kind, name, what, ranks, same, own), now_s)
+                ask = Ask(ticket, set_id, kind, name, what, ranks, same, own, unpack(caller))
+                negotiation.ask(rank, ask, now_s)
             case ["wait", ticket]:
                 negotiation.wait(rank, ticket)
             case ["join", average_of_active, living]:

@@ -11,10 +11,17 @@ idea is); how their words come and go is in `coordinator`. Answers are left in `
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from .mismatch import Wait, first_difference, name_ranks, words_of_deadlock, words_of_difference
+from .mismatch import (
+    Wait,
+    first_difference,
+    name_ranks,
+    words_of_callers,
+    words_of_deadlock,
+    words_of_difference,
+)
 from .pending import Ask, Id, Pending, Refusal, stuck_ranks
 from .sittings import Sittings
 from .stall import Scene, StallRules, StallWatch
@@ -70,6 +77,8 @@ class Negotiation:
             self._pending[pending.id_] = pending
             alike.append(pending)
         pending.asks[rank] = ask
+        if ask.caller is not None and ask.caller.is_doubtful:
+            pending.is_doubtful = True
         if ask.same != pending.first.same and first_difference([pending.first.same, ask.same]) is not None:
             pending.differs = True
         self._id_of[rank, ask.ticket] = pending.id_
@@ -157,7 +166,10 @@ class Negotiation:
         # The first question is the usual answer, and costs nothing.
         is_complete = len(pending.asks) + len(self._joined) >= len(first.members) and not pending.missing(self._joined)
         if not pending.differs:
-            if is_complete:
+            if is_complete and pending.is_doubtful and not self._fits(pending):
+                names = {rank: caller.name for rank, caller in pending.callers().items()}
+                self._refuse(pending, "MismatchError", words_of_callers(first.what, names, self._hosts))
+            elif is_complete:
                 self._begin(pending)
             return
         if pending.differs_since_s is None:
@@ -166,6 +178,11 @@ class Negotiation:
             asked = {rank: ask.same for rank, ask in pending.asks.items()}
             words = words_of_difference(first.kind, first.what, asked, self._hosts)
             self._refuse(pending, "MismatchError", words)
+
+    def _fits(self, pending: Pending) -> bool:
+        """Whether the same thread has called it on all ranks, or there is but one on each that does."""
+        callers = list(pending.callers().values())
+        return all(one.may_be(another) for one, another in itertools.combinations(dict.fromkeys(callers), 2))
 
     def _begin(self, pending: Pending) -> None:
         first = pending.first
@@ -237,12 +254,29 @@ class Negotiation:
         asks = {rank: [self._pending[id_].first for id_ in sorted(self._waiting.get(rank, ()))] for rank in stuck}
         waits = {rank: [Wait(ask.kind, ask.what, ask.of_set) for ask in asks[rank]] for rank in stuck}
         waits |= {rank: [Wait(what, what)] for rank, what in elsewhere.items() if not waits.get(rank)}
+        words = self._words_of_pairing(stuck) or words_of_deadlock(waits, self._hosts)
         # One refusal for all of them: who is told of one of these operations knows of the others.
-        refusal = Refusal("MismatchError", words_of_deadlock(waits, self._hosts))
+        refusal = Refusal("MismatchError", words)
         for id_ in {id_ for rank in stuck for id_ in self._waiting.get(rank, ())}:
             self._pending[id_].refusal = refusal
         for pending in [pending for pending in self._pending.values() if pending.refusal is refusal]:
             self._tell_refusal(pending)
+
+    def _words_of_pairing(self, stuck: Collection[int]) -> str | None:
+        """The words for ranks that have asked for the same, but for what it is paired by; None if it is not that."""
+        waits = {rank: [self._pending[id_] for id_ in self._waiting.get(rank, ())] for rank in stuck}
+        if any(len(each) != 1 for each in waits.values()):
+            return None
+        asks = {rank: pending.asks[rank] for rank, (pending,) in waits.items()}
+        first = next(iter(asks.values()))
+        if any(ask.caller is None or ask.name is None for ask in asks.values()):
+            return None
+        if any((ask.set_id, ask.kind) != (first.set_id, first.kind) for ask in asks.values()):
+            return None
+        asked = {rank: ask.same for rank, ask in sorted(asks.items())}
+        if first_difference(list(asked.values())) is None:
+            return None
+        return words_of_difference(first.kind, first.what, asked, self._hosts)
 
     def _blocked_elsewhere(self, now_s: float) -> dict[int, str]:
         """Waits that are no operation's, if they and those that are hold up each and every rank."""

@@ -29,6 +29,7 @@ from .callers import Callers
 from .conductor import Body, SitOut, StandIn
 from .coordinator import Coordinator
 from .handle import Handle
+from .labels import Labels
 from .mailbox import Mailbox
 from .request import Request, Turn
 
@@ -85,6 +86,7 @@ class Negotiator:
         # What lives here and was asked for, for a join of other ranks.
         self._pinned: _Pinned = {}
         self._pid = os.getpid()
+        self._labels = Labels()
         self._callers = Callers(lambda ticket: self._say(["wait", ticket]))
         # Why nothing can be carried out any more.
         self._over: str | None = None
@@ -118,6 +120,9 @@ class Negotiator:
             _carry_out(_Asked(handle, body, group), Turn(group, what, [request.own], 1))
             return handle
         name = None if request.name is None else (group.set_id, request.kind, request.name)
+        caller = None
+        if request.name is None or not request.has_users_name:
+            caller = self._labels.of_call((group.set_id, request.kind, request.name)).pack()
         with self._lock:
             if name in self._names:
                 # Horovod's words.
@@ -133,7 +138,7 @@ class Negotiator:
             self._callers.called()
         members = None if group.set_id == 0 else group.ranks
         same, own = request.same, request.own
-        self._say(["ask", int(handle), group.set_id, request.kind, request.name, what, members, same, own])
+        self._say(["ask", int(handle), group.set_id, request.kind, request.name, what, members, same, own, caller])
         return handle
 
     def join(self, *, average_of_active: bool, stand_in: StandIn, sit_out: SitOut) -> Handle:

@@ -87,8 +87,8 @@ class OneThread:
         own = threading.current_thread().name
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
-                f"{what}: called by thread {own!r} while thread {self._inside!r} is in it. Which of two belong "
-                "together on all ranks is known by their order alone: let one thread make them, one after the other"
+                f"{what}: called by thread {own!r} while thread {self._inside!r} is in such a call. Which calls of all "
+                "ranks belong together is known by their order alone: let one thread call them, one after the other"
             )
         try:
             self._inside = own

@@ -80,7 +80,7 @@ class _Sitting:
         """Sit out the steps of one optimizer until all ranks do; what goes wrong is the handle's error."""
         # Its own pin: others end with the join, which may be before the last step is through.
         member.pin()
-        thread = threading.Thread(target=self._run, args=(member, handle), daemon=True)
+        thread = threading.Thread(target=self._run, args=(member, handle), name="hvdlite-join", daemon=True)
         self.members[thread] = member
         thread.start()
 
