@@ -82,7 +82,8 @@ def test_threads_that_start_equal_each_get_the_roots_values_of_their_own(functio
     def rank(own: int) -> list[Any]:
         # In different orders on different ranks.
         numbers = (0, 1) if own % 2 else (1, 0)
-        return in_threads(*(lambda number=number: function(number, own) for number in numbers))
+        names = tuple(("first", "second")[number] for number in numbers)
+        return in_threads(*(lambda number=number: function(number, own) for number in numbers), names=names)
 
     for outcomes in run_worlds(size, rank):
         for outcome in outcomes:
@@ -96,7 +97,7 @@ def unnamed_calls() -> dict[str, Callable[[float], Any]]:
         "allgather": lambda value: hvd.allgather(torch.tensor([value])).tolist() == [value] * 2,
         "allgather_object": lambda value: hvd.allgather_object(value) == [value] * 2,
         "broadcast_object": lambda value: hvd.broadcast_object(value) == value,
-        "broadcast_parameters": lambda value: _is_kept(value),
+        "broadcast_parameters": _is_kept,
     }
 
 
@@ -177,7 +178,7 @@ def test_the_same_parameters_from_two_threads_of_a_rank_are_a_duplicate(monkeypa
     def rank(own: int) -> str:
         if own == 1:
             waiting.wait()
-            hvd.broadcast_parameters({"w": torch.zeros(1)})
+            in_threads(lambda: hvd.broadcast_parameters({"w": torch.zeros(1)}))
             return ""
 
         def first() -> None:
@@ -325,7 +326,7 @@ def test_what_a_thread_says_of_itself_is_short_once_it_is_the_only_caller():
 
 def test_threads_that_python_has_not_made_are_one_caller(monkeypatch):
     known = Labels()
-    monkeypatch.setattr(threading, "current_thread", lambda: threading._DummyThread())
+    monkeypatch.setattr(threading, "current_thread", threading._DummyThread)
     assert known.of_call("key").name == "autograd"
     assert known.of_call("key") == Caller("autograd", "autograd")
 

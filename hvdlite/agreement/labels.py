@@ -95,9 +95,9 @@ class Labels:
             for gone in [number for number, other in callers.items() if not _lives(other)]:
                 del callers[gone]
             rivals = [other.name for other in callers.values() if other is not thread]
-        beside = _names_beside(thread) if is_first else []
+        beside = names_beside(thread) if is_first else []
         labels = [_label_of(other) for other in [*rivals, *beside]]
-        if name in rivals:
+        if name in rivals or name in beside:
             # Not even their names tell them apart: on no rank is it known which of them is meant.
             name = f"{name} ({threading.get_ident()})"
         others = tuple(dict.fromkeys(labels)) if is_first else ()
@@ -113,7 +113,8 @@ def _label_of(name: str) -> str:
     return _NUMBER.sub("", name)
 
 
-def _names_beside(thread: threading.Thread) -> list[str]:
+def names_beside(thread: threading.Thread) -> list[str]:
+    """The names of the other living threads of this rank that may call operations."""
     return [
         other.name
         for other in threading.enumerate()

@@ -47,6 +47,8 @@ class Negotiation:
         self._pending: dict[Id, Pending] = {}
         # Those that mean the same, in their order: a rank's next one is the first that it has not asked for.
         self._alike: dict[tuple[int, str, str | None], list[Pending]] = {}
+        # Those that threads have called which differ by rank.
+        self._contested: set[tuple[int, str, str | None]] = set()
         self._id_of: dict[tuple[int, int], Id] = {}  # by rank and ticket
         # What each rank is blocked in. One that is waits for nothing else, and will ask for nothing else.
         self._waiting: dict[int, set[Id]] = {}
@@ -166,7 +168,8 @@ class Negotiation:
         # The first question is the usual answer, and costs nothing.
         is_complete = len(pending.asks) + len(self._joined) >= len(first.members) and not pending.missing(self._joined)
         if not pending.differs:
-            if is_complete and pending.is_doubtful and not self._fits(pending):
+            if is_complete and not self._fits(pending):
+                self._contested.add(first.pairs_with)
                 names = {rank: caller.name for rank, caller in pending.callers().items()}
                 self._refuse(pending, "MismatchError", words_of_callers(first.what, names, self._hosts))
             elif is_complete:
@@ -181,7 +184,13 @@ class Negotiation:
 
     def _fits(self, pending: Pending) -> bool:
         """Whether the same thread has called it on all ranks, or there is but one on each that does."""
-        callers = list(pending.callers().values())
+        is_contested = pending.first.pairs_with in self._contested
+        if not (is_contested or pending.is_doubtful):
+            return True
+        callers = pending.callers().values()
+        if is_contested:
+            # What is left of several threads, where others have ended with that error, may be another one by rank.
+            return len({caller.name for caller in callers}) == 1
         return all(one.may_be(another) for one, another in itertools.combinations(dict.fromkeys(callers), 2))
 
     def _begin(self, pending: Pending) -> None:
