@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
+import socket
 import threading
 import time
 from functools import partial
@@ -14,7 +16,7 @@ import torch
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
-from hvdlite.agreement import coordinator, handle, negotiation
+from hvdlite.agreement import coordinator, handle, mailbox, negotiation
 from hvdlite.agreement.handle import Handle
 from hvdlite.agreement.request import Request, Turn
 from hvdlite.environment import Environment
@@ -296,6 +298,23 @@ def test_without_the_check_operations_are_carried_out_at_once():
         return [add_up("a", own).wait(), hvd.barrier()]
 
     assert run_worlds(3, rank, Environment(check=False)) == [[3, None]] * 3
+
+
+def test_connections_that_come_and_go_leave_no_hook_and_are_not_remembered(monkeypatch):
+    hooks = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **hook: hooks.append(hook))
+    before = set(mailbox._open)
+    for closes in (True, False):
+        ends = [mailbox.Mailbox(end) for end in socket.socketpair()]
+        assert len(set(mailbox._open) - before) == 2
+        for end in ends:
+            if closes:
+                end.close()
+        del ends, end
+    gc.collect()
+    mailbox.Mailbox(socket.socket()).close()
+    assert not hooks
+    assert set(mailbox._open) <= before
 
 
 def test_a_forked_child_does_not_hold_the_connections():

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -509,6 +510,43 @@ def test_after_deletion_no_hook_remains():
         return hooked, len(param._post_accumulate_grad_hooks or {})
 
     assert run_ranks(2, rank) == [(1, 0)] * 2
+
+
+def test_an_optimizer_that_the_collector_finds_is_closed_by_no_thread_of_the_program(monkeypatch):
+    closing = []
+    close = Group.close
+
+    def close_and_tell(group: Group) -> None:
+        closing.append(threading.current_thread().name)
+        close(group)
+
+    monkeypatch.setattr(Group, "close", close_and_tell)
+
+    def rank(group: Group):
+        param = weight()
+        optimizer = wrap(group, [param])
+        reducer = optimizer._reducer
+        # The collector comes in the middle of what closing would wait for.
+        with reducer._pinning:
+            del optimizer
+            assert reducer._group is not None
+        backward(param, 1.0)
+        collected.wait_until_closed()
+        return reducer._group, len(param._post_accumulate_grad_hooks or {}), param.grad.tolist()
+
+    assert run_ranks(2, rank) == [(None, 0, [1.0, 1.0])] * 2
+    assert closing == ["hvdlite-collected"] * 2
+
+
+def test_what_cannot_be_closed_is_told_and_keeps_nothing_else_open(caplog):
+    collected.prepare()
+    closed = []
+    with caplog.at_level("WARNING", "hvdlite"):
+        collected.close_later(lambda: 1 / 0)
+        collected.close_later(lambda: closed.append(1))
+        collected.wait_until_closed()
+    assert closed == [1]
+    assert "what was no longer referred to could not be closed: division by zero" in caplog.text
 
 
 def test_wrapping_again_after_deletion_averages_once():
