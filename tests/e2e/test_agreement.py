@@ -11,9 +11,9 @@ pytestmark = pytest.mark.slow
 IMPORTS = "import os, signal, time, torch, hvdlite as hvd\nhvd.init()\n"
 
 
-def run(launch, program: str, *, size: int = 2, **env: str) -> tuple[int, str, str]:
+def run(launch, program: str, *, size: int = 2, patience_s: float = 30, **env: str) -> tuple[int, str, str]:
     job = launch("-np", str(size), "python", "-c", IMPORTS + program, env=env)
-    code, out, err = job.ended()
+    code, out, err = job.ended(patience_s)
     job.assert_gone()
     return code, out.decode(), err.decode()
 
@@ -174,7 +174,7 @@ for thread in threads: thread.join()
 assert not wrong, wrong[0]
 print("right")
 """
-    code, out, err = run(launch, program, HVDLITE_SHM=shm)
+    code, out, err = run(launch, program, patience_s=90, HVDLITE_SHM=shm)
     assert code == 0, err
     assert out.count("right") == 2
 
