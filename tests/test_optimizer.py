@@ -538,6 +538,39 @@ def test_an_optimizer_that_the_collector_finds_is_closed_by_no_thread_of_the_pro
     assert closing == ["hvdlite-collected"] * 2
 
 
+def test_who_leaves_while_another_thread_closes_the_same_waits_for_it():
+    # Else the program could end while that thread still holds the engine, which gloo does not survive.
+    is_inside, may_go_on = threading.Event(), threading.Event()
+    done = []
+
+    def rank(group: Group):
+        duplicate = group.duplicate()
+        close = duplicate._channels.close
+
+        def close_slowly(engine) -> None:
+            if threading.current_thread().name == "closer":
+                is_inside.set()
+                may_go_on.wait()
+                done.append("closed")
+            close(engine)
+
+        duplicate._channels.close = close_slowly
+        closer = threading.Thread(target=duplicate.close, name="closer")
+        closer.start()
+        is_inside.wait()
+        leaver = threading.Thread(target=lambda: (group.close(), done.append("left")))
+        leaver.start()
+        # Long enough to be through, if it did not wait.
+        leaver.join(0.2)
+        may_go_on.set()
+        closer.join()
+        leaver.join()
+        return duplicate in group._duplicates
+
+    assert run_ranks(1, rank) == [False]
+    assert done == ["closed", "left"]
+
+
 def test_what_cannot_be_closed_is_told_and_keeps_nothing_else_open(caplog):
     collected.prepare()
     closed = []

@@ -68,7 +68,7 @@ class Group:
         # Those that have not been closed. Not by weak references, which go when the collector comes.
         self._duplicates: set[Group] = set()
         self._duplicate_of: Group | None = None
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()
         self.rank = rank
         self.size = size
         self.hosts = tuple(hosts)
@@ -140,15 +140,14 @@ class Group:
 
         No reference to an engine may outlive this: gloo aborts if the interpreter goes before its threads.
         """
-        if isinstance(self.engine, ClosedEngine):
-            return
         for duplicate in list(self._duplicates):
             duplicate.close()
-        # Of two threads that close, one closes the engine.
+        # Of two threads that close, one closes the engine, and the other returns when that is done.
         with self._closing:
             engine, self.engine = self.engine, ClosedEngine()
-        if not isinstance(engine, ClosedEngine):
-            self._channels.close(engine)
+            if not isinstance(engine, ClosedEngine):
+                self._channels.close(engine)
+            del engine
         if self._duplicate_of is not None:
             self._duplicate_of._duplicates.discard(self)
 

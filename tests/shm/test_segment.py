@@ -137,6 +137,7 @@ def test_memory_that_is_let_go_while_another_thread_allocates_is_given_back_by_t
     tensors.clear()
     may_go_on.set()
     thread.join()
+    assert len(pieces) == 1
     assert used_bytes(segment) == MIB
 
 
