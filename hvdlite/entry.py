@@ -1,7 +1,7 @@
 """
 How a process becomes one of the ranks: by its launcher's word, in a process group that is there, or alone.
 
-    Seat ── a store ── the default group ── introductions ── conductor ── World
+    Seat ── a store ── introductions, signed ── the default group, proven ── conductor ── World
 
 Which world is the current one is known to `world`; here nothing is.
 """
@@ -9,31 +9,36 @@ Which world is the current one is known to `world`; here nothing is.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
-import secrets
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.rendezvous import rendezvous
 
 from .agreement.conductor import Conductor
 from .agreement.connect import make_conductor
 from .channels.choice import choose_levels
 from .channels.collective import Group
 from .channels.engine import AloneChannels, Channels, TorchChannels
+from .channels.gloo import Ranks, open_proven
 from .environment import DYNAMIC, Environment
 from .errors import CommunicationError, LaunchEnvironmentError, MismatchError
 from .log import log, open_log
+from .meeting.address import LOOPBACK, interface_of
 from .meeting.client import Operation, StoreClient
+from .meeting.introductions import Introduction, agree_on_secret, introduce, refuse
 from .meeting.rendezvous import meet
+from .meeting.secret import given_secret
 from .meeting.store import LauncherStore
 from .meeting.topology import Seat, Topology, read_seat, refuse_place_of_horovods, seats_to_topology
 from .registry import Registry
@@ -61,6 +66,14 @@ class World:
     pid: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """All ranks, known to each other and not connected yet."""
+
+    introductions: list[Introduction]
+    ranks: Ranks
+
+
 def enter(timeout: timedelta, environment: Environment) -> World:
     """The world that this process is in. Every rank must call it; it waits for all."""
     if dist.is_available() and dist.is_initialized():
@@ -74,7 +87,8 @@ def enter(timeout: timedelta, environment: Environment) -> World:
 
 def _alone(environment: Environment) -> World:
     seat = Seat(rank=0, size=1, node="", host=socket.gethostname(), local_rank=0)
-    return _world_of(seat, AloneChannels(), timedelta(), environment, leave=lambda: None)
+    meeting = _meet_all(seat, HashStore(), None, timedelta(seconds=1), environment)
+    return _world_of(seat, AloneChannels(), meeting, environment, leave=lambda: None)
 
 
 def _connect(seat: Seat, timeout: timedelta, environment: Environment) -> World:
@@ -82,7 +96,7 @@ def _connect(seat: Seat, timeout: timedelta, environment: Environment) -> World:
     client = None if seat.store_url is None else StoreClient.from_url(seat.store_url)
     _tell_launcher(client, Operation.JOINING, seat, timeout)
     try:
-        world = _meet_all(seat, backend, client, timeout, environment)
+        world = _connect_all(seat, backend, client, timeout, environment)
     except BaseException:
         with contextlib.suppress(CommunicationError):
             _tell_launcher(client, Operation.GAVE_UP, seat, _GIVING_UP)
@@ -91,21 +105,28 @@ def _connect(seat: Seat, timeout: timedelta, environment: Environment) -> World:
     return world
 
 
-def _meet_all(
+def _connect_all(
     seat: Seat, backend: str, client: StoreClient | None, timeout: timedelta, environment: Environment
 ) -> World:
     try:
-        store = _meeting_place(seat, client, timeout)
-        dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
-    except LaunchEnvironmentError:
+        store, secret = _meeting_place(seat, client, timeout)
+        meeting = _meet_all(seat, store, secret, timeout, environment)
+
+        def make() -> dist.ProcessGroup:
+            dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
+            assert dist.group.WORLD is not None, "it has just been made"
+            return dist.group.WORLD
+
+        default = open_proven(make, dist.destroy_process_group, meeting.ranks, "default")
+    except (LaunchEnvironmentError, CommunicationError, MismatchError):
         raise
     except RuntimeError as error:
         raise CommunicationError(
             f"hvd.init() failed on rank {seat.rank} ({seat.host}): another rank did not call it within "
             f"{timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
         ) from error
-    channels = TorchChannels(backend, timeout, dist.group.WORLD)
-    return _world_of(seat, channels, timeout, environment, leave=partial(_leave, client))
+    channels = TorchChannels(backend, meeting.ranks, default)
+    return _world_of(seat, channels, meeting, environment, leave=partial(_leave, client))
 
 
 def _tell_launcher(client: StoreClient | None, what: Operation, seat: Seat, timeout: timedelta) -> None:
@@ -120,13 +141,24 @@ def _tell_launcher(client: StoreClient | None, what: Operation, seat: Seat, time
         ) from error
 
 
-def _meeting_place(seat: Seat, client: StoreClient | None, timeout: timedelta) -> Store | None:
-    """The store in which all ranks find each other; None for the one that MASTER_ADDR and MASTER_PORT name."""
+def _meeting_place(seat: Seat, client: StoreClient | None, timeout: timedelta) -> tuple[Store, bytes | None]:
+    """The store in which all ranks find each other, and the secret that the launcher has carried, if it does that."""
     # A prefix of its own for every init, so that one after a shutdown does not read the first one's keys.
     generation = f"init{next(_generation)}"
     if seat.launcher is not None:
         return meet(seat, os.environ, generation, timeout)
-    return None if client is None else PrefixStore(generation, LauncherStore(client, timeout))
+    if client is not None:
+        return PrefixStore(generation, LauncherStore(client, timeout)), None
+    store = _store_at_given_address(seat.rank, seat.size, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], timeout)
+    store.set_timeout(timeout)
+    return PrefixStore(generation, store), None
+
+
+@functools.cache
+def _store_at_given_address(rank: int, size: int, address: str, port: str, timeout: timedelta) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT. Kept: at a later init() a rank could find one that is just closing."""
+    found: tuple[Store, int, int] = next(rendezvous("env://", rank, size, timeout=timeout))
+    return found[0]
 
 
 def _adopt(timeout: timedelta, environment: Environment) -> World:
@@ -144,67 +176,98 @@ def _adopt(timeout: timedelta, environment: Environment) -> World:
         host=host if told is None else told.host,
         local_rank=None if told is None else told.local_rank,
     )
-    return _world_of(seat, TorchChannels(backend, timeout), timeout, environment, leave=lambda: None)
+    store = PrefixStore(f"hvdlite.init{next(_generation)}", _get_default_store())
+    meeting = _meet_all(seat, store, None, timeout, environment)
+    return _world_of(seat, TorchChannels(backend, meeting.ranks), meeting, environment, leave=lambda: None)
+
+
+def _meet_all(seat: Seat, store: Store, secret: bytes | None, timeout: timedelta, environment: Environment) -> _Meeting:
+    """Introduce this rank to all others; waits for them. ``secret`` is what the launcher has carried, if it has."""
+    given = given_secret(os.environ)
+    settings = {
+        "HVDLITE_CHECK": environment.check,
+        "HVDLITE_SHM": environment.shm,
+        "timeline": environment.timeline,
+        "hierarchical": environment.hierarchical,
+    }
+    try:
+        # What the user gives counts also where the launcher has carried something.
+        if given is not None or secret is None:
+            secret = agree_on_secret(store, seat.rank, given)
+    except LaunchEnvironmentError:
+        refuse(store, seat.rank)
+        raise
+    own = Introduction.of(seat, os.getpid(), _own_version(), settings)
+    introductions, signer = introduce(store, own, Signer(secret), timeout)
+    if seat.size > 1 and len({introduced.seat.node for introduced in introductions}) == 1:
+        _stay_on_loopback()
+    names = tuple(f"rank {rank} ({introduced.seat.host})" for rank, introduced in enumerate(introductions))
+    return _Meeting(introductions, Ranks(PrefixStore("engines", store), signer, seat.rank, names, timeout))
+
+
+def _stay_on_loopback() -> None:
+    """All ranks are on this host: have gloo listen where no other host gets, unless the user has said where."""
+    interface = interface_of(LOOPBACK)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _world_of(
-    seat: Seat, channels: Channels, timeout: timedelta, environment: Environment, leave: Callable[[], None]
+    seat: Seat, channels: Channels, meeting: _Meeting, environment: Environment, leave: Callable[[], None]
 ) -> World:
     open_log(environment, seat.rank)
-    group = Group(
-        channels, seat.rank, seat.size, [f"host of rank {rank}" for rank in range(seat.size)], signer=Signer(b"")
-    )
-    token = secrets.token_hex(8)
-    introductions = group.all_gather_json(
-        (asdict(seat), _own_version(), environment.timeline, token, environment.hierarchical), "hvd.init()"
-    )
-    seats = [Seat(**introduced) for introduced, *_ in introductions]
+    introductions, ranks = meeting.introductions, meeting.ranks
+    seats = [introduced.seat for introduced in introductions]
     topology = seats_to_topology(seat.rank, seats)
-    group.hosts = topology.hosts
-    for other, (_, other_version, *_) in enumerate(introductions):
-        if other_version != introductions[0][1]:
-            raise MismatchError(
-                f"hvdlite is version {introductions[0][1]} on {group.describe_rank(0)} and {other_version} on "
-                f"{group.describe_rank(other)}: install the same version everywhere"
-            )
+    group = Group(channels, seat.rank, seat.size, topology.hosts, signer=ranks.signer)
     for remark in environment.remarks if seat.rank == 0 else ():
         log.warning(remark)
-    group.require_agreement(environment.check, "hvd.init()", "HVDLITE_CHECK (0 or 1)")
-    group.require_agreement(environment.shm, "hvd.init()", "HVDLITE_SHM (0 or 1)")
+    for name in ("HVDLITE_CHECK", "HVDLITE_SHM"):
+        _require_same_switch(name, introductions, group)
     nodes = [seat.node for seat in seats]
-    token, within = introductions[0][3], None
+    within = None
     if environment.shm and topology.local_size == len(seats) > 1:
-        group = _over_shared_memory(group, channels, token, timeout)
+        group = _over_shared_memory(group, channels, ranks)
     elif environment.shm and topology.local_size > 1:
-        within = _between_neighbours(seat, nodes, channels, token, timeout)
+        within = _between_neighbours(seat, nodes, channels, ranks)
     # Rank 0's word counts, as its measurements do.
-    hierarchical = introductions[0][4]
+    hierarchical = introductions[0].settings["hierarchical"]
     gpu = _own_gpu(group, topology) if hierarchical is None else None
     choose_levels(group, channels, within, nodes, hierarchical, gpu)
-    conductor = make_conductor(group, nodes, environment, timeout.total_seconds())
+    conductor = make_conductor(group, nodes, environment, ranks.timeout.total_seconds())
     # Rank 0 is the one to write it, so its variable counts.
-    timeline_path = introductions[0][2]
+    timeline_path = introductions[0].settings["timeline"]
     if timeline_path not in (None, DYNAMIC):
         timeline.start(group, conductor, timeline_path)
     return World(topology, group, conductor, environment, Registry(group, conductor), leave, os.getpid())
 
 
-def _over_shared_memory(group: Group, torchs: Channels, token: str, timeout: timedelta) -> Group:
-    """The same ranks, all of one host, over what is fastest there; ``torchs`` carries what that does not."""
-    store = PrefixStore(f"hvdlite.{token}", _get_default_store())
-    channels = ShmChannels(store, group.rank, group.size, timeout, torchs, for_gpus=torch.cuda.is_available())
-    shared = Group(channels, group.rank, group.size, group.hosts, signer=group.signer.derive("shared memory"))
+def _require_same_switch(name: str, introductions: Sequence[Introduction], group: Group) -> None:
+    first = introductions[0].settings[name]
+    for rank, introduced in enumerate(introductions):
+        if introduced.settings[name] != first:
+            raise MismatchError(
+                f"hvd.init(): {name} (0 or 1) is {first!r} on {group.describe_rank(0)} and "
+                f"{introduced.settings[name]!r} on {group.describe_rank(rank)}: every rank must pass the same"
+            )
+
+
+def _over_shared_memory(group: Group, channels: Channels, ranks: Ranks) -> Group:
+    """The same ranks, all of one host, over what is fastest there; ``channels`` carry what that does not."""
+    store = PrefixStore("shm", ranks.store)
+    on_host = ShmChannels(store, group.rank, group.size, ranks.timeout, channels, for_gpus=torch.cuda.is_available())
+    shared = Group(on_host, group.rank, group.size, group.hosts, signer=group.signer.derive("shared memory"))
     group.close()
     return shared
 
 
-def _between_neighbours(seat: Seat, nodes: Sequence[str], torchs: Channels, token: str, timeout: timedelta) -> Channels:
+def _between_neighbours(seat: Seat, nodes: Sequence[str], channels: Channels, ranks: Ranks) -> Channels:
     """Shared memory between the ranks of this host; ``nodes`` are those of all ranks."""
-    ranks = [rank for rank, node in enumerate(nodes) if node == seat.node]
-    place = ranks.index(seat.rank)
-    store = PrefixStore(f"hvdlite.{token}.{ranks[0]}", _get_default_store())
-    others = torchs.among(ranks, place, f"{token}.{ranks[0]}")
-    return ShmChannels(store, place, len(ranks), timeout, others, for_gpus=torch.cuda.is_available())
+    places = [rank for rank, node in enumerate(nodes) if node == seat.node]
+    place, token = places.index(seat.rank), f"host of rank {places[0]}"
+    store = PrefixStore(f"shm.{token}", ranks.store)
+    others = channels.among(places, place, token)
+    return ShmChannels(store, place, len(places), ranks.timeout, others, for_gpus=torch.cuda.is_available())
 
 
 def _own_gpu(group: Group, topology: Topology) -> torch.device | None:

@@ -17,15 +17,20 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from .channels.gloo import Ranks, open_proven
 from .errors import LaunchEnvironmentError
 from .meeting.client import StoreClient
+from .meeting.introductions import agree_on_secret
+from .meeting.secret import given_secret
 from .meeting.store import LauncherStore
 from .meeting.topology import read_seat
+from .signing import Signer
 
 _TRY_S, _TRIES = 3.0, 5  # gloo gives up connecting after so many
 CONNECT_S = _TRY_S * _TRIES
@@ -72,12 +77,19 @@ def measure(store: Store, rank: int, peer: int, patience_s: float) -> float:
         shared.wait([f"here/{peer}"], timedelta(seconds=patience_s))
     except dist.DistStoreError:
         raise RuntimeError("one of them did not come to be measured") from None
-    group = dist.ProcessGroupGloo(PrefixStore("gloo", shared), pair.index(rank), 2, timedelta(seconds=_TRY_S))
+    own = pair.index(rank)
+    signer = Signer(agree_on_secret(shared, own, given_secret(os.environ)))
+    ranks = Ranks(shared, signer, own, tuple(f"rank {each}" for each in pair), timedelta(seconds=_TRY_S))
+
+    def make() -> Any:
+        return dist.ProcessGroupGloo(PrefixStore("gloo", shared), own, 2, timedelta(seconds=_TRY_S))
+
+    group = open_proven(make, lambda group: group.shutdown(), ranks, "link")
     number = torch.zeros(1)
     times_s = []
     for _ in range(_WARM_UPS + _TRIPS):
         begun = time.perf_counter()
-        group.allreduce([number]).wait()  # type: ignore[attr-defined]  # missing in torch's stubs
+        group.allreduce([number]).wait()
         times_s.append(time.perf_counter() - begun)
     return median(times_s[_WARM_UPS:]) * 1e6
 

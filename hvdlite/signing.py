@@ -37,6 +37,10 @@ class Signer:
         """Whether ``tag`` is the signature of these parts; takes as long whatever is wrong with it."""
         return hmac.compare_digest(tag, self.sign(*parts))
 
+    def is_signed_hex(self, tag: str, *parts: bytes | str | int) -> bool:
+        """`is_signed`, of a signature in hexadecimal digits."""
+        return hmac.compare_digest(tag.encode(), self.sign(*parts).hex().encode())
+
     def derive(self, *parts: bytes | str | int) -> Signer:
         """A signer with a key of its own that follows from this one's and the parts."""
         return Signer(self.sign("derive", *parts))

@@ -284,7 +284,7 @@ def test_a_join_that_is_over_keeps_no_optimizer_also_where_it_has_failed(monkeyp
     pin, has_failed = Roster.pin, threading.Event()
 
     def pin_late(roster: Roster) -> dict[int, SitsOut]:
-        if threading.current_thread().name == "hvdlite-operations":
+        if threading.current_thread().name == "hvdlite-listener":
             has_failed.wait()
         return pin(roster)
 

@@ -141,7 +141,7 @@ def test_ranks_of_one_slurm_node_share_a_store_on_loopback(monkeypatch):
 
     def rank(number: int) -> tuple[bytes, object]:
         seat = Seat(number, 2, "0", "vm", number, launcher=SLURM, one_host=True)
-        store = meet(seat, environ, "init0", timedelta(seconds=10))
+        store, _ = meet(seat, environ, "init0", timedelta(seconds=10))
         store.set(f"from {number}", b"hello")
         return store.get(f"from {1 - number}"), store  # rank 0's serves the other
 

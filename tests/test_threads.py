@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ from worlds import PLAIN, attempt_worlds, run_worlds
 
 import hvdlite as hvd
 from hvdlite import world as world_module
-from hvdlite.agreement import labels
+from hvdlite.agreement import labels, words
 from hvdlite.agreement.labels import Caller, Labels
 from hvdlite.channels.collective import Group
 from hvdlite.environment import Environment
@@ -131,14 +132,16 @@ def test_calls_that_cross_are_told_which_threads_they_came_from():
     def rank(own: int) -> list[Any]:
         # Rank 0 has the first thread call, and then the second; rank 1 the other way round.
         order = ("first", "second") if own == 0 else ("second", "first")
-        turn = threading.Event()
+        turn, is_there = threading.Event(), threading.Event()
 
         def one() -> Any:
+            is_there.wait()
             handle = hvd.allreduce_async(torch.ones(1))
             turn.set()
             return hvd.synchronize(handle)
 
         def other() -> Any:
+            is_there.set()
             turn.wait()
             return hvd.allreduce(torch.ones(1))
 
@@ -229,9 +232,9 @@ def test_what_is_to_be_equal_is_compared_with_and_without_the_check(check):
     ours, theirs = run_worlds(2, rank, Environment(stall_check=False, check=check))
     assert ours == theirs
     assert ours[0].startswith("broadcast_parameters: 'w' is (2,) torch.float32 on cpu on rank 0 (node0) and (3,)")
-    for words, kind in zip(ours[1:], ("broadcast_parameters", "broadcast_object"), strict=True):
+    for text, kind in zip(ours[1:], ("broadcast_parameters", "broadcast_object"), strict=True):
         assert (
-            words == f"{kind}: root_rank is 0 on rank 0 (node0) and 1 on rank 1 (node1): every rank must pass the same"
+            text == f"{kind}: root_rank is 0 on rank 0 (node0) and 1 on rank 1 (node1): every rank must pass the same"
         )
 
 
@@ -319,7 +322,7 @@ def test_what_a_thread_says_of_itself_is_short_once_it_is_the_only_caller():
     assert second == Caller("worker", "worker-3")
     assert second.pack() == ["worker", "worker-3"]
     for each in seen:
-        assert labels.unpack(each.pack()) == each
+        assert words._caller(json.loads(json.dumps(each.pack()))) == each
     # Who has ended is no rival.
     assert not known.of_call("key").has_rivals
 

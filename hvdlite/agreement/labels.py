@@ -44,7 +44,7 @@ class Caller:
         return self.has_rivals or self.has_twins or bool(self.others)
 
     def pack(self) -> list[Any]:
-        """For a message; see `unpack`. Short where nothing can be doubted."""
+        """For a message. Short where nothing can be doubted."""
         if not self.is_doubtful:
             return [self.label, self.name]
         return [self.label, self.name, self.has_rivals, self.has_twins, list(self.others)]
@@ -60,17 +60,6 @@ class Caller:
         return not (
             has_twins or self.has_rivals or other.has_rivals or other.label in self.others or self.label in other.others
         )
-
-
-def unpack(packed: Sequence[Any] | None) -> Caller | None:
-    """What `Caller.pack` has made; None of what has a name."""
-    if packed is None:
-        return None
-    label, name, *doubts = packed
-    if not doubts:
-        return Caller(label, name)
-    has_rivals, has_twins, others = doubts
-    return Caller(label, name, has_rivals, has_twins, tuple(others))
 
 
 class Labels:

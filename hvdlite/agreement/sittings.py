@@ -62,7 +62,7 @@ class Sittings:
     def pinned(self, rank: int, join: int, set_id: int, numbers: Iterable[int]) -> None:
         """``rank`` has been asked, and these live there."""
         sitting = self._sittings.get(set_id)
-        if join == self._join and sitting is not None and not sitting.is_known:
+        if join == self._join and sitting is not None and rank in sitting.members and not sitting.is_known:
             self._hear(sitting, set_id, rank, numbers)
 
     def end(self, told: Iterable[int]) -> None:

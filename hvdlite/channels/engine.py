@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
-from torch.distributed.distributed_c10d import _get_default_store
 
 from ..errors import PeerLostError
+from .gloo import Ranks, open_proven, wait_for_all
 
 
 class PeerGoneError(PeerLostError):
@@ -157,19 +157,26 @@ class _Done:
 class TorchChannels:
     """Process groups of all ranks: first the default one if it is ours, then further ones beside it."""
 
-    def __init__(self, backend: str, timeout: timedelta, unused_default: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, backend: str, ranks: Ranks, unused_default: dist.ProcessGroup | None = None) -> None:
         self._backend = backend
-        self._timeout = timeout
+        self._ranks = ranks
         self._unused_default = unused_default
+        self._opened = itertools.count()
         self._open: list[dist.ProcessGroup] = []
 
     def open(self) -> Engine:
         if self._unused_default is not None:
             default, self._unused_default = self._unused_default, None
             return default
-        group = dist.new_group(backend=self._backend, timeout=self._timeout)
-        assert isinstance(group, dist.ProcessGroup), "every rank is a member of it"
+        label = f"group{next(self._opened)}"
+        wait_for_all(self._ranks, label)
+        group = open_proven(self._make, dist.destroy_process_group, self._ranks, label)
         self._open.append(group)
+        return group
+
+    def _make(self) -> dist.ProcessGroup:
+        group = dist.new_group(backend=self._backend, timeout=self._ranks.timeout)
+        assert isinstance(group, dist.ProcessGroup), "every rank is a member of it"
         return group
 
     def close(self, engine: Engine, /) -> None:
@@ -182,8 +189,7 @@ class TorchChannels:
     def among(self, places: Sequence[int], place: int, token: str, /) -> Channels:
         if len(places) == 1:
             return AloneChannels()
-        store = PrefixStore(f"hvdlite.{token}", _get_default_store())
-        return SubsetChannels(store, self._backend, places, place, self._timeout)
+        return SubsetChannels(self._ranks.among(places, place, token), self._backend, places)
 
 
 class SubsetChannels:
@@ -193,25 +199,30 @@ class SubsetChannels:
     groups that need not by how many a rank has made.
     """
 
-    def __init__(self, store: Store, backend: str, places: Sequence[int], place: int, timeout: timedelta) -> None:
-        self._store = store
+    def __init__(self, ranks: Ranks, backend: str, places: Sequence[int]) -> None:
+        """``places`` are the numbers of these ranks among all, for what NCCL says when it watches over a collective."""
+        self._ranks = ranks
         self._backend_of = _backend_by_device(backend)
         self._places = list(places)
-        self._place = place
-        self._timeout = timeout
         self._opened = itertools.count()
         self._open: list[dist.ProcessGroup] = []
 
     def open(self) -> Engine:
-        store = PrefixStore(f"channel{next(self._opened)}", self._store)
-        group = dist.ProcessGroup(store, self._place, len(self._places))
+        label = f"channel{next(self._opened)}"
+        wait_for_all(self._ranks, label)
+        group = open_proven(partial(self._make, label), lambda group: group.shutdown(), self._ranks, label)
+        self._open.append(group)
+        return group
+
+    def _make(self, label: str) -> dist.ProcessGroup:
+        store = PrefixStore(label, self._ranks.store)
+        group = dist.ProcessGroup(store, self._ranks.rank, self._ranks.size)
         made: dict[str, Any] = {}
         for device, name in self._backend_of.items():
             if name not in made:
                 made[name] = self._make_backend(name, PrefixStore(device, store))
             group._register_backend(torch.device(device), _BACKEND_TYPES[name], made[name])
         group._set_default_backend(_BACKEND_TYPES[self._backend_of["cpu"]])
-        self._open.append(group)
         return group
 
     def close(self, engine: Engine, /) -> None:
@@ -223,14 +234,13 @@ class SubsetChannels:
         raise AssertionError("sets are made of the ranks of the world")
 
     def _make_backend(self, name: str, store: Store) -> Any:
-        size = len(self._places)
+        rank, size, timeout = self._ranks.rank, self._ranks.size, self._ranks.timeout
         if name == "gloo":
-            return dist.ProcessGroupGloo(store, self._place, size, timeout=self._timeout)
+            return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout
-        # For what NCCL says when it watches over a collective.
+        options._timeout = timeout
         options.global_ranks_in_group = self._places
-        return dist.ProcessGroupNCCL(store, self._place, size, options)
+        return dist.ProcessGroupNCCL(store, rank, size, options)
 
 
 def _backend_by_device(backend: str) -> dict[str, str]:

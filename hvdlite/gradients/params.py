@@ -91,8 +91,7 @@ class ParamListener(ABC):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        with self._pinning:
-            self._give_back()
+        self._give_back()
 
     def abandon(self) -> None:
         """`close`, called by the garbage collector: in any thread, in the middle of whatever that does."""
@@ -116,13 +115,16 @@ class ParamListener(ABC):
         """Undo one `pin`."""
         with self._pinning:
             self._pins -= 1
-            self._give_back()
+        self._give_back()
 
     def _give_back(self) -> None:
-        # A channel that something is under way on stays until the group is closed.
-        if self._is_closed and not self._pins and self._group is not None and not self._collecting:
-            self._group.close()
-            self._group = None
+        with self._pinning:
+            # A channel that something is under way on stays until the group is closed.
+            if not self._is_closed or self._pins or self._collecting:
+                return
+            group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
     def _require_not_closed(self) -> None:
         if self._spoilt_by is not None:

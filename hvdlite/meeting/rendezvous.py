@@ -30,6 +30,7 @@ from .neighbours import ask_neighbour, tell_neighbours
 from .nodelist import expand_nodelist
 from .pmi import exchange_by_pmi, finalize_pmi, open_connection
 from .pmix import exchange_by_pmix
+from .secret import new_secret
 from .topology import OPENMPI, SLURM, Seat
 
 # Below the ports that Linux gives out by itself (from 32768), above those of well-known services.
@@ -39,22 +40,25 @@ _PORTS = 20000
 Exchange = Callable[[str, str | None], str]
 
 
-def meet(seat: Seat, environ: Mapping[str, str], name: str, timeout: timedelta) -> Store:
+def meet(seat: Seat, environ: Mapping[str, str], name: str, timeout: timedelta) -> tuple[Store, bytes | None]:
     """A store that all ranks share; ``name`` tells one meeting of the same ranks from another. Waits for all.
+
+    With it, a secret that rank 0 has told the others by the launcher's own exchange; None where there is no such.
 
     Unless the user has chosen, gloo is told the interface that the address belongs to
     (``GLOO_SOCKET_IFNAME``): by itself it would depend on how each host resolves its own name.
     """
     exchange = _choose_exchange(seat, environ, timeout.total_seconds())
+    secret = None
     if exchange is None:
         store, own = _store_of_step(seat, environ, timeout)
     else:
-        store, own = _store_by(exchange, seat, environ, name, timeout)
+        store, own, secret = _store_by(exchange, seat, environ, name, timeout)
     interface = None if own is None else interface_of(own)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     store.set_timeout(timeout)
-    return PrefixStore(name, store)
+    return PrefixStore(name, store), secret
 
 
 def _choose_exchange(seat: Seat, environ: Mapping[str, str], timeout_s: float) -> Exchange | None:
@@ -117,33 +121,23 @@ def _running_mpi() -> Any:
 
 def _store_by(
     exchange: Exchange, seat: Seat, environ: Mapping[str, str], name: str, timeout: timedelta
-) -> tuple[Store, str | None]:
-    """The store, and this host's own address on the way to it."""
+) -> tuple[Store, str | None, bytes]:
+    """The store, this host's own address on the way to it, and a secret of rank 0's."""
     key = f"hvdlite.{name}"
     if seat.rank != 0:
-        address, _, port = exchange(key, None).rpartition("/")
-        store = TCPStore(address, int(port), seat.size, is_master=False, timeout=timeout, wait_for_workers=False)
-        return store, LOOPBACK if seat.one_host else own_address([address])
+        address, told_port, secret = exchange(key, None).split("/")
+        store = TCPStore(address, int(told_port), seat.size, is_master=False, timeout=timeout, wait_for_workers=False)
+        return store, LOOPBACK if seat.one_host else own_address([address]), secret.encode()
     own = LOOPBACK if seat.one_host else own_address(_outward(seat, environ))
     if own is None:
         raise LaunchEnvironmentError(
             f"no address is found by which other hosts could reach {seat.host}, where rank 0 is: set MASTER_ADDR and "
             "MASTER_PORT for every rank"
         )
-    family = socket.AF_INET6 if ":" in own else socket.AF_INET
-    listener = socket.create_server((own, 0), family=family, backlog=max(128, seat.size))
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        own,
-        port,
-        seat.size,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    exchange(key, f"{own}/{port}")  # no space nor equals sign, which PMI could not carry
-    return store, own
+    store = _serve_store(own, 0, seat.size, timeout)
+    secret = new_secret()
+    exchange(key, f"{own}/{store.port}/{secret}")  # no space nor equals sign, which PMI could not carry
+    return store, own, secret.encode()
 
 
 def _outward(seat: Seat, environ: Mapping[str, str]) -> list[str]:
@@ -166,8 +160,8 @@ def _store_of_step(seat: Seat, environ: Mapping[str, str], timeout: timedelta) -
             "MASTER_ADDR and MASTER_PORT for every rank, or use srun --mpi=pmix"
         )
     try:
-        store = _store_at(hosts[0], port_of_step(environ), seat.size, seat.rank == 0, timeout)
-    except RuntimeError as error:
+        store = _store_at(tuple(hosts), port_of_step(environ), seat.size, seat.rank == 0, timeout)
+    except (RuntimeError, OSError) as error:
         if seat.rank != 0:
             raise  # rank 0 has not come
         raise LaunchEnvironmentError(
@@ -180,9 +174,37 @@ def _store_of_step(seat: Seat, environ: Mapping[str, str], timeout: timedelta) -
 
 
 @functools.cache
-def _store_at(host: str, port: int, size: int, is_master: bool, timeout: timedelta) -> Store:
+def _store_at(hosts: tuple[str, ...], port: int, size: int, is_master: bool, timeout: timedelta) -> Store:
     """Kept to the end of the process: at a later init() a rank would otherwise find a server that is just closing."""
-    return TCPStore(host, port, size, is_master=is_master, timeout=timeout, wait_for_workers=False)
+    if not is_master:
+        return TCPStore(hosts[0], port, size, is_master=False, timeout=timeout, wait_for_workers=False)
+    own = own_address([hosts[-1]])
+    # On the interface in use alone, if that is what the others look the name up to: here it may mean something else.
+    if own is None or not _is_name_of(hosts[0], own):
+        return TCPStore(hosts[0], port, size, is_master=True, timeout=timeout, wait_for_workers=False)
+    return _serve_store(own, port, size, timeout)
+
+
+def _is_name_of(host: str, address: str) -> bool:
+    try:
+        return any(found[4][0] == address for found in socket.getaddrinfo(host, None))
+    except OSError:
+        return False
+
+
+def _serve_store(own: str, port: int, size: int, timeout: timedelta) -> TCPStore:
+    """Rank 0's store on one address of this host's; port 0 is one that the system chooses."""
+    family = socket.AF_INET6 if ":" in own else socket.AF_INET
+    listener = socket.create_server((own, port), family=family, backlog=max(128, size))
+    return TCPStore(
+        own,
+        listener.getsockname()[1],
+        size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def port_of_step(environ: Mapping[str, str]) -> int:

@@ -31,6 +31,8 @@ from .turn import SLOTS_BYTES, Station
 
 _OWN_BYTES = BOARD_BYTES + SLOTS_BYTES
 _PARTING = timedelta(seconds=5)
+_MOST_TOLD_BYTES = 65536
+_TOLD: dict[str, type[Any]] = {"error": str, "host": str, "pid": int, "fd": int, "file": int, "token": int}
 
 
 def open_segment() -> Segment:
@@ -112,7 +114,18 @@ def _exchange(
     store.set(f"{what}{rank}", json.dumps(value))
     keys = [f"{what}{place}" for place in range(size)]
     store.wait(keys, timeout)
-    return [json.loads(store.get(key)) for key in keys]
+    return [_read(store.get(key), place) for place, key in enumerate(keys)]
+
+
+def _read(value: bytes, place: int) -> dict[str, Any]:
+    """What a rank has told, in a store that others may be able to write to."""
+    try:
+        told = json.loads(value) if len(value) <= _MOST_TOLD_BYTES else None
+    except (ValueError, RecursionError):
+        told = None
+    if isinstance(told, dict) and all(isinstance(told.get(name, kind()), kind) for name, kind in _TOLD.items()):
+        return told
+    raise NoMemoryError(f"what rank {place} tells of its shared memory is not what hvdlite writes")
 
 
 def _part(store: Store, what: str, rank: int, size: int) -> None:

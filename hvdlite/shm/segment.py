@@ -127,6 +127,10 @@ class Segment:
                     fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDWR | os.O_CLOEXEC)
                 except OSError as error:
                     raise NoMemoryError(f"the memory of process {address.pid} cannot be opened: {error}") from error
+                if os.fstat(fd).st_uid != os.geteuid():
+                    # Whoever has told this address may be none of the job's ranks.
+                    os.close(fd)
+                    raise NoMemoryError(f"process {address.pid} belongs to another user")
                 self._fds[address] = fd
             return _map(fd, offset, nbytes, unmaps=True)
 

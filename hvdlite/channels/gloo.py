@@ -1,0 +1,219 @@
+"""
+Process groups of gloo that carry nothing before each of their connections has proven to lead to a rank of this job.
+
+    all are here (store) ── gloo listens and connects ── signatures between every two ranks ── nobody else gets in
+
+Gloo's listener takes whoever connects first and names a number that is easily guessed, and it listens for as long as
+the group is there. So the ranks connect only once all of them are there, which leaves a stranger a few milliseconds;
+each sends each other a signature with the job's key, which a stranger cannot make; and once they are connected the
+system drops whatever else comes for the listener.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
+
+from ..errors import CommunicationError
+from ..log import log
+from ..signing import TAG_BYTES, Signer
+
+# Ranks that have all connected are at most so far apart, also where many share few cores.
+_PROOF_S, _PROOF_S_PER_RANK = 15.0, 0.25
+
+_SO_ATTACH_FILTER = 26  # linux: asm-generic/socket.h
+_EPOLL_EVENTS_OF_GLOO = 0x19  # EPOLLIN | EPOLLERR | EPOLLHUP: what its loops watch a socket for
+
+# One of torch.distributed's, or its gloo backend by itself.
+ProcessGroup = TypeVar("ProcessGroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Ranks that open process groups together.
+
+    ``names`` are what messages call them, such as ``rank 3 (node2)``; ``store`` and the key of ``signer`` are theirs
+    alone. They wait for each other for ``timeout`` at most.
+    """
+
+    store: Store
+    signer: Signer
+    rank: int
+    names: tuple[str, ...]
+    timeout: timedelta
+
+    @property
+    def size(self) -> int:
+        return len(self.names)
+
+    def among(self, places: Sequence[int], place: int, token: str) -> Ranks:
+        """Some of them, this one at ``place`` among them; ``token`` is equal on these ranks, and never used before."""
+        return replace(
+            self,
+            store=PrefixStore(f"hvdlite.{token}", self.store),
+            signer=self.signer.derive("among", token),
+            rank=place,
+            names=tuple(self.names[each] for each in places),
+        )
+
+
+def wait_for_all(ranks: Ranks, label: str) -> None:
+    """Wait until all ranks have called this with this label; a CommunicationError names those that do not come."""
+    keys = [f"{label}/here/{place}" for place in range(ranks.size)]
+    try:
+        ranks.store.set(keys[ranks.rank], "1")
+        ranks.store.wait(keys, ranks.timeout)
+    except RuntimeError as error:
+        late = []
+        with contextlib.suppress(RuntimeError):
+            late = [name for name, key in zip(ranks.names, keys, strict=True) if not ranks.store.check([key])]
+        raise CommunicationError(
+            f"{ranks.names[ranks.rank]} waited {ranks.timeout.total_seconds():g} s to connect to the other ranks, and "
+            f"not all have come: {', '.join(late[:8]) or error}"
+        ) from error
+
+
+def open_proven(
+    make: Callable[[], ProcessGroup], discard: Callable[[ProcessGroup], object], ranks: Ranks, label: str
+) -> ProcessGroup:
+    """The process group that ``make`` gives, once all its connections between CPUs have proven to lead to these ranks.
+
+    Every rank must call it, soon after `wait_for_all`, with a label that it has not used for these ranks before. A
+    CommunicationError names the ranks whose places others have taken; ``discard`` has been given the group then.
+    """
+    with _doors.open_meanwhile():
+        group = make()
+    try:
+        _prove(group, ranks, label)
+    except BaseException:
+        discard(group)
+        raise
+    return group
+
+
+def _prove(group: Any, ranks: Ranks, label: str) -> None:
+    own, others = ranks.rank, range(ranks.size)
+    signatures = b"".join(ranks.signer.sign("gloo", label, own, other) for other in others)
+    received = torch.zeros(ranks.size * TAG_BYTES, dtype=torch.uint8)
+    counts = [TAG_BYTES] * ranks.size
+    patience_s = _PROOF_S + _PROOF_S_PER_RANK * ranks.size
+    options = AllToAllOptions()
+    options.timeout = timedelta(seconds=patience_s)
+    failure = None
+    try:
+        sent = torch.frombuffer(bytearray(signatures), dtype=torch.uint8)
+        group.alltoall_base(received, sent, counts, counts, options).wait()
+    except RuntimeError as error:
+        failure = error
+    data = bytes(received.tolist())
+    came = [data[other * TAG_BYTES : (other + 1) * TAG_BYTES] for other in others]
+    strange = [other for other in others if not ranks.signer.is_signed(came[other], "gloo", label, other, own)]
+    if strange or failure is not None:
+        raise CommunicationError(_words(ranks, strange, [came[other] for other in strange], patience_s, failure))
+
+
+def _words(
+    ranks: Ranks, strange: Sequence[int], came: Sequence[bytes], patience_s: float, failure: RuntimeError | None
+) -> str:
+    who = ", ".join(ranks.names[place] for place in strange[:8]) or "another rank"
+    if any(any(each) for each in came):
+        seen = "what came in its name is not signed with this job's key"
+    else:
+        seen = f"within {patience_s:g} s nothing came that is signed with this job's key"
+    line = "" if failure is None else f" ({str(failure).strip().partition(chr(10))[0]})"
+    return (
+        f"{ranks.names[ranks.rank]} has a connection in the place of {who} that does not lead there: {seen}. Another "
+        "program has connected first, which anybody can who reaches this host's ports, or that rank has ended: look "
+        f"for its own error, start the job again, and see who else is on this network{line}"
+    )
+
+
+class _Doors:
+    """Closes gloo's listeners once nobody in this process is connecting any more.
+
+    Which of them belongs to whom cannot be told, and one that is closed too early would leave its ranks waiting.
+    Meanwhile this process may have as many open files as the system allows it: gloo aborts it where strangers have
+    connected so often that there are no more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._connecting = 0
+        self._before: set[int] = set()
+        self._files = (0, 0)
+
+    @contextlib.contextmanager
+    def open_meanwhile(self) -> Iterator[None]:
+        with self._lock:
+            if self._connecting == 0:
+                self._before = _event_loops()
+                self._files = resource.getrlimit(resource.RLIMIT_NOFILE)
+                _allow_files(self._files[1], self._files[1])
+            self._connecting += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._connecting -= 1
+                if self._connecting == 0:
+                    for loop in _event_loops() - self._before:
+                        _close_door(loop)
+                    _allow_files(*self._files)
+
+
+_doors = _Doors()
+
+
+def _event_loops() -> set[int]:
+    """The file descriptors of this process's epoll instances: gloo has one for each of its devices."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{name}") == "anon_inode:[eventpoll]":
+                found.add(int(name))
+    return found
+
+
+def _close_door(loop: int) -> None:
+    """Have the system drop what comes for the sockets that listen in this loop of gloo's; connections stay.
+
+    Closing them is gloo's, which aborts the process where it finds one closed.
+    """
+    watched = []
+    with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{loop}", encoding="ascii") as info:
+        watched = [line.split() for line in info if line.startswith("tfd:")]
+    for _, fd, _, events, *_ in watched:
+        if int(events, 16) == _EPOLL_EVENTS_OF_GLOO:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as watched_socket:
+                if watched_socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    _drop_all(watched_socket)
+
+
+def _drop_all(listener: socket.socket) -> None:
+    # A classic BPF program of one instruction: "ret #0", of a packet keep no byte.
+    program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
+    except OSError as error:
+        log.warning(
+            "gloo's port %s goes on taking connections, which carry nothing: this system does not filter packets (%s)",
+            listener.getsockname()[:2],
+            error,
+        )
+
+
+def _allow_files(soft: int, hard: int) -> None:
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

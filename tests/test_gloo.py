@@ -1,0 +1,162 @@
+"""Process groups of gloo prove each of their connections, and let nobody in afterwards."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import attempt_threads
+
+from hvdlite.channels.gloo import Ranks, open_proven, wait_for_all
+from hvdlite.errors import CommunicationError
+from hvdlite.signing import Signer
+
+PATIENCE = timedelta(seconds=20)
+
+
+def ranks_of(store: dist.Store, rank: int, size: int, key: bytes = b"key") -> Ranks:
+    names = tuple(f"rank {each} (node{each})" for each in range(size))
+    return Ranks(store, Signer(key), rank, names, PATIENCE)
+
+
+def open_group(store: dist.Store, ranks: Ranks, label: str = "x", discard=lambda group: None):
+    def make():
+        return dist.ProcessGroupGloo(dist.PrefixStore(label, store), ranks.rank, ranks.size, PATIENCE)
+
+    return open_proven(make, discard, ranks, label)
+
+
+def listening_ports() -> dict[int, str]:
+    """The TCP ports on which this process listens, with the addresses."""
+    own = {os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+    found = {}
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, state, *_, inode = [*line.split()[:4], line.split()[9]]
+        if state == "0A" and f"socket:[{inode}]" in own:
+            address, _, port = local.partition(":")
+            found[int(port, 16)] = socket.inet_ntoa(bytes.fromhex(address)[::-1])
+    return found
+
+
+def lets_in(port: int) -> bool:
+    with socket.socket() as stranger:
+        stranger.settimeout(0.5)
+        return stranger.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def on_loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_a_group_whose_ranks_have_the_key_works(size, on_loopback):
+    store = dist.HashStore()
+
+    def total(rank: int) -> float:
+        ranks = ranks_of(store, rank, size)
+        wait_for_all(ranks, "x")
+        ones = torch.ones(3)
+        open_group(store, ranks).allreduce([ones]).wait()
+        return float(ones.sum())
+
+    assert attempt_threads(size, total) == [3.0 * size] * size
+
+
+def test_nobody_gets_in_once_the_group_is_connected(on_loopback):
+    before = listening_ports()
+    store = dist.HashStore()
+    groups = attempt_threads(2, lambda rank: open_group(store, ranks_of(store, rank, 2)))
+    new = listening_ports().keys() - before.keys()
+    assert len(new) == 2, "gloo listens, or this test looks in the wrong place"
+    assert not any(map(lets_in, new))
+    attempt_threads(2, lambda rank: groups[rank].allreduce([torch.ones(1)]).wait())
+
+
+def test_a_listener_stays_open_while_another_group_of_the_process_connects(on_loopback):
+    before = listening_ports()
+    stores = {"early": dist.HashStore(), "late": dist.HashStore()}
+    late_listens = threading.Event()
+
+    def run(place: int):
+        if place == 3:
+            # The other group is done, and its doors would be closed, before this rank of the late one comes.
+            late_listens.wait(20)
+        label, rank = ("early", place) if place < 2 else ("late", place - 2)
+        group = open_group(stores[label], ranks_of(stores[label], rank, 2), label)
+        if label == "early":
+            late_listens.set()
+        group.allreduce([torch.ones(1)]).wait()
+        return group
+
+    groups = attempt_threads(4, run)
+    assert [group for group in groups if isinstance(group, BaseException)] == []
+    assert not any(map(lets_in, listening_ports().keys() - before.keys()))
+
+
+@pytest.mark.parametrize("stranger", [0, 1, 2])
+def test_a_rank_without_the_key_is_named_on_all_others(stranger, on_loopback):
+    store = dist.HashStore()
+    discarded = []
+
+    def attempt(rank: int):
+        key = b"guessed" if rank == stranger else b"key"
+        return open_group(store, ranks_of(store, rank, 3, key), discard=lambda group: discarded.append(rank))
+
+    for rank, outcome in enumerate(attempt_threads(3, attempt)):
+        assert isinstance(outcome, CommunicationError)
+        if rank != stranger:
+            assert f"rank {rank} (node{rank}) has a connection in the place of rank {stranger} " in str(outcome)
+            assert "not signed with this job's key" in str(outcome)
+    assert sorted(discarded) == [0, 1, 2]
+
+
+def test_a_proof_of_another_group_does_not_count(on_loopback):
+    store = dist.HashStore()
+
+    def attempt(rank: int):
+        def make():
+            return dist.ProcessGroupGloo(store, rank, 2, PATIENCE)
+
+        return open_proven(make, lambda group: None, ranks_of(store, rank, 2), "this" if rank else "that")
+
+    assert all(isinstance(outcome, CommunicationError) for outcome in attempt_threads(2, attempt))
+
+
+def test_one_who_connects_and_says_nothing_is_an_error_before_long(on_loopback, monkeypatch):
+    monkeypatch.setattr("hvdlite.channels.gloo._PROOF_S", 0.2)
+    store = dist.HashStore()
+
+    def attempt(rank: int):
+        if rank == 1:
+            return dist.ProcessGroupGloo(dist.PrefixStore("x", store), 1, 2, PATIENCE)
+        return open_group(store, ranks_of(store, 0, 2))
+
+    outcome, _silent = attempt_threads(2, attempt)
+    assert isinstance(outcome, CommunicationError)
+    assert "in the place of rank 1 (node1)" in str(outcome)
+    assert "nothing came" in str(outcome)
+
+
+def test_files_are_limited_as_before_once_all_are_connected(on_loopback):
+    import resource  # noqa: PLC0415
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    store = dist.HashStore()
+    attempt_threads(2, lambda rank: open_group(store, ranks_of(store, rank, 2)))
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+
+
+def test_ranks_that_do_not_come_to_connect_are_named():
+    names = ("rank 0 (a)", "rank 1 (b)", "rank 2 (c)")
+    store = dist.HashStore()
+    store.set("x/here/1", "1")
+    ranks = Ranks(store, Signer(b"key"), 0, names, timedelta(seconds=0.05))
+    with pytest.raises(CommunicationError, match=r"not all have come: rank 2 \(c\)"):
+        wait_for_all(ranks, "x")
