@@ -19,20 +19,22 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from ..channels.collective import Group
+from ..channels.roster import SitsOut, unpin
 from ..errors import CommunicationError, HvdliteError, MismatchError, PeerLostError
 from ..log import log
 from .callers import Callers
-from .conductor import Body, StandIn
+from .conductor import Body, SitOut, StandIn
 from .coordinator import Coordinator
 from .executor import Agreed, Executor
 from .frames import FrameError
 from .handle import Handle
+from .labels import Labels
 from .mailbox import Mailbox
 from .request import Request, Turn
 from .stall import JOIN, Blocked, StallRules
@@ -75,6 +77,19 @@ class _Asked:
     since_ns: int = field(default_factory=time.monotonic_ns)
 
 
+_Pinned = dict[int, dict[int, SitsOut]]  # by process set and number
+
+
+@dataclass(frozen=True, slots=True)
+class _Joining:
+    """A join that is under way, with what lives here."""
+
+    handle: Handle
+    stand_in: StandIn
+    sit_out: SitOut
+    pinned: _Pinned
+
+
 class Negotiator:
     """Has what all ranks have asked for carried out, on a thread of its own."""
 
@@ -90,8 +105,12 @@ class Negotiator:
         self._asked: dict[int, _Asked] = {}  # by ticket, the handle's number
         self._names: set[_Name] = set()
         self._channels: dict[int, Group] = {}
-        self._joining: tuple[Handle, StandIn] | None = None
+        self._groups: dict[int, Group] = {}
+        self._joining: _Joining | None = None
+        # What lives here and was asked for, for a join of other ranks.
+        self._pinned: _Pinned = {}
         self._pid = os.getpid()
+        self._labels = Labels()
         self._callers = Callers(lambda ticket: self._say(["wait", ticket]))
         self._vigil = Vigil(welcome.rules)
         self._pid_of_rank_0 = welcome.pid
@@ -115,6 +134,7 @@ class Negotiator:
         self._thread.start()
 
     def open_channel(self, group: Group) -> None:
+        self._groups[group.set_id] = group
         self._channels[group.set_id] = group.duplicate()
 
         def exchange(what: str, digest: str) -> list[str]:
@@ -125,6 +145,7 @@ class Negotiator:
 
     def close_channel(self, group: Group) -> None:
         group.exchange = None
+        del self._groups[group.set_id]
         self._channels.pop(group.set_id).close()
 
     # -- from any thread
@@ -136,6 +157,9 @@ class Negotiator:
             Agreed(handle, body, Turn(group, what, [request.own], 1)).carry_out()
             return handle
         name = None if request.name is None else (group.set_id, request.kind, request.name)
+        caller = None
+        if request.name is None or not request.has_users_name:
+            caller = self._labels.of_call((group.set_id, request.kind, request.name)).pack()
         with self._lock:
             if name in self._names:
                 # Horovod's words.
@@ -152,18 +176,21 @@ class Negotiator:
         members = None if group.set_id == 0 else group.ranks
         same, own = request.same, request.own
         try:
-            self._say(["ask", int(handle), group.set_id, request.kind, request.name, what, members, same, own])
+            self._say(["ask", int(handle), group.set_id, request.kind, request.name, what, members, same, own, caller])
         except ValueError as error:
             self._pop(int(handle)).handle.fail(CommunicationError(f"{what} cannot be asked for: {error}"))
         return handle
 
-    def join(self, *, average_of_active: bool, stand_in: StandIn) -> Handle:
+    def join(self, *, average_of_active: bool, stand_in: StandIn, sit_out: SitOut) -> Handle:
         handle = Handle("join")
+        groups = [group for group in list(self._groups.values()) if group.size > 1]
         with self._lock:
             if self._joining is not None:
                 raise RuntimeError("hvd.join() has been called already, and all ranks have not joined yet")
-            self._joining = (handle, stand_in)
-        self._say(["join", average_of_active])
+            pinned = {group.set_id: group.roster.pin() for group in groups}
+            self._joining = _Joining(handle, stand_in, sit_out, pinned)
+        living = [[each.set_id, None if each.set_id == 0 else each.ranks, list(pinned[each.set_id])] for each in groups]
+        self._say(["join", average_of_active, living])
         return handle
 
     def close(self) -> None:
@@ -281,6 +308,12 @@ class Negotiator:
                 self._stand_in(Turn(self._channels[set_id], what, owns, divisor), kind, same)
             case ["no", ticket, error, words]:
                 self._pop(ticket).handle.fail(_ERRORS[error](words))
+            case ["pin", join, set_id]:
+                self._pin(join, set_id)
+            case ["unpin"]:
+                self._unpin(None)
+            case ["sit_out", set_id, numbers]:
+                self._sit_out(set_id, numbers)
             case ["joined", last_rank]:
                 # After those operations in which this rank stands in.
                 self._executor.put_word(partial(self._end_join().succeed, last_rank))
@@ -295,7 +328,7 @@ class Negotiator:
 
     def _stand_in(self, turn: Turn, kind: str, same: Mapping[str, Any]) -> None:
         assert self._joining is not None, "only who has joined is told of what it has not asked for"
-        stand_in = self._joining[1]
+        stand_in = self._joining.stand_in
 
         def body(turn: Turn) -> Any:
             # Made only here: if that is an error, it is the operation's.
@@ -313,15 +346,41 @@ class Negotiator:
     def _end_join(self) -> Handle:
         with self._lock:
             assert self._joining is not None, "rank 0 answers what was asked"
-            (handle, _), self._joining = self._joining, None
-        return handle
+            joining, self._joining = self._joining, None
+        self._unpin(joining)
+        return joining.handle
+
+    def _pin(self, join: int, set_id: int) -> None:
+        """Answer what lives here, in whatever the program is just now, and keep that."""
+        group = self._groups.get(set_id)
+        pinned = {} if group is None else group.roster.pin()
+        self._pinned[set_id] = pinned
+        self._mailbox.send(["pinned", join, set_id, list(pinned)])
+
+    def _sit_out(self, set_id: int, numbers: Sequence[int]) -> None:
+        joining = self._joining
+        assert joining is not None, "only who has joined is told what to sit out"
+        # Rank 0 may know of what lived here when it asked, or of what did when this rank joined.
+        members = {**self._pinned.get(set_id, {}), **joining.pinned.get(set_id, {})}
+        for number in numbers:
+            joining.sit_out(members[number], joining.handle)
+
+    def _unpin(self, joining: _Joining | None) -> None:
+        """By the executor, since channels may be closed by that, and before whoever waits for the join goes on."""
+        self._executor.put_word(partial(_unpin_all, self._take_pinned(joining)))
+
+    def _take_pinned(self, joining: _Joining | None) -> list[dict[int, SitsOut]]:
+        with self._lock:
+            asked, self._pinned = self._pinned, {}
+        return [*asked.values(), *(joining.pinned.values() if joining is not None else ())]
 
     def _fail_all(self) -> None:
         with self._lock:
             asked, self._asked = list(self._asked.values()), {}
             self._names.clear()
             joining, self._joining = self._joining, None
-        for handle in [*(each.handle for each in asked), *([joining[0]] if joining else [])]:
+        _unpin_all(self._take_pinned(joining))
+        for handle in [*(each.handle for each in asked), *([joining.handle] if joining else [])]:
             handle.fail(self._error_of_end(handle.what))
 
     def _error_of_end(self, what: str) -> CommunicationError:
@@ -379,3 +438,8 @@ class Negotiator:
         print(f"hvdlite: {own} is ended: {words}", file=sys.stderr, flush=True)
         logging.shutdown()
         os._exit(1)
+
+
+def _unpin_all(everything: Iterable[Mapping[int, SitsOut]]) -> None:
+    for pinned in everything:
+        unpin(pinned)

@@ -79,6 +79,9 @@ class Reducer(ParamListener):
 
     def _on_gradient(self, param: Tensor) -> None:
         # Once for each parameter in each pass: what is the same for all of them is elsewhere.
+        if self._is_closed:
+            # Its hooks go soon, and nobody will step with what they would begin.
+            return
         slot = self._layout.slots[id(param)]
         if not self._collecting:
             self._begin_step()
@@ -112,6 +115,9 @@ class Reducer(ParamListener):
         gradients then is good for nothing: see `require_sound`.
         """
         self._require_not_closed()
+        self._synchronize(update)
+
+    def _synchronize(self, update: Callable[[list[Tensor]], None] | None) -> None:
         if self._synchronized:
             return
         if not self._collecting:
@@ -157,7 +163,8 @@ class Reducer(ParamListener):
         Gradients that are complete already go with that step. For `join`; afterwards no parameter has a gradient.
         """
         if self.has_arrivals:
-            self.synchronize()
+            # Also where it has been closed since: other ranks are in that step.
+            self._synchronize(None)
             self.stepped()
             return True
         self._begin_step()

@@ -7,6 +7,7 @@ The ranks of an engine as one of them sees them: how far everybody is, waiting f
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -166,6 +167,7 @@ class Crew:
 
 
 def _close_all(fds: dict[int, int]) -> None:
-    for fd in fds.values():
-        os.close(fd)
-    fds.clear()
+    # One by one: of two threads that close, each closes what the other has not, and no file that was opened since.
+    while fds:
+        with contextlib.suppress(KeyError):
+            os.close(fds.popitem()[1])
