@@ -169,7 +169,13 @@ param.sum().backward(); optimizer.step()
 @pytest.mark.parametrize("frozen", [0, 1])
 @pytest.mark.parametrize("where", FREEZES)
 def test_a_rank_that_is_frozen_is_named_and_the_job_ended_whatever_the_others_wait_in(launch, where, frozen):
-    program = f"frozen = {frozen}\ndef freeze(): os.kill(os.getpid(), signal.SIGSTOP)\n" + FREEZES[where]
+    # A process does not stop in the very instant in which it asks for that.
+    program = (
+        f"frozen = {frozen}\n"
+        "def freeze():\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "    while True: time.sleep(1)\n" + FREEZES[where]
+    )
     limits = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "3", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "6"}
     code, _, err = run(launch, program, size=3, timeout_s=100, **limits, HVDLITE_LOG_LEVEL="warning")
     assert code != 0
