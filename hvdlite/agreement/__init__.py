@@ -6,5 +6,5 @@ How ranks come to do the same at the same time: they ask, rank 0 gives all of th
 Modules import only what stands before them:
 
     handle < request < conductor < in_order < mailbox < mismatch < pending < stall < callers < negotiation
-        < coordinator < negotiator < connect
+        < endings < coordinator < negotiator < connect
 """

@@ -31,13 +31,26 @@ from .stall import StallRules
 
 def make_conductor(group: Group, nodes: Sequence[str], environment: Environment, timeout_s: float) -> Conductor:
     """This rank's conductor; every rank must call it. ``nodes`` tells the ranks' hosts apart."""
-    if group.size == 1 or not environment.check:
-        return InOrder(group.size)
+    if group.size == 1:
+        return InOrder(1)
+    negotiator = _connect(group, nodes, environment, timeout_s)
+    if not environment.check:
+        # Nothing is negotiated, but who has ended is told.
+        negotiator.start()
+        return InOrder(group.size, negotiator)
+    negotiator.open_channel(group)
+    negotiator.start()
+    return negotiator
+
+
+def _connect(group: Group, nodes: Sequence[str], environment: Environment, timeout_s: float) -> Negotiator:
     if group.rank == 0:
+        if not environment.check:
+            return _lead(group, nodes, StallRules(None, None, timeout_s))
         warn_after_s = environment.stall_warning_s if environment.stall_check else None
         return _lead(group, nodes, StallRules(warn_after_s, environment.stall_shutdown_s, timeout_s))
     (address, secret), *_ = group.all_gather_json(None, "hvd.init()")
-    return _start(Mailbox(_reach(address, secret, group, timeout_s)), group, None)
+    return Negotiator(Mailbox(_reach(address, secret, group, timeout_s)), group, None)
 
 
 def _lead(group: Group, nodes: Sequence[str], stall: StallRules) -> Negotiator:
@@ -49,14 +62,7 @@ def _lead(group: Group, nodes: Sequence[str], stall: StallRules) -> Negotiator:
     coordinator = Coordinator(Negotiation(group.hosts, stall), group.size, listener, secret)
     coordinator.add(0, Mailbox(other_end))
     coordinator.start()
-    return _start(Mailbox(own_end), group, coordinator)
-
-
-def _start(mailbox: Mailbox, group: Group, coordinator: Coordinator | None) -> Negotiator:
-    negotiator = Negotiator(mailbox, group, coordinator)
-    negotiator.open_channel(group)
-    negotiator.start()
-    return negotiator
+    return Negotiator(Mailbox(own_end), group, coordinator)
 
 
 def _listen(group: Group, nodes: Sequence[str]) -> socket.socket:

@@ -1,13 +1,14 @@
 """
 Rank 0's end of the connections to all ranks: what they ask goes into the negotiation, and its answers back.
 
-    rank ──  ask | wait | join | busy | bye  ──► Coordinator ──►  go | no | joined | left | end  ── rank
+    rank ──  ask | wait | join | busy | lost | bye  ──► Coordinator ──►  go | no | joined | left | end  ── rank
 
     ["ask", ticket, set_id, kind, name, what, members, same, own]
                                         an operation, and the rank's own number for it; members is null for all ranks
     ["wait", ticket]                    blocked until it is done
     ["join", average_of_active]
     ["busy", what | null, waited_s]     waiting for other ranks elsewhere, such as for a bucket
+    ["lost"]                            has met an error that another rank's end is the cause of
     ["bye"]                             takes part in nothing any more, by itself
 
     ["go", ticket, owns, divisor]       carry it out now, after all that were told before
@@ -18,9 +19,11 @@ Rank 0's end of the connections to all ranks: what they ask goes into the negoti
     ["not_joined", error, words]        they cannot
     ["left", rank, by_itself]           this rank was the first to take part in nothing any more
     ["end", words]                      end this process: it waits for what will not come
+    ["lost", 0]                         rank 0 has lost another rank: if it ends, it was not the first
     ["over", words]                     rank 0 has ended by itself; the words name who did so first
 
-A connection that closes without a bye is a rank that has gone. The rules are in `negotiation`.
+A connection that closes without a bye is a rank that has gone. The rules are in `negotiation`, and `endings` has those
+of which end is told when.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ import time
 from typing import Any
 
 from ..log import log
+from .endings import End, Endings
 from .mailbox import Mailbox
 from .negotiation import Negotiation
 from .pending import Ask
@@ -50,6 +54,7 @@ class Coordinator:
     def __init__(self, negotiation: Negotiation, size: int, listener: socket.socket | None, secret: str) -> None:
         """``listener`` is where the other ranks connect and give ``secret``, in any order."""
         self._negotiation = negotiation
+        self._endings = Endings()
         self._all = tuple(range(size))
         self._secret = secret
         self._ticked_at_s = 0.0
@@ -97,13 +102,16 @@ class Coordinator:
     def _say_over(self) -> None:
         """Let the others know why there is nobody any more; what they have been sent must still reach them."""
         now_s = time.monotonic()
-        self._negotiation.end(0, by_itself=True, now_s=now_s)
+        words = "another rank has gone"
+        self._end(0, True, now_s)
+        if self._negotiation.has_end:
+            words = self._negotiation.first_end
         self._answer(now_s)
         if self._listener is not None:
             self._selector.unregister(self._listener)
         for mailbox in self._rank_of:
             with contextlib.suppress(OSError):
-                mailbox.send(["over", self._negotiation.first_end])
+                mailbox.send(["over", words])
                 mailbox.end_sending()
         # A socket that is closed with words unread takes back those that the other end has not read yet.
         while self._rank_of and (ready := self._selector.select(_LINGER_S)):
@@ -115,7 +123,8 @@ class Coordinator:
 
     def _serve(self) -> bool:
         """One turn of the loop; False after the last."""
-        ready = self._selector.select(None if self._negotiation.is_idle else _TICK_S)
+        is_idle = self._negotiation.is_idle and self._endings.is_idle
+        ready = self._selector.select(None if is_idle else _TICK_S)
         now_s = time.monotonic()
         for key, _ in ready:
             if key.fileobj is self._woken:
@@ -128,6 +137,7 @@ class Coordinator:
         # Not with every message: it looks at all that is pending, which may be much.
         if now_s - self._ticked_at_s >= _TICK_S:
             self._ticked_at_s = now_s
+            self._tell(self._endings.due(now_s), now_s)
             self._negotiation.tick(now_s)
         self._answer(now_s)
         return True
@@ -161,8 +171,21 @@ class Coordinator:
             for message in mailbox.receive():
                 self._take(rank, message, now_s)
         except (OSError, EOFError):
-            self._negotiation.end(rank, by_itself=False, now_s=now_s)
             self._drop(rank)
+            self._end(rank, False, now_s)
+
+    def _end(self, rank: int, by_itself: bool, now_s: float) -> None:
+        self._tell(self._endings.ended(rank, by_itself, now_s), now_s)
+
+    def _tell(self, ends: list[End], now_s: float) -> None:
+        for rank, by_itself in ends:
+            self._negotiation.end(rank, by_itself=by_itself, now_s=now_s)
+
+    def _lose(self, rank: int) -> None:
+        self._endings.lost(rank)
+        if rank == 0:
+            # When rank 0 ends there is nobody any more to tell whose end that follows from.
+            self._negotiation.outbox += [(other, ["lost", 0]) for other in self._all if other != 0]
 
     def _take(self, rank: int, message: list[Any], now_s: float) -> None:
         negotiation = self._negotiation
@@ -176,8 +199,10 @@ class Coordinator:
                 negotiation.join(rank, average_of_active, now_s)
             case ["busy", what, waited_s]:
                 negotiation.busy(rank, what, now_s - waited_s)
+            case ["lost"]:
+                self._lose(rank)
             case ["bye"]:
-                negotiation.end(rank, by_itself=True, now_s=now_s)
+                self._end(rank, True, now_s)
             case _:
                 raise AssertionError(f"rank {rank} says {message!r}")
 
@@ -194,8 +219,8 @@ class Coordinator:
             try:
                 mailbox.send(message)
             except OSError:
-                negotiation.end(rank, by_itself=False, now_s=now_s)
                 self._drop(rank)
+                self._end(rank, False, now_s)
 
     def _drop(self, rank: int) -> None:
         mailbox = self._mailbox_of.pop(rank, None)

@@ -8,6 +8,8 @@ Asynchronous ones are done when they return. Pairing by name, and `join`, need t
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from ..channels.collective import Group
 from ..channels.recorder import OPERATIONS
 from .conductor import Body, StandIn
@@ -15,11 +17,19 @@ from .handle import Handle
 from .request import Request, Turn
 
 
+class Listener(Protocol):
+    """What is to be closed with a conductor."""
+
+    def close(self) -> None: ...
+
+
 class InOrder:
     """A conductor that trusts the program."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, listener: Listener | None = None) -> None:
+        """``listener`` hears of the other ranks' ends, if there are others."""
         self._size = size
+        self._listener = listener
 
     def open_channel(self, group: Group) -> None:
         return
@@ -52,4 +62,5 @@ class InOrder:
         return handle
 
     def close(self) -> None:
-        return
+        if self._listener is not None:
+            self._listener.close()

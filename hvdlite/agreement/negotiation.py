@@ -53,6 +53,11 @@ class Negotiation:
         return not self._pending and self._stall.is_idle
 
     @property
+    def has_end(self) -> bool:
+        """Whether some rank has ended."""
+        return bool(self._ended)
+
+    @property
     def first_end(self) -> str:
         """Which rank has ended first of those that have, and how."""
         return next(iter(self._ended.values()))
@@ -103,7 +108,9 @@ class Negotiation:
         """``rank`` takes part in nothing any more."""
         if not self._ended:
             # Who waits for it elsewhere, for a bucket, learns from the engine that somebody has gone; from this, who.
-            self.outbox += [(other, ["left", rank, by_itself]) for other in range(len(self._hosts)) if other != rank]
+            # Rank 0 last: it may end of this, and nobody would tell the others.
+            others = [other for other in [*range(1, len(self._hosts)), 0] if other != rank]
+            self.outbox += [(other, ["left", rank, by_itself]) for other in others]
         how = "has ended" if by_itself else "has gone"
         self._ended.setdefault(rank, f"{name_ranks([rank], self._hosts)} {how}")
         self._waiting.pop(rank, None)

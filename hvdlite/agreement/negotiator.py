@@ -16,6 +16,7 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,6 +73,11 @@ class Negotiator:
         # Why nothing can be carried out any more.
         self._over: str | None = None
         self._reported: str | None = None
+        # What was heard while the thread waited for another rank in an operation.
+        self._unread: deque[list[Any]] = deque()
+        # Whether rank 0 has lost another rank: then its own end is not the first.
+        self._rank_0_follows = False
+        self._has_said_lost = False
         self._thread = threading.Thread(target=self._run, name="hvdlite-operations", daemon=True)
 
     def start(self) -> None:
@@ -151,17 +157,20 @@ class Negotiator:
     # -- its own thread
 
     def _run(self) -> None:
-        self._group.watch.listener = threading.get_ident()
-        why = f"{self._group.describe_rank(0)} has gone"
+        watch = self._group.watch
+        watch.listener, watch.say_lost, watch.listen = threading.get_ident(), self._say_lost, self._listen
+        why = None
         last_look_s = 0.0
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    for message in self._mailbox.receive():
-                        if message[0] == "over":
-                            why = message[1]
-                        else:
-                            self._take(message)
+                    self._receive()
+                while self._unread:
+                    message = self._unread.popleft()
+                    if message[0] == "over":
+                        why = message[1]
+                    else:
+                        self._take(message)
                 now_s = time.monotonic()
                 if now_s - last_look_s >= WATCH_S:
                     last_look_s = now_s
@@ -170,10 +179,54 @@ class Negotiator:
         except (OSError, EOFError):
             pass
         finally:
+            self._hear_of_rank_0(left_by_itself=why is not None)
             with self._lock:
-                self._over = self._over or why
+                self._over = self._over or why or self._words_of_first_end()
             self._fail_all()
             self._mailbox.close()
+
+    def _say_lost(self) -> None:
+        if not self._has_said_lost:
+            self._has_said_lost = True
+            with contextlib.suppress(OSError):
+                self._mailbox.send(["lost"])
+
+    def _receive(self) -> None:
+        """Take in what has come. Of ends at once, since this thread may be in an operation that waits for word."""
+        for message in self._mailbox.receive():
+            match message:
+                case ["left", rank, by_itself]:
+                    self._group.watch.hear_of_end(rank, by_itself)
+                case ["lost", 0]:
+                    self._rank_0_follows = True
+                case _:
+                    self._unread.append(message)
+
+    def _listen(self, timeout_s: float) -> None:
+        until_s = time.monotonic() + timeout_s
+        while not self._group.watch.has_heard and time.monotonic() < until_s:
+            try:
+                self._receive()
+            except TimeoutError:
+                continue
+            except (OSError, EOFError):
+                self._hear_of_rank_0(left_by_itself=any(message[0] == "over" for message in self._unread))
+                return
+
+    def _hear_of_rank_0(self, *, left_by_itself: bool) -> None:
+        """The connection to rank 0 is at its end."""
+        if self._group.rank == 0 or self._over is not None:
+            return
+        if self._rank_0_follows:
+            self._group.watch.hear_of_nobody()
+        else:
+            self._group.watch.hear_of_end(0, left_by_itself)
+
+    def _words_of_first_end(self) -> str:
+        first = self._group.watch.known_end
+        if first is None:
+            return "another rank has gone" if self._rank_0_follows else f"{self._group.describe_rank(0)} has gone"
+        return f"{self._group.describe_rank(first[0])} has {'ended' if first[1] else 'gone'}"
 
     def _take(self, message: list[Any]) -> None:
         match message:
@@ -188,8 +241,6 @@ class Negotiator:
                 self._end_join().succeed(last_rank)
             case ["not_joined", error, words]:
                 self._end_join().fail(_ERRORS[error](words))
-            case ["left", rank, by_itself]:
-                self._group.watch.hear_of_end(rank, by_itself)
             case ["end", words]:
                 _end_process(f"hvdlite: {self._group.describe_rank(self._group.rank)} is ended: {words}")
             case _:
@@ -217,7 +268,7 @@ class Negotiator:
             asked, self._asked = list(self._asked.values()), {}
             self._names.clear()
             joining, self._joining = self._joining, None
-        why = self._over or f"{self._group.describe_rank(0)} has gone"
+        why = self._over or self._words_of_first_end()
         error = PeerLostError if why.endswith("has gone") else CommunicationError
         for handle in [*(each.handle for each in asked), *([joining[0]] if joining else [])]:
             # The first words are Horovod's.
