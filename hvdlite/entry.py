@@ -62,27 +62,40 @@ class World:
 
 
 def enter(timeout: timedelta, environment: Environment) -> World:
-    """The world that this process is in. Every rank must call it; it waits for all."""
+    """The world that this process is in. Every rank must call it; it waits for all.
+
+    Where it fails, whatever it has made by then is given back.
+    """
+    with contextlib.ExitStack() as undo:
+        world = _enter(timeout, environment, undo)
+        undo.pop_all()
+    return world
+
+
+def _enter(timeout: timedelta, environment: Environment, undo: contextlib.ExitStack) -> World:
+    """``undo`` is given what is to be done if it fails, as soon as it has to be."""
     if dist.is_available() and dist.is_initialized():
-        return _adopt(timeout, environment)
+        return _adopt(timeout, environment, undo)
     seat = read_seat(os.environ)
     if seat is None:
         refuse_place_of_horovods(os.environ)
-        return _alone(environment)
-    return _connect(seat, timeout, environment)
+        return _alone(environment, undo)
+    return _connect(seat, timeout, environment, undo)
 
 
-def _alone(environment: Environment) -> World:
+def _alone(environment: Environment, undo: contextlib.ExitStack) -> World:
     seat = Seat(rank=0, size=1, node="", host=socket.gethostname(), local_rank=0)
-    return _world_of(seat, AloneChannels(), timedelta(), environment, leave=lambda: None)
+    return _world_of(seat, AloneChannels(), timedelta(), environment, undo, leave=lambda: None)
 
 
-def _connect(seat: Seat, timeout: timedelta, environment: Environment) -> World:
+def _connect(seat: Seat, timeout: timedelta, environment: Environment, undo: contextlib.ExitStack) -> World:
     backend = _GLOO_AND_NCCL if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     client = None if seat.store_url is None else StoreClient.from_url(seat.store_url)
+    if client is not None:
+        undo.callback(client.close)
     _tell_launcher(client, Operation.JOINING, seat, timeout)
     try:
-        world = _meet_all(seat, backend, client, timeout, environment)
+        world = _meet_all(seat, backend, client, timeout, environment, undo)
     except BaseException:
         with contextlib.suppress(CommunicationError):
             _tell_launcher(client, Operation.GAVE_UP, seat, _GIVING_UP)
@@ -92,8 +105,15 @@ def _connect(seat: Seat, timeout: timedelta, environment: Environment) -> World:
 
 
 def _meet_all(
-    seat: Seat, backend: str, client: StoreClient | None, timeout: timedelta, environment: Environment
+    seat: Seat,
+    backend: str,
+    client: StoreClient | None,
+    timeout: timedelta,
+    environment: Environment,
+    undo: contextlib.ExitStack,
 ) -> World:
+    # It was not initialised before, so whatever there is of it by then is ours.
+    undo.callback(_leave, client)
     try:
         store = _meeting_place(seat, client, timeout)
         dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
@@ -105,7 +125,7 @@ def _meet_all(
             f"{timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
         ) from error
     channels = TorchChannels(backend, timeout, dist.group.WORLD)
-    return _world_of(seat, channels, timeout, environment, leave=partial(_leave, client))
+    return _world_of(seat, channels, timeout, environment, undo, leave=partial(_leave, client))
 
 
 def _tell_launcher(client: StoreClient | None, what: Operation, seat: Seat, timeout: timedelta) -> None:
@@ -129,7 +149,7 @@ def _meeting_place(seat: Seat, client: StoreClient | None, timeout: timedelta) -
     return None if client is None else PrefixStore(generation, LauncherStore(client, timeout))
 
 
-def _adopt(timeout: timedelta, environment: Environment) -> World:
+def _adopt(timeout: timedelta, environment: Environment, undo: contextlib.ExitStack) -> World:
     """Groups of our own beside the program's: its collectives cannot get between ours."""
     configured = str(dist.get_backend_config())
     # The program's choice for CUDA tensors stays (gloo lets two ranks share a GPU); CPU tensors need gloo.
@@ -144,16 +164,22 @@ def _adopt(timeout: timedelta, environment: Environment) -> World:
         host=host if told is None else told.host,
         local_rank=None if told is None else told.local_rank,
     )
-    return _world_of(seat, TorchChannels(backend, timeout), timeout, environment, leave=lambda: None)
+    return _world_of(seat, TorchChannels(backend, timeout), timeout, environment, undo, leave=lambda: None)
 
 
 def _world_of(
-    seat: Seat, channels: Channels, timeout: timedelta, environment: Environment, leave: Callable[[], None]
+    seat: Seat,
+    channels: Channels,
+    timeout: timedelta,
+    environment: Environment,
+    undo: contextlib.ExitStack,
+    leave: Callable[[], None],
 ) -> World:
     open_log(environment, seat.rank)
     group = Group(
         channels, seat.rank, seat.size, [f"host of rank {rank}" for rank in range(seat.size)], signer=Signer(b"")
     )
+    undo.callback(group.close)
     token = secrets.token_hex(8)
     introductions = group.all_gather_json(
         (asdict(seat), _own_version(), environment.timeline, token, environment.hierarchical), "hvd.init()"
@@ -175,6 +201,7 @@ def _world_of(
     token, within = introductions[0][3], None
     if environment.shm and topology.local_size == len(seats) > 1:
         group = _over_shared_memory(group, channels, token, timeout)
+        undo.callback(group.close)
     elif environment.shm and topology.local_size > 1:
         within = _between_neighbours(seat, nodes, channels, token, timeout)
     # Rank 0's word counts, as its measurements do.
@@ -182,9 +209,11 @@ def _world_of(
     gpu = _own_gpu(group, topology) if hierarchical is None else None
     choose_levels(group, channels, within, nodes, hierarchical, gpu)
     conductor = make_conductor(group, nodes, environment, timeout.total_seconds())
+    undo.callback(conductor.close)
     # Rank 0 is the one to write it, so its variable counts.
     timeline_path = introductions[0][2]
     if timeline_path not in (None, DYNAMIC):
+        undo.callback(group.recorder.forget)
         timeline.start(group, conductor, timeline_path)
     return World(topology, group, conductor, environment, Registry(group, conductor), leave, os.getpid())
 

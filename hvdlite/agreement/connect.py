@@ -34,12 +34,16 @@ def make_conductor(group: Group, nodes: Sequence[str], environment: Environment,
     if group.size == 1:
         return InOrder(1)
     negotiator = _connect(group, nodes, environment, timeout_s)
-    if not environment.check:
-        # Nothing is negotiated, but who has ended is told.
+    try:
+        if not environment.check:
+            # Nothing is negotiated, but who has ended is told.
+            negotiator.start()
+            return InOrder(group.size, negotiator)
+        negotiator.open_channel(group)
         negotiator.start()
-        return InOrder(group.size, negotiator)
-    negotiator.open_channel(group)
-    negotiator.start()
+    except BaseException:
+        negotiator.close()
+        raise
     return negotiator
 
 
@@ -56,7 +60,11 @@ def _connect(group: Group, nodes: Sequence[str], environment: Environment, timeo
 def _lead(group: Group, nodes: Sequence[str], stall: StallRules) -> Negotiator:
     listener = _listen(group, nodes)
     secret = secrets.token_hex(16)
-    group.all_gather_json((listener.getsockname(), secret), "hvd.init()")
+    try:
+        group.all_gather_json((listener.getsockname(), secret), "hvd.init()")
+    except BaseException:
+        listener.close()
+        raise
     own_end, other_end = socket.socketpair()
     own_end.settimeout(WATCH_S)
     coordinator = Coordinator(Negotiation(group.hosts, stall), group.size, listener, secret)
@@ -94,6 +102,7 @@ def _address_for_others(hosts: Sequence[str]) -> str:
 
 
 def _reach(address: Any, secret: str, group: Group, timeout_s: float) -> socket.socket:
+    connection = None
     try:
         if isinstance(address, str):
             connection = socket.socket(socket.AF_UNIX)
@@ -104,6 +113,8 @@ def _reach(address: Any, secret: str, group: Group, timeout_s: float) -> socket.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         Mailbox(connection).send([group.rank, secret])
     except OSError as error:
+        if connection is not None:
+            connection.close()
         raise CommunicationError(
             f"hvd.init() failed on {group.describe_rank(group.rank)}: rank 0 cannot be reached at {address} ({error}): "
             "set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts"

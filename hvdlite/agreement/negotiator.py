@@ -138,7 +138,10 @@ class Negotiator:
         with contextlib.suppress(OSError):
             self._mailbox.send(["bye"])
             self._mailbox.hang_up()
-        if threading.current_thread() is not self._thread:
+        if self._thread.ident is None:
+            # Never started: nobody else closes it.
+            self._mailbox.close()
+        elif threading.current_thread() is not self._thread:
             # Not for long: it may be in an operation that another rank has left.
             self._thread.join(WATCH_S)
         if self._coordinator is not None:

@@ -48,7 +48,7 @@ class Convoy:
         self._mixed: list[str] = []
 
     def disperse(self) -> None:
-        """The step is over, or is given up: what is still under way may write where it lies, and nobody waits for it."""
+        """The step is over, or is given up: nobody waits for what is still under way, and it writes where it lies."""
         for in_flight in self._in_flight:
             in_flight.bucket.abandon()
         self._launched.clear()

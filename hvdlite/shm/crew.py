@@ -69,7 +69,7 @@ class Crew:
 
     def reached(self, counter: int, value: int) -> bool:
         """Whether every other rank is so far."""
-        for words in self._others:  # noqa: SIM110 - a generator would take longer than all else here
+        for words in self._others:  # a generator would take longer than all else here
             if words[counter] < value:
                 return False
         if not _READS_IN_ORDER:

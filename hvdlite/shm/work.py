@@ -58,8 +58,8 @@ class ShmWork(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return when the tensors may be read; raise what went wrong.
 
-        If it is not done within ``timeout``, unless that is 0, a RuntimeError, as of torch's own; it goes on, and may be
-        waited for again.
+        If it is not done within ``timeout``, unless that is 0, a RuntimeError, as of torch's own; it goes on, and
+        may be waited for again.
         """
         if not self.is_done:
             if timeout > timedelta(0):

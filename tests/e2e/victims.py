@@ -78,7 +78,7 @@ class Outcome:
         return re.findall(r"^TOLD (.*)$", self.output, re.MULTILINE)
 
 
-def run_plainly(size: int, command: Sequence[str], tmp: Path, timeout_s: float = 100, **env: str) -> list[Outcome]:
+def run_plainly(size: int, command: Sequence[str], tmp: Path, timeout_s: float = 60, **env: str) -> list[Outcome]:
     """Each rank as a process that knows its place by RANK and WORLD_SIZE; how they ended, by rank."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -97,9 +97,7 @@ def run_plainly(size: int, command: Sequence[str], tmp: Path, timeout_s: float =
         for process in processes:
             process.kill()
             process.wait()
-    return [
-        Outcome(code, output.read_text(errors="replace")) for code, output in zip(codes, outputs, strict=True)
-    ]
+    return [Outcome(code, output.read_text(errors="replace")) for code, output in zip(codes, outputs, strict=True)]
 
 
 def kill_one(number: int, tmp: Path, **env: str) -> tuple[str, int, list[Outcome]]:
