@@ -33,10 +33,6 @@ class Endings:
         """``rank`` has lost another one."""
         self._lost.add(rank)
 
-    def has_lost(self, rank: int) -> bool:
-        """Whether it has said so."""
-        return rank in self._lost
-
     def ended(self, rank: int, by_itself: bool, now_s: float) -> list[End]:
         """``rank`` takes part in nothing any more; the ends to be told now."""
         if rank in self._lost and not self._first_is_told:

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from ..errors import CommunicationError
 from .board import BOARD_BYTES, Board
 from .crew import Crew
 from .futex import is_available
@@ -127,7 +128,10 @@ def _exchange(
     try:
         store.wait(keys, timeout)
     except RuntimeError as error:
-        raise RuntimeError(f"{_words_of_absence(store, keys)} to share memory ({error})") from error
+        raise CommunicationError(
+            f"sharing memory failed on rank {rank} of these {size}: {_words_of_absence(store, keys)}; what ended or "
+            f"holds up that rank is the cause, look for its own error ({error})"
+        ) from error
     return [json.loads(store.get(key)) for key in keys]
 
 
@@ -137,7 +141,7 @@ def _words_of_absence(store: Store, keys: Sequence[str]) -> str:
         absent = [place for place, key in enumerate(keys) if not store.check([key])]
     except RuntimeError:
         return "the store that the ranks meet in is gone, with the rank that has it"
-    return f"rank {', '.join(map(str, absent))} of these {len(keys)} did not come"
+    return f"rank {', '.join(map(str, absent))} did not come in time"
 
 
 def _part(store: Store, what: str, rank: int, size: int) -> None:

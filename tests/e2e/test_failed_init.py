@@ -36,6 +36,7 @@ import hvdlite as hvd
 directory, stages = Path(sys.argv[1]), sys.argv[2:]
 rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 meetings = 0
+TIMEOUT_S = 6  # what one rank waits for the other where it learns nothing of its end
 
 def meet():
     # By files: what is tested is not to be used for it. A store that is served here is gone before.
@@ -66,7 +67,7 @@ def open_fds():
             or os.path.islink(f"/proc/self/fd/{fd}")]
 
 def works():
-    hvd.init(timeout_s=30, process_sets=[hvd.ProcessSet([0])])
+    hvd.init(timeout_s=TIMEOUT_S, process_sets=[hvd.ProcessSet([0])])
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
     hvd.shutdown()
 
@@ -76,7 +77,7 @@ def fails(owner, name, error):
         raise error(f"in {name}")
     setattr(owner, name, fail)
     try:
-        hvd.init(timeout_s=30, process_sets=[hvd.ProcessSet([0])])
+        hvd.init(timeout_s=TIMEOUT_S, process_sets=[hvd.ProcessSet([0])])
     except BaseException as caught:
         assert f"in {name}" in str(caught), repr(caught)
         return True
@@ -102,7 +103,7 @@ for stage in stages:
         else:
             try:
                 # It may have all that it wants of the other.
-                hvd.init(timeout_s=30, process_sets=[hvd.ProcessSet([0])])
+                hvd.init(timeout_s=TIMEOUT_S, process_sets=[hvd.ProcessSet([0])])
             except hvd.HvdliteError:
                 pass
             hvd.shutdown()
