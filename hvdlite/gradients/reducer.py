@@ -83,29 +83,26 @@ class Reducer(ParamListener):
     def _on_gradient(self, param: Tensor) -> None:
         # Autograd has a thread for each device, and gradients of several may come at once.
         with self._lock:
-            self._take(param)
-
-    def _take(self, param: Tensor) -> None:
-        # Once for each parameter in each pass: what is the same for all of them is elsewhere.
-        slot = self._layout.slots[id(param)]
-        if not self._collecting:
-            self._begin_step()
-        elif slot.arrived:
-            self._require_surplus(slot)
-            self._discard()
-            self._begin_step()
-        backward = _number_of_backward()
-        if backward not in self._backwards:
-            self._backwards.add(backward)
-        if param.grad is not slot.view:
-            # A gradient that was None before: what earlier passes left in it, the user has thrown away.
-            slot.passes = 0
-        last_pass = False
-        if not self._only_accumulating:
-            slot.passes += 1
-            last_pass = slot.passes >= self.backward_passes_per_step
-        if slot.home.take(slot, last_pass):
-            self._convoy.launch_full_buckets(self.meet())
+            # Once for each parameter in each pass: what is the same for all of them is elsewhere.
+            slot = self._layout.slots[id(param)]
+            if not self._collecting:
+                self._begin_step()
+            elif slot.arrived:
+                self._require_surplus(slot)
+                self._discard()
+                self._begin_step()
+            backward = _number_of_backward()
+            if backward not in self._backwards:
+                self._backwards.add(backward)
+            if param.grad is not slot.view:
+                # A gradient that was None before: what earlier passes left in it, the user has thrown away.
+                slot.passes = 0
+            last_pass = False
+            if not self._only_accumulating:
+                slot.passes += 1
+                last_pass = slot.passes >= self.backward_passes_per_step
+            if slot.home.take(slot, last_pass):
+                self._convoy.launch_full_buckets(self.meet())
 
     # -- between backward and step
 
