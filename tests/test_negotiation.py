@@ -243,8 +243,9 @@ def test_the_first_end_is_told_to_all_others():
     play.negotiation.end(1, True, 0.0)
     play.negotiation.end(2, False, 0.0)
     assert [each for each in play.negotiation.outbox if each[1][0] == "left"] == [
-        (0, ["left", 1, True]),
         (2, ["left", 1, True]),
+        # The last: it may end of this itself.
+        (0, ["left", 1, True]),
     ]
 
 

@@ -15,6 +15,7 @@ Rank 0's end of the connections to all ranks: what they ask goes into the negoti
                                         what its threads are blocked in, such as a bucket, when that has changed
     ["alive", count]                    about once a second while it waits for something: so many of the operations
                                         that it was told to carry out are over
+    ["lost"]                            has met an error that another rank's end is the cause of
     ["bye"]                             takes part in nothing any more, by itself
 
     ["welcome", pid, warn_after_s, end_after_s]
@@ -31,6 +32,7 @@ Rank 0's end of the connections to all ranks: what they ask goes into the negoti
     ["left", rank, by_itself]           this rank was the first to take part in nothing any more
     ["alive"]                           the answer to this word
     ["end", words]                      end this process: it waits for what will not come
+    ["lost", 0]                         rank 0 has lost another rank: if it ends, it was not the first
     ["over", words]                     rank 0 has ended by itself; the words name who did so first
 
 A connection that closes without a bye is a rank that has gone, and so is one over which something else comes. The rules

@@ -10,6 +10,8 @@ process set is a RuntimeError.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from ..channels.collective import Group
 from ..channels.recorder import OPERATIONS
 from ..channels.roster import OneThread
@@ -20,11 +22,19 @@ from .mismatch import words_of_difference
 from .request import Request, Turn
 
 
+class Listener(Protocol):
+    """What is to be closed with a conductor."""
+
+    def close(self) -> None: ...
+
+
 class InOrder:
     """A conductor that trusts the program."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, listener: Listener | None = None) -> None:
+        """``listener`` hears of the other ranks' ends, if there are others."""
         self._size = size
+        self._listener = listener
         self._one_thread: dict[int, OneThread] = {}  # by process set
 
     def open_channel(self, group: Group) -> None:
@@ -62,7 +72,8 @@ class InOrder:
         return handle
 
     def close(self) -> None:
-        return
+        if self._listener is not None:
+            self._listener.close()
 
 
 def _compare(group: Group, request: Request) -> None:

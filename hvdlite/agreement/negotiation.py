@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from .endings import Endings
 from .mismatch import (
     Wait,
     first_difference,
@@ -61,6 +62,7 @@ class Negotiation:
         self._joined: dict[int, bool] = {}
         self._sittings = Sittings(lambda rank, message: self.outbox.append((rank, message)))
         self._joined_since_s: dict[int, float] = {}
+        self._endings = Endings()
         self._ended: dict[int, str] = {}
         # The first of them, as it was told to the others.
         self.first_left: list[Any] | None = None
@@ -76,12 +78,12 @@ class Negotiation:
     @property
     def needs_ticks(self) -> bool:
         """Whether something can happen by the mere passing of time."""
-        return bool(self._pending or self._joined) or not self._stall.is_idle
+        return bool(self._pending or self._joined) or not (self._stall.is_idle and self._endings.is_idle)
 
     @property
     def first_end(self) -> str:
         """Which rank has ended first of those that have, and how."""
-        return next(iter(self._ended.values()))
+        return next(iter(self._ended.values()), "another rank has gone")
 
     # -- what ranks say
 
@@ -170,12 +172,25 @@ class Negotiation:
             under_way.popleft()
             self._over_count[rank] += 1
 
+    def lost(self, rank: int) -> None:
+        """``rank`` has met an error that another rank's end is the cause of: if it ends, it was not the first."""
+        self._endings.lost(rank)
+        if rank == 0:
+            # When rank 0 ends there is nobody any more to tell whose end that follows from.
+            self.outbox += [(other, ["lost", 0]) for other in range(1, len(self._hosts))]
+
     def end(self, rank: int, by_itself: bool, now_s: float) -> None:
         """``rank`` takes part in nothing any more."""
+        for ended, its_own_doing in self._endings.ended(rank, by_itself, now_s):
+            self._tell_end(ended, its_own_doing, now_s)
+
+    def _tell_end(self, rank: int, by_itself: bool, now_s: float) -> None:
         if self.first_left is None:
             # Who waits for it elsewhere, for a bucket, learns from the engine that somebody has gone; from this, who.
             self.first_left = ["left", rank, by_itself]
-            self.outbox += [(other, self.first_left) for other in range(len(self._hosts)) if other != rank]
+            # Rank 0 last: it may end of this, and nobody would tell the others.
+            others = [other for other in [*range(1, len(self._hosts)), 0] if other != rank]
+            self.outbox += [(other, self.first_left) for other in others]
         how = "has ended" if by_itself else "has gone"
         self._ended.setdefault(rank, f"{name_ranks([rank], self._hosts)} {how}")
         self._waiting.pop(rank, None)

@@ -118,6 +118,9 @@ class Negotiator:
         # Why nothing can be carried out any more.
         self._over: str | None = None
         self._is_closing = False
+        # Whether rank 0 has lost another rank: then its own end is not the first.
+        self._rank_0_follows = False
+        self._has_said_lost = False
         self._executor = Executor()
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -199,10 +202,15 @@ class Negotiator:
         self._mailbox.send(["bye"])
         self._is_closing = True
         self._wake_up()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        # Not for long: it may be in an operation that another rank has left.
-        self._executor.ended_within(LOOK_S)
+        if self._thread.ident is None:
+            # Never started: nobody else closes them.
+            for each in (self._mailbox, self._wake, self._woken):
+                each.close()
+        else:
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+            # Not for long: it may be in an operation that another rank has left.
+            self._executor.ended_within(LOOK_S)
         if self._coordinator is not None:
             self._coordinator.close()
 
@@ -223,8 +231,9 @@ class Negotiator:
     # -- the thread that listens
 
     def _run(self) -> None:
-        self._group.watch.listener = threading.get_ident()
-        why = f"{self._group.describe_rank(0)} has gone"
+        watch = self._group.watch
+        watch.listener, watch.say_lost = threading.get_ident(), self._say_lost
+        why, left_by_itself = "", False
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._woken, selectors.EVENT_READ)
@@ -232,14 +241,15 @@ class Negotiator:
                 self._listen(selector)
                 self._part(selector)
         except EOFError as error:
-            why = str(error) or why
+            why, left_by_itself = str(error), bool(str(error))
         except FrameError as error:
             why = f"what comes over the connection to {self._group.describe_rank(0)} is not what it says: {error}"
         except OSError:
             pass
         finally:
+            self._hear_of_rank_0(left_by_itself=left_by_itself)
             with self._lock:
-                self._over = self._over or why
+                self._over = self._over or why or self._words_of_first_end()
             self._fail_all()
             if self._is_closing:
                 self._executor.give_up(self._error_of_end)
@@ -296,6 +306,34 @@ class Negotiator:
                 raise EOFError(message[1])
             self._take(message)
 
+    def _say_lost(self) -> None:
+        """This rank has lost another one, and may end of that: so that nobody takes its end for the first."""
+        if not self._has_said_lost:
+            self._has_said_lost = True
+            self._mailbox.send(["lost"])
+
+    def _hear_of_ranks(self, message: list[Any]) -> None:
+        """Which rank was the first to end, or that rank 0 would not be."""
+        if message[0] == "left":
+            self._group.watch.hear_of_end(message[1], message[2])
+        else:
+            self._rank_0_follows = True
+
+    def _hear_of_rank_0(self, *, left_by_itself: bool) -> None:
+        """The connection to rank 0 is at its end."""
+        if self._group.rank == 0 or self._is_closing:
+            return
+        if self._rank_0_follows:
+            self._group.watch.hear_of_nobody()
+        else:
+            self._group.watch.hear_of_end(0, left_by_itself)
+
+    def _words_of_first_end(self) -> str:
+        first = self._group.watch.known_end
+        if first is None:
+            return "another rank has gone" if self._rank_0_follows else f"{self._group.describe_rank(0)} has gone"
+        return f"{self._group.describe_rank(first[0])} has {'ended' if first[1] else 'gone'}"
+
     def _take(self, message: list[Any]) -> None:
         match message:
             case ["alive"]:
@@ -319,8 +357,8 @@ class Negotiator:
                 self._executor.put_word(partial(self._end_join().succeed, last_rank))
             case ["not_joined", error, words]:
                 self._executor.put_word(partial(self._end_join().fail, _ERRORS[error](words)))
-            case ["left", rank, by_itself]:
-                self._group.watch.hear_of_end(rank, by_itself)
+            case ["left", int(), bool()] | ["lost", 0]:
+                self._hear_of_ranks(message)
             case ["end", words]:
                 self._end_process(words)
             case _:
@@ -384,7 +422,7 @@ class Negotiator:
             handle.fail(self._error_of_end(handle.what))
 
     def _error_of_end(self, what: str) -> CommunicationError:
-        why = self._over or f"{self._group.describe_rank(0)} has gone"
+        why = self._over or self._words_of_first_end()
         error = PeerLostError if why.endswith("has gone") else CommunicationError
         # The first words are Horovod's.
         return error(f"Horovod has been shut down. {what} cannot be done, since {why}")

@@ -56,6 +56,8 @@ def take_word(
             negotiation.over(rank, count)
         case ["here", int(pid)]:
             negotiation.introduce(rank, pid)
+        case ["lost"]:
+            negotiation.lost(rank)
         case ["bye"]:
             negotiation.end(rank, by_itself=True, now_s=now_s)
         case _:
