@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import pickle
+import threading
 
 import pytest
 import torch
 from ranks import attempt_ranks, run_ranks
+from worlds import attempt_worlds
 
+from hvdlite.collectives.operations import barrier
 from hvdlite.collectives.replicate import allgather_object, broadcast_object
 from hvdlite.errors import CommunicationError
 
 
 class Tampering:
-    """A rank's engine that changes what it sends: the n-th byte of every all-gather or broadcast of that size."""
+    """An engine by which the second rank, once ``is_on``, sends other bytes than it was given: one bit is changed."""
 
-    def __init__(self, engine, rank_tampers, place, least_bytes):
-        self._engine, self._rank_tampers, self._place, self._least_bytes = engine, rank_tampers, place, least_bytes
+    def __init__(self, engine, is_on, place, least_bytes):
+        self._engine, self._is_on, self._place, self._least_bytes = engine, is_on, place, least_bytes
 
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
     def _changed(self, tensor):
-        if self._rank_tampers() and tensor.dtype == torch.uint8 and tensor.numel() >= self._least_bytes:
+        tampers = self._is_on.is_set() and self._engine.rank() == 1
+        if tampers and tensor.dtype == torch.uint8 and tensor.numel() >= self._least_bytes:
             tensor = tensor.clone()
             tensor[self._place] ^= 1
         return tensor
@@ -34,19 +38,9 @@ class Tampering:
         return self._engine.broadcast([self._changed(tensors[0])], options)
 
 
-def tampered(function, *, place, least_bytes):
-    """What becomes of ``function`` on two ranks, the second of which sends other bytes than it has signed."""
-    import threading  # noqa: PLC0415
-
-    tampers = threading.local()
-
-    def run(group):
-        tampers.here = group.rank == 1
-        return function(group)
-
-    return attempt_ranks(
-        2, run, lambda: lambda engine: Tampering(engine, lambda: getattr(tampers, "here", False), place, least_bytes)
-    )
+def tampering(*, place, least_bytes, is_on):
+    """For `attempt_ranks`: what wraps each of a rank's engines."""
+    return lambda: lambda engine: Tampering(engine, is_on, place, least_bytes)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -63,8 +57,13 @@ def test_bytes_of_any_length_reach_all_ranks(size):
 
 @pytest.mark.parametrize(("place", "least_bytes"), [(0, 72), (7, 72), (20, 72), (71, 72), (5, 100)])
 def test_what_is_changed_on_its_way_is_refused_with_the_rank_whose_it_was_to_be(place, least_bytes):
-    data = b"d" * 100
-    outcome, _ = tampered(lambda group: group.all_gather_signed(data, "test"), place=place, least_bytes=least_bytes)
+    is_on = threading.Event()
+    is_on.set()
+    outcome, _ = attempt_ranks(
+        2,
+        lambda group: group.all_gather_signed(b"d" * 100, "test"),
+        tampering(place=place, least_bytes=least_bytes, is_on=is_on),
+    )
     assert isinstance(outcome, CommunicationError)
     assert "in the name of rank 1 (node1) is not signed" in str(outcome)
 
@@ -92,14 +91,18 @@ def test_more_json_than_there_may_be_is_refused_on_all_ranks(monkeypatch):
     assert all("rank 1 (node1) has 42 bytes to tell, more than the 10" in str(outcome) for outcome in outcomes)
 
 
-@pytest.mark.parametrize("share", [allgather_object, lambda obj, **where: broadcast_object(obj, 1, **where)])
-def test_an_object_that_was_exchanged_on_its_way_is_never_unpickled(share, tmp_path, monkeypatch):
-    from ranks import set_of  # noqa: PLC0415
-
+@pytest.mark.parametrize("share", [allgather_object, lambda obj: broadcast_object(obj, 1)])
+def test_an_object_that_was_exchanged_on_its_way_is_never_unpickled(share, monkeypatch):
     loaded = []
-    monkeypatch.setattr(pickle, "loads", loaded.append)
     monkeypatch.setattr("hvdlite.collectives.replicate.pickle.loads", loaded.append)
-    obj = {"model": "x" * 200}
-    outcome, _ = tampered(lambda group: share(obj, process_set=set_of(group)), place=30, least_bytes=150)
+    obj, is_on = {"model": "x" * 200}, threading.Event()
+
+    def rank(_own):
+        barrier()
+        is_on.set()
+        return share(obj)
+
+    outcome, _ = attempt_worlds(2, rank, make_wrapper=tampering(place=30, least_bytes=150, is_on=is_on))
     assert "is not signed" in str(outcome)
-    assert loaded == [] or all(pickle.dumps(obj) == data for data in loaded)
+    # Rank 1 may have got its own.
+    assert all(pickle.dumps(obj) == data for data in loaded)
