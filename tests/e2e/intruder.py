@@ -62,6 +62,9 @@ class Attack:
 
     # ------------------------------------------------------------ what is said
 
+    def _knock(self) -> None:
+        self._open_and_send(b"")
+
     def _garbage(self) -> None:
         self._open_and_send(self.dice.randbytes(1 << 16))
         self._open_and_send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -230,8 +233,7 @@ class Attack:
 
 def _bind_away(connection: socket.socket) -> None:
     """Take no port that the system might give to the job's ranks: there may be few of them."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    for port in random.sample(range(20_000, 32_000), 50):
+    for port in random.sample(range(20_000, 32_000), 1000):
         with contextlib.suppress(OSError):
             connection.bind(("", port))
             return
@@ -247,6 +249,7 @@ class _Touch:
         return os.system, (f"touch '{self._path}'",)
 
 
+# Besides these, "knock" is one connection and no word, and "place-replay" takes what was recorded.
 ATTACKS = (
     "garbage",
     "truncated",
@@ -261,7 +264,6 @@ ATTACKS = (
     "place-truncated",
     "place-frame",
     "place-data",
-    "place-replay",
     "place-pickle",
 )
 

@@ -30,6 +30,8 @@ _ERROR, _DONE = 2, 3
 _LISTENS, _UNCONNECTED = 10, 7  # states
 _SHOW_NAME = 1
 _ANY = 0xFFFFFFFF
+_ETH_P_IP = 0x0800
+_SYN, _ACK = 0x02, 0x10
 
 _POLL_S = 0.001
 _MEMORY_EVERY = 50  # polls
@@ -72,7 +74,9 @@ class Watcher:
         self._over = threading.Event()
         self._recorded: dict[tuple[str, int], Listener] = {}
         self._asking = threading.Lock()
-        self._questions = [_questions_in(machine) for machine in self._machines]
+        self._questions = [
+            _socket_in(machine, socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) for machine in self._machines
+        ]
         self._before = {(name, found.inode) for name, found in self._sockets()}
         self.peak_bytes: dict[int, int] = {}
         """The most resident memory that each rank has had so far."""
@@ -132,8 +136,63 @@ class Watcher:
                     yield machine.name, found
 
 
-def _questions_in(machine: Machine) -> socket.socket:
-    """A netlink socket that answers for the machine's network, whoever asks: it stays where it was made."""
+class Recorder:
+    """Records what is sent over TCP on an interface of a machine, between `with` and its end."""
+
+    def __init__(self, machine: Machine, interface: str) -> None:
+        self._socket = _socket_in(machine, socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_ETH_P_IP))
+        self._socket.bind((interface, _ETH_P_IP))
+        self._socket.settimeout(0.1)
+        self._over = threading.Event()
+        self._begun: dict[bytes, int] = {}
+        self._parts: dict[bytes, dict[int, bytes]] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Recorder:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._socket.close()
+
+    def sent_to(self, port: int) -> list[bytes]:
+        """What each connection to a port has carried there."""
+        streams = []
+        for flow, begun in self._begun.items():
+            if int.from_bytes(flow[-2:], "big") == port:
+                stream = b""
+                for place, data in sorted(self._parts.get(flow, {}).items()):
+                    if (place - begun - 1) % (1 << 32) == len(stream):
+                        stream += data
+                streams.append(stream)
+        return streams
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                packet, address = self._socket.recvfrom(1 << 17)
+            except TimeoutError:
+                continue
+            # On loopback each packet is seen twice.
+            if address[2] != socket.PACKET_OUTGOING and packet[9] == socket.IPPROTO_TCP:
+                self._take(packet)
+
+    def _take(self, packet: bytes) -> None:
+        head = (packet[0] & 0xF) * 4
+        segment = packet[head : int.from_bytes(packet[2:4], "big") or len(packet)]
+        # From whom to whom; the port that it goes to is last.
+        flow = packet[12:20] + segment[:4]
+        place, flags = int.from_bytes(segment[4:8], "big"), segment[13]
+        if flags & _SYN and not flags & _ACK:
+            self._begun[flow] = place
+        elif data := segment[(segment[12] >> 4) * 4 :]:
+            self._parts.setdefault(flow, {})[place] = data
+
+
+def _socket_in(machine: Machine, *arguments: int) -> socket.socket:
+    """A socket in the machine's network, for whoever uses it: it stays where it was made."""
     made: list[socket.socket] = []
 
     def make() -> None:
@@ -141,7 +200,7 @@ def _questions_in(machine: Machine) -> socket.socket:
             # For this thread alone, which then ends.
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"no way into the network of {machine.name}")
-        made.append(socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG))
+        made.append(socket.socket(*arguments))
 
     thread = threading.Thread(target=make)
     thread.start()

@@ -13,14 +13,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from e2e.conftest import Launch, wait_until
 from e2e.hosts import Lan
 from e2e.intruder import ATTACKS, Intruder
-from e2e.listeners import Listener, Watcher
+from e2e.listeners import Listener, Recorder, Watcher
 from e2e.machines import Machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -64,6 +64,7 @@ for step in range(3):
 assert hvd.allreduce(torch.tensor(float(rank)), op=hvd.Sum).item() == sum(range(hvd.size()))
 bits = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
 assert hvd.allgather_object((bits, hvd.rank())) == [(bits, other) for other in range(hvd.size())]
+wait_for("end")
 print("right", flush=True)
 """
 
@@ -75,32 +76,57 @@ STRANGER_TOLD = re.compile(
 )
 
 
+OnNew = Callable[["Job", Listener], None]
+
+
 @dataclass
 class Job:
     """A job of `TRAIN`, on machines of its own, with intruders at whatever listens."""
 
     lan: Lan
+    hosts: int
     launch: Launch
     gate: Path
     watcher: Watcher
     intruders: list[Intruder]
-    said: list[str] = field(default_factory=list)
 
     @property
     def marker(self) -> Path:
         return self.gate / "MARKER"
 
-    def open(self, name: str) -> None:
-        (self.gate / name).touch()
+    def open(self, *names: str) -> None:
+        for name in names:
+            (self.gate / name).touch()
+
+    def wait_until_all_are_at(self, gate: str, size: int) -> None:
+        """Until so many ranks wait there."""
+        assert self.launch.process.stdout is not None
+        said: set[bytes] = set()
+        while len(said) < size:
+            line = self.launch.process.stdout.readline()
+            assert line, f"the job ended before: {self.launch.ended()}"
+            said |= {line} if line.endswith(b">:at %b\n" % gate.encode()) else set()
+
+    def let_the_held_come(self) -> None:
+        """As soon as all that was to be sent before has been."""
+        self.watcher.wait_for(is_open_to_strangers)
+        self.wait_until_attacked()
+        if self.hosts == 1:
+            _choose_ports(self.lan, 0x80)
+        self.open("connect", "train", "end")
+
+    def close_intruders(self) -> None:
+        for intruder in self.intruders:
+            intruder.close()
+
+    def wait_until_attacked(self) -> None:
+        wait_until(lambda: all(each.orders and each.has_begun() for each in self.intruders))
 
 
 @pytest.fixture
 def start(launch, make_lan, tmp_path) -> Iterator[Callable[..., Job]]:
     """``start(hosts, held, held_at)``: a job with two ranks on each host, and `Intruder`\\ s on ``where``."""
     jobs: list[Job] = []
-    gate = tmp_path / "gate"
-    gate.mkdir(mode=0o777)
-    gate.chmod(0o777)
     program = tmp_path / "train.py"
     program.write_text(TRAIN)
 
@@ -110,23 +136,27 @@ def start(launch, make_lan, tmp_path) -> Iterator[Callable[..., Job]]:
         held_at: int = 0,
         *,
         at: str = "user",
-        on_new: Callable[[Job, Listener], None] = lambda *_: None,
+        on_new: OnNew = lambda *_: None,
+        uid: int = NOBODY,
         shell: str = "",
     ) -> Job:
+        gate = tmp_path / f"gate{len(jobs)}"
+        gate.mkdir()
         lan = make_lan("a", "b")
-        # A rank that listens before the others come has the lower port, so that gloo has these connect to it.
-        _choose_ports(lan, 0x10)
+        # Of two ranks gloo has the one with the lower address listen; then the port counts, its last byte first.
+        if hosts == 1:
+            _choose_ports(lan, 0x10)
         job: Job
         watcher = Watcher(lan.machines, lambda listener: on_new(job, listener))
         where = lan.hosts[0] if at == "user" else lan.desk
-        intruders = [Intruder(_network_of(where), NOBODY if at == "user" else 0)]
+        intruders = [Intruder(_network_of(where), uid)]
         words = [sys.executable, str(program), str(gate), held, str(held_at)]
         if shell:
             words = ["sh", "-c", f'{shell}; exec "$@"', "sh", *words]
         size = 2 * hosts
         names = "a:2" if hosts == 1 else "a:2,b:2"
         on = lan.hosts[0] if hosts == 1 else lan.desk
-        job = Job(lan, None, gate, watcher, intruders)  # type: ignore[arg-type]  # it is there before anybody listens
+        job = Job(lan, hosts, None, gate, watcher, intruders)  # type: ignore[arg-type]  # it is there before anybody listens
         jobs.append(job)
         watcher.__enter__()
         job.launch = launch("-np", str(size), "-H", names, *words, on=on)
@@ -135,8 +165,7 @@ def start(launch, make_lan, tmp_path) -> Iterator[Callable[..., Job]]:
     yield begin
     for job in jobs:
         job.watcher.__exit__()
-        for intruder in job.intruders:
-            intruder.close()
+        job.close_intruders()
 
 
 def _network_of(machine: Machine) -> list[str]:
@@ -144,39 +173,35 @@ def _network_of(machine: Machine) -> list[str]:
 
 
 def _choose_ports(lan: Lan, low_byte: int) -> None:
-    """The system gives out ports whose numbers end so, from now on: gloo compares these bytes first."""
-    for host in lan.hosts:
-        first = 0xA000 + low_byte
-        set_range = f"echo {first} {first + 15} >/proc/sys/net/ipv4/ip_local_port_range"
-        subprocess.run([*_network_of(host), "sh", "-ec", set_range], check=True)
+    """On host a the system gives out ports whose numbers end so, from now on."""
+    first = 0xA000 + low_byte
+    set_range = f"echo {first} {first + 63} >/proc/sys/net/ipv4/ip_local_port_range"
+    subprocess.run([*_network_of(lan.hosts[0]), "sh", "-ec", set_range], check=True)
 
 
 def is_open_to_strangers(listener: Listener) -> bool:
     return listener.is_of_rank and listener.family.startswith("tcp")
 
 
-def attack_with(*names: str, seed: int = 0) -> Callable[[Job, Listener], None]:
-    """All of these attacks on each socket of a rank's that listens, as soon as it does."""
+def attack_with(*names: str, of: Callable[[Listener], bool] = is_open_to_strangers, **more: object) -> OnNew:
+    """All of these attacks on each socket that listens, as soon as it does."""
 
     def on_new(job: Job, listener: Listener) -> None:
-        if is_open_to_strangers(listener):
+        if of(listener):
             for name in names:
-                for intruder in job.intruders:
-                    intruder.attack(
-                        name,
-                        listener.family,
-                        listener.address,
-                        listener.port,
-                        marker=str(job.marker),
-                        seed=seed,
-                        hold_s=90,
-                        recorded=[],
-                    )
+                attack(job, listener, name, **more)
 
     return on_new
 
 
+def attack(job: Job, listener: Listener, name: str, **more: object) -> None:
+    for intruder in job.intruders:
+        at = listener.family, listener.address, listener.port
+        intruder.attack(name, *at, marker=str(job.marker), hold_s=90, **more)
+
+
 def let_in(job: Job) -> int:
+    """How many connections of intruders, who are no more, have been made."""
     return sum(result["connected"] for intruder in job.intruders for result in intruder.results)
 
 
@@ -184,8 +209,7 @@ def assert_withstood(job: Job, size: int) -> str:
     """It ends in time, well or with a word of the stranger; nothing has been run, and no memory wasted. Its stderr."""
     code, out, err = job.launch.ended(LIMIT_S)
     text = err.decode(errors="replace")
-    for intruder in job.intruders:
-        intruder.close()
+    job.close_intruders()
     assert not job.marker.exists(), f"a stranger's command was run: {text}"
     assert "killed by SIG" not in text, text
     usual = 400 << 20
@@ -228,16 +252,94 @@ def _chosen_trials() -> list[Trial]:
     return [*dice.sample(one, 2), *dice.sample(two, 2)]
 
 
+# ------------------------------------------------------------- who listens
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_nobody_listens_but_where_the_table_says(start, hosts):
+    """All that has ever listened: whose socket, and for whom; and that no stranger gets in once `hvd.init` is over."""
+    job = start(hosts)
+    size = 2 * hosts
+    for gate in ("train", "end"):
+        job.wait_until_all_are_at(gate, size)
+        for listener in filter(is_open_to_strangers, job.watcher.now()):
+            attack(job, listener, "knock")
+        wait_until(lambda: all(each.has_begun() for each in job.intruders))
+        job.open(gate)
+    assert_withstood(job, size)
+    assert let_in(job) == 0, "a rank takes connections after hvd.init()"
+    recorded = job.watcher.recorded
+    assert [listener for listener in recorded if not _is_allowed(listener, job, hosts)] == []
+    # Or the watcher is blind.
+    assert {listener.owner for listener in recorded} > {f"rank {rank}" for rank in range(size)}
+
+
+def _is_allowed(listener: Listener, job: Job, hosts: int) -> bool:
+    if listener.family == "unix":
+        # Of the agent, or of rank 0; nobody else gets into the directory.
+        private = re.search(r"/hvdlite-\w+-\d+/\w+$", listener.address)
+        return private is not None and ("hvdlite_launcher" in listener.owner or listener.owner == "rank 0")
+    (host,) = [each for each in job.lan.hosts if each.name == listener.machine]
+    own = "127.0.0.1" if hosts == 1 else host.address
+    return listener.is_of_rank and listener.family == "tcp" and listener.address == own
+
+
+def test_a_user_of_the_same_machine_cannot_connect_to_the_sockets_of_the_job_directory(start):
+    """As Unix sockets are files, their directory's mode keeps others out; as soon as they are there."""
+    is_unix = lambda listener: listener.family == "unix"  # noqa: E731
+    job = start(1, on_new=attack_with("knock", of=is_unix))
+    job.open("train", "end")
+    assert assert_withstood(job, 2) == ""
+    assert len([listener for listener in job.watcher.recorded if is_unix(listener)]) == 2
+    assert [result["connected"] for result in job.intruders[0].results] == [0, 0]
+
+
+def test_garbage_of_the_same_user_on_the_sockets_of_the_job_directory_disturbs_nobody(start):
+    """The job's own user could end it in other ways; but no mistake of another program's does."""
+    harmless = "garbage", "truncated", "lengths", "nesting", "stolen-rank", "slow-bytes", "half-open"
+    is_unix = lambda listener: listener.family == "unix"  # noqa: E731
+    job = start(1, on_new=attack_with(*harmless, of=is_unix), uid=0)
+    job.wait_until_all_are_at("train", 2)
+    job.wait_until_attacked()
+    job.open("train", "end")
+    code, out, err = job.launch.ended(LIMIT_S)
+    assert (code, out.count(b":right\n")) == (0, 2), err.decode()
+    job.close_intruders()
+    assert let_in(job) > 0
+
+
+# ---------------------------------------------------------- while ranks connect
+
+
 @pytest.mark.parametrize("trial", _chosen_trials(), ids=str)
 def test_a_stranger_at_the_sockets_of_ranks_is_told_of_and_gets_nothing(trial, start):
     """While some ranks have not connected yet, the sockets of the others are attacked, each as soon as it listens."""
     job = start(
         trial.hosts, trial.held, trial.held_at, at=trial.at, on_new=attack_with(trial.attack, seed=trial.held_at)
     )
-    job.watcher.wait_for(is_open_to_strangers)
-    wait_until(lambda: all(intruder.orders and intruder.has_begun() for intruder in job.intruders))
-    _choose_ports(job.lan, 0x80)
-    job.open("train")
-    job.open("connect")
+    job.let_the_held_come()
     assert_withstood(job, 2 * trial.hosts)
     assert let_in(job) > 0, "nobody was attacked"
+
+
+def test_what_true_ranks_have_sent_is_of_no_use_in_another_job(start):
+    """A stranger who has heard all of an earlier job's bytes says them again in a rank's place."""
+    earlier = start(1)
+    with Recorder(earlier.lan.hosts[0], "lo") as heard:
+        earlier.open("train", "end")
+        assert_withstood(earlier, 2)
+        ports = {listener.port for listener in earlier.watcher.recorded if is_open_to_strangers(listener)}
+        streams = [stream.hex() for port in ports for stream in heard.sent_to(port) if len(stream) > 8]
+    assert streams, "nothing was recorded"
+    job = start(1, "1", 1, on_new=attack_with("place-replay", recorded=streams))
+    job.let_the_held_come()
+    assert "in the place of rank 1" in assert_withstood(job, 2)
+
+
+@pytest.mark.parametrize("limit", ["ulimit -S -n 1024", "ulimit -n 1024"] if IS_LONG else ["ulimit -S -n 1024"])
+def test_more_connections_than_a_rank_may_have_files_do_not_end_it(start, limit):
+    """1,300 connections to a socket of a process that may have 1,024 files open, before the others connect."""
+    job = start(1, "1", 1, on_new=attack_with("flood"), shell=limit)
+    job.let_the_held_come()
+    assert_withstood(job, 2)
+    assert let_in(job) >= 1000
