@@ -81,7 +81,7 @@ def test_ranks_with_different_versions_are_told_which():
 
 
 def test_a_rank_that_does_not_come_is_named():
-    with pytest.raises(CommunicationError, match=r"did not call it within 0\.05 s.*waited for rank 1, 2$"):
+    with pytest.raises(CommunicationError, match=r"did not call it within 0\.05 s.*waited for rank 1, 2\."):
         introduce(dist.HashStore(), own(0, 3), Signer(SECRET), timedelta(seconds=0.05))
 
 

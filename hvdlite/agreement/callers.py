@@ -10,7 +10,8 @@ still come with what the other ranks wait for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 
 
@@ -18,10 +19,12 @@ class Callers:
     """Tells of the operations (by ticket) that this rank is blocked in, once no thread of it can ask for others."""
 
     def __init__(self, tell: Callable[[int], None]) -> None:
+        """``tell`` is called with a ticket."""
         self._tell = tell
         self._lock = threading.Lock()
         self._threads: set[int] = set()
-        self._blocked: dict[int, int] = {}
+        # By thread: the ticket, and since when (`time.monotonic`).
+        self._blocked: dict[int, tuple[int, float]] = {}
         self._told: set[int] = set()
 
     def called(self) -> None:
@@ -33,7 +36,7 @@ class Callers:
         """The current thread waits for this operation, inside."""
         own = threading.get_ident()
         with self._lock:
-            self._blocked[own] = ticket
+            self._blocked[own] = (ticket, time.monotonic())
         self.look()
         try:
             yield
@@ -50,7 +53,19 @@ class Callers:
         with self._lock:
             if not self._threads & alive <= self._blocked.keys():
                 return
-            untold = set(self._blocked.values()) - self._told
+            untold = {ticket for ticket, _ in self._blocked.values()} - self._told
             self._told |= untold
         for ticket in untold:
             self._tell(ticket)
+
+    def blocked(self) -> list[tuple[int, float]]:
+        """The operations that threads wait for, by ticket, and since when."""
+        with self._lock:
+            return list(self._blocked.values())
+
+    def can_ask(self, elsewhere: Set[int]) -> bool:
+        """Whether a thread that calls operations is blocked neither in one nor, as those of ``elsewhere``, otherwise."""
+        alive = {thread.ident for thread in threading.enumerate()}
+        with self._lock:
+            self._threads &= alive
+            return not self._threads <= self._blocked.keys() | elsewhere

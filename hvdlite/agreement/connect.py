@@ -1,18 +1,20 @@
 """
 How every rank comes to a connection to rank 0, and so to its conductor.
 
-    rank 0 listens ── its address and a secret, to all by the group ── the others connect ── Negotiator
+    rank 0 listens ── its address, to all by the group ── the others connect ── both prove themselves ── Negotiator
 
 Under hvdlite-run on one host it is a Unix socket in the job's private directory. Else it is a port that the system
 chooses, on loopback where all ranks are on one host, on the address by which gloo is reached where they are not; it is
-closed when all ranks have come. The secret travels as gradients do.
+closed when all ranks have come. What they prove is that they have the key of the group's signer, see `handshake`.
 """
 
 from __future__ import annotations
 
 import os
 import secrets
+import selectors
 import socket
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,13 +22,18 @@ from ..channels.collective import Group
 from ..environment import Environment
 from ..errors import CommunicationError
 from ..meeting.address import ELSEWHERE, LOOPBACK, address_of, own_address
+from ..signing import Signer
 from .conductor import Conductor
 from .coordinator import Coordinator
+from .handshake import CHALLENGE_BYTES, Caller
 from .in_order import InOrder
-from .mailbox import Mailbox
+from .mailbox import Mailbox, mailbox_pair
 from .negotiation import Negotiation
-from .negotiator import WATCH_S, Negotiator
+from .negotiator import Negotiator, Welcome
 from .stall import StallRules
+
+# Between two attempts to be let in by a rank 0 that is there.
+_AGAIN_S = 0.2
 
 
 def make_conductor(group: Group, nodes: Sequence[str], environment: Environment, timeout_s: float) -> Conductor:
@@ -36,26 +43,32 @@ def make_conductor(group: Group, nodes: Sequence[str], environment: Environment,
     if group.rank == 0:
         warn_after_s = environment.stall_warning_s if environment.stall_check else None
         return _lead(group, nodes, StallRules(warn_after_s, environment.stall_shutdown_s, timeout_s))
-    (address, secret), *_ = group.all_gather_json(None, "hvd.init()")
-    return _start(Mailbox(_reach(address, secret, group, timeout_s)), group, None)
+    mailbox, welcome, early = _reach(_exchange_address(group, None), group, timeout_s)
+    return _start(mailbox, group, None, welcome, early)
 
 
 def _lead(group: Group, nodes: Sequence[str], stall: StallRules) -> Negotiator:
     listener = _listen(group, nodes)
-    secret = secrets.token_hex(16)
-    group.all_gather_json((listener.getsockname(), secret), "hvd.init()")
-    own_end, other_end = socket.socketpair()
-    own_end.settimeout(WATCH_S)
-    coordinator = Coordinator(Negotiation(group.hosts, stall), group.size, listener, secret)
-    coordinator.add(0, Mailbox(other_end))
+    coordinator = Coordinator(Negotiation(group.hosts, stall), group.size, stall, listener, group.signer)
+    own_end, other_end = mailbox_pair(Signer(secrets.token_bytes(32)))
+    coordinator.add(0, other_end)
+    welcome, *early = own_end.receive()
+    _exchange_address(group, listener.getsockname())
     coordinator.start()
-    return _start(Mailbox(own_end), group, coordinator)
+    return _start(own_end, group, coordinator, Welcome.read(welcome), early)
 
 
-def _start(mailbox: Mailbox, group: Group, coordinator: Coordinator | None) -> Negotiator:
-    negotiator = Negotiator(mailbox, group, coordinator)
+def _exchange_address(group: Group, own: Any) -> Any:
+    """Rank 0's address, which it alone has; every rank must call it."""
+    return group.all_gather_json(own, "hvd.init()")[0]
+
+
+def _start(
+    mailbox: Mailbox, group: Group, coordinator: Coordinator | None, welcome: Welcome, early: list[list[Any]]
+) -> Negotiator:
+    negotiator = Negotiator(mailbox, group, coordinator, welcome)
     negotiator.open_channel(group)
-    negotiator.start()
+    negotiator.start(early)
     return negotiator
 
 
@@ -87,20 +100,75 @@ def _address_for_others(hosts: Sequence[str]) -> str:
         ) from error
 
 
-def _reach(address: Any, secret: str, group: Group, timeout_s: float) -> socket.socket:
-    try:
-        if isinstance(address, str):
-            connection = socket.socket(socket.AF_UNIX)
+def _reach(address: Any, group: Group, timeout_s: float) -> tuple[Mailbox, Welcome, list[list[Any]]]:
+    """A connection over which both ends have proved themselves, and what rank 0 has said by then."""
+    own = group.describe_rank(group.rank)
+    give_up_at_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection = _connect(address, timeout_s)
+        except OSError as error:
+            raise CommunicationError(
+                f"hvd.init() failed on {own}: rank 0 cannot be reached at {address} ({error}): set "
+                "GLOO_SOCKET_IFNAME to the interface that leads to the other hosts"
+            ) from error
+        try:
+            return _introduce(connection, group, give_up_at_s)
+        except ValueError as error:
+            connection.close()
+            raise CommunicationError(
+                f"hvd.init() failed on {own}: who answers at {address} is not rank 0 of this job: {error}"
+            ) from error
+        except (OSError, EOFError) as error:
+            # Rank 0 has sent this one away, since it took too long or too many others came; it may come again.
+            connection.close()
+            if time.monotonic() + _AGAIN_S >= give_up_at_s:
+                raise CommunicationError(
+                    f"hvd.init() failed on {own}: rank 0 at {address} did not let it in within {timeout_s:g} s "
+                    f"({error or 'it closed the connection'}): look at what rank 0's log says of it"
+                ) from error
+            time.sleep(_AGAIN_S)
+
+
+def _connect(address: Any, timeout_s: float) -> socket.socket:
+    if isinstance(address, str):
+        connection = socket.socket(socket.AF_UNIX)
+        try:
             connection.settimeout(timeout_s)
             connection.connect(address)
-        else:
-            connection = socket.create_connection(address[:2], timeout_s)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        Mailbox(connection).send([group.rank, secret])
-    except OSError as error:
-        raise CommunicationError(
-            f"hvd.init() failed on {group.describe_rank(group.rank)}: rank 0 cannot be reached at {address} ({error}): "
-            "set GLOO_SOCKET_IFNAME to the interface that leads to the other hosts"
-        ) from error
-    connection.settimeout(WATCH_S)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+    connection = socket.create_connection(address[:2], timeout_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return connection
+
+
+def _introduce(
+    connection: socket.socket, group: Group, give_up_at_s: float
+) -> tuple[Mailbox, Welcome, list[list[Any]]]:
+    """A ValueError where who answers does not prove that it is rank 0; an OSError or EOFError where it goes."""
+    caller = Caller(group.signer, group.rank)
+    connection.settimeout(max(_AGAIN_S, give_up_at_s - time.monotonic()))
+    connection.sendall(caller.hello)
+    challenge = b""
+    while len(challenge) < CHALLENGE_BYTES:
+        part = connection.recv(CHALLENGE_BYTES - len(challenge))
+        if not part:
+            raise EOFError("it closed the connection")
+        challenge += part
+    proved = caller.prove(challenge)
+    if proved is None:
+        raise ValueError("it cannot prove that it knows the job's key. Another program has taken that address")
+    proof, session = proved
+    connection.sendall(proof)
+    mailbox = Mailbox(connection, session, of_rank_0=False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        while True:
+            left_s = give_up_at_s - time.monotonic()
+            if not selector.select(max(0.0, left_s)) and left_s <= 0:
+                raise TimeoutError("it says nothing")
+            if messages := mailbox.receive():
+                return mailbox, Welcome.read(messages[0]), messages[1:]

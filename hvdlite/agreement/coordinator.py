@@ -1,15 +1,21 @@
 """
 Rank 0's end of the connections to all ranks: what they ask goes into the negotiation, and its answers back.
 
-    rank ──  ask | wait | join | busy | bye  ──► Coordinator ──►  go | no | joined | left | end  ── rank
+    rank ──  ask | wait | join | busy | alive | bye  ──► Coordinator ──►  go | no | joined | left | end  ── rank
 
+    ["here", pid]                       the first word of a rank
     ["ask", ticket, set_id, kind, name, what, members, same, own]
                                         an operation, and the rank's own number for it; members is null for all ranks
     ["wait", ticket]                    blocked until it is done
     ["join", average_of_active]
-    ["busy", what | null, waited_s]     waiting for other ranks elsewhere, such as for a bucket
+    ["busy", [[what, waited_s, is_operation], ...], is_stuck]
+                                        what its threads are blocked in, such as a bucket, when that has changed
+    ["alive", count]                    about once a second while it waits for something: so many of the operations
+                                        that it was told to carry out are over
     ["bye"]                             takes part in nothing any more, by itself
 
+    ["welcome", pid, warn_after_s, end_after_s]
+                                        the first word of rank 0
     ["go", ticket, owns, divisor]       carry it out now, after all that were told before
     ["stand_in", set_id, owns, divisor, kind, what, same]
                                         ... for a rank that has joined and did not ask
@@ -17,61 +23,81 @@ Rank 0's end of the connections to all ranks: what they ask goes into the negoti
     ["joined", last_rank]               all ranks have called join
     ["not_joined", error, words]        they cannot
     ["left", rank, by_itself]           this rank was the first to take part in nothing any more
+    ["alive"]                           the answer to this word
     ["end", words]                      end this process: it waits for what will not come
     ["over", words]                     rank 0 has ended by itself; the words name who did so first
 
-A connection that closes without a bye is a rank that has gone. The rules are in `negotiation`.
+A connection that closes without a bye is a rank that has gone, and so is one over which something else comes. The rules
+are in `negotiation`, what a rank's word must be like in `words`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
+import os
 import selectors
 import socket
 import threading
 import time
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from ..log import log
+from ..signing import Signer
+from .door import Door
+from .frames import FrameError
 from .mailbox import Mailbox
 from .negotiation import Negotiation
-from .pending import Ask
+from .stall import StallRules
+from .words import WordError, take_word
 
 # How often time passes for the negotiation, while there is something that may become too late.
 _TICK_S = 0.5
-_HANDSHAKE_S = 5.0
 _LINGER_S = 0.2
 
 
 class Coordinator:
     """A thread that serves all ranks, its own process's included, until `close`."""
 
-    def __init__(self, negotiation: Negotiation, size: int, listener: socket.socket | None, secret: str) -> None:
-        """``listener`` is where the other ranks connect and give ``secret``, in any order."""
+    def __init__(
+        self,
+        negotiation: Negotiation,
+        size: int,
+        rules: StallRules,
+        listener: socket.socket | None = None,
+        signer: Signer | None = None,
+    ) -> None:
+        """``listener`` is where the other ranks connect and prove that they have ``signer``'s key, in any order.
+
+        ``rules`` are told to all ranks, so that each can tell by itself that rank 0 does not answer.
+        """
         self._negotiation = negotiation
         self._all = tuple(range(size))
-        self._secret = secret
+        self._welcome = ["welcome", os.getpid(), rules.warn_after_s, rules.end_after_s]
         self._ticked_at_s = 0.0
+        # What is ready has a function as its data, to be called.
         self._selector = selectors.DefaultSelector()
-        self._rank_of: dict[Mailbox, int] = {}
         self._mailbox_of: dict[int, Mailbox] = {}
-        self._wake, woken = socket.socketpair()
-        self._woken = woken
-        self._selector.register(woken, selectors.EVENT_READ)
-        self._listener = listener
-        if listener is not None:
-            self._selector.register(listener, selectors.EVENT_READ)
+        # Ranks whose sockets had no room for all that they are told.
+        self._flushing: set[int] = set()
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ, self._stop)
+        self._is_stopped = False
+        self._door: Door | None = None
+        if listener is not None and signer is not None:
+            self._door = Door(listener, signer, size, self._selector, self._admit, self._is_expected)
         self._thread = threading.Thread(target=self._run, name="hvdlite-coordinator", daemon=True)
 
     def add(self, rank: int, mailbox: Mailbox) -> None:
         """Serve this rank too; before `start`, or in the thread itself."""
-        self._rank_of[mailbox], self._mailbox_of[rank] = rank, mailbox
-        self._selector.register(mailbox, selectors.EVENT_READ)
-        if len(self._mailbox_of) == len(self._all) and self._listener is not None:
-            self._selector.unregister(self._listener)
-            self._listener.close()
-            self._listener = None
+        self._mailbox_of[rank] = mailbox
+        self._selector.register(mailbox, selectors.EVENT_READ, partial(self._serve_rank, rank))
+        early = [] if self._negotiation.first_left is None else [self._negotiation.first_left]
+        self._send(rank, [self._welcome, *early])
+        if len(self._mailbox_of) == len(self._all) and self._door is not None:
+            self._door.close()
+            self._door = None
 
     def start(self) -> None:
         self._thread.start()
@@ -81,126 +107,149 @@ class Coordinator:
         self._wake.close()
         self._thread.join()
 
+    def _is_expected(self, rank: int) -> bool:
+        return rank in self._all and rank not in self._mailbox_of
+
+    def _admit(self, rank: int, connection: socket.socket, session: Signer) -> None:
+        self.add(rank, Mailbox(connection, session, of_rank_0=True))
+
+    def _stop(self) -> None:
+        self._is_stopped = True
+
+    # -- the thread
+
     def _run(self) -> None:
         try:
-            while self._serve():
-                pass
+            while not self._is_stopped:
+                self._serve()
             self._say_over()
         finally:
-            if self._listener is not None:
-                self._listener.close()
-            for mailbox in self._rank_of:
+            if self._door is not None:
+                self._door.close()
+            for mailbox in self._mailbox_of.values():
                 mailbox.close()
             self._woken.close()
             self._selector.close()
 
-    def _say_over(self) -> None:
-        """Let the others know why there is nobody any more; what they have been sent must still reach them."""
+    def _serve(self) -> None:
+        """One turn of the loop."""
+        for key, _ in self._selector.select(self._patience_s()):
+            key.data()
         now_s = time.monotonic()
-        self._negotiation.end(0, by_itself=True, now_s=now_s)
-        self._answer(now_s)
-        if self._listener is not None:
-            self._selector.unregister(self._listener)
-        for mailbox in self._rank_of:
-            with contextlib.suppress(OSError):
-                mailbox.send(["over", self._negotiation.first_end])
-                mailbox.end_sending()
-        # A socket that is closed with words unread takes back those that the other end has not read yet.
-        while self._rank_of and (ready := self._selector.select(_LINGER_S)):
-            for mailbox in [key.fileobj for key, _ in ready if isinstance(key.fileobj, Mailbox)]:
-                try:
-                    mailbox.receive()
-                except (OSError, EOFError):
-                    self._drop(self._rank_of[mailbox])
-
-    def _serve(self) -> bool:
-        """One turn of the loop; False after the last."""
-        ready = self._selector.select(None if self._negotiation.is_idle else _TICK_S)
-        now_s = time.monotonic()
-        for key, _ in ready:
-            if key.fileobj is self._woken:
-                self._selector.unregister(self._woken)
-                return False
-            if key.fileobj is self._listener:
-                self._accept(now_s)
-            elif isinstance(key.fileobj, Mailbox):
-                self._hear(key.fileobj, now_s)
-        # Not with every message: it looks at all that is pending, which may be much.
+        # Not with every message: it looks at what is pending, which may be much.
         if now_s - self._ticked_at_s >= _TICK_S:
             self._ticked_at_s = now_s
             self._negotiation.tick(now_s)
-        self._answer(now_s)
-        return True
+        self._answer()
+        if self._door is not None:
+            self._door.look()
 
-    def _accept(self, now_s: float) -> None:
-        assert self._listener is not None, "it was selected"
-        connection, _ = self._listener.accept()
-        try:
-            connection.settimeout(_HANDSHAKE_S)
-            mailbox = Mailbox(connection)
-            (rank, secret), *messages = mailbox.receive()
-            self._check(rank, secret)
-            connection.settimeout(None)
-            if connection.family != socket.AF_UNIX:
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except (OSError, EOFError, ValueError, TypeError) as error:
-            log.warning("a connection to rank 0 was not one of this job's ranks: %s", error)
-            connection.close()
+    def _patience_s(self) -> float | None:
+        times_s = [None if self._negotiation.is_idle else _TICK_S]
+        if self._door is not None:
+            times_s.append(self._door.patience_s)
+        return min((each for each in times_s if each is not None), default=None)
+
+    def _serve_rank(self, rank: int) -> None:
+        mailbox = self._mailbox_of.get(rank)
+        if mailbox is None:
+            # Dropped earlier in this turn.
             return
-        self.add(rank, mailbox)
-        for message in messages:
-            self._take(rank, message, now_s)
-
-    def _check(self, rank: object, secret: object) -> None:
-        if not hmac.compare_digest(str(secret), self._secret) or rank not in self._all or rank in self._mailbox_of:
-            raise ValueError("it does not know this job's secret, or is there already")
-
-    def _hear(self, mailbox: Mailbox, now_s: float) -> None:
-        rank = self._rank_of[mailbox]
+        if rank in self._flushing:
+            mailbox.flush()
+            self._watch_for_room(rank, mailbox)
+        now_s = time.monotonic()
         try:
-            for message in mailbox.receive():
-                self._take(rank, message, now_s)
+            messages = mailbox.receive()
+            self._negotiation.heard(rank, now_s)
+            for message in messages:
+                take_word(self._negotiation, rank, message, self._all, now_s)
+        except (FrameError, WordError) as error:
+            log.warning("rank 0 ends its connection to rank %d, over which comes what no rank says: %s", rank, error)
+            self._drop(rank, now_s)
         except (OSError, EOFError):
-            self._negotiation.end(rank, by_itself=False, now_s=now_s)
-            self._drop(rank)
+            self._drop(rank, now_s)
+        else:
+            if any(message[0] == "alive" for message in messages):
+                self._send(rank, [["alive"]])
 
-    def _take(self, rank: int, message: list[Any], now_s: float) -> None:
-        negotiation = self._negotiation
-        match message:
-            case ["ask", ticket, set_id, kind, name, what, members, same, own]:
-                ranks = self._all if members is None else tuple(members)
-                negotiation.ask(rank, Ask(ticket, set_id, kind, name, what, ranks, same, own), now_s)
-            case ["wait", ticket]:
-                negotiation.wait(rank, ticket)
-            case ["join", average_of_active]:
-                negotiation.join(rank, average_of_active, now_s)
-            case ["busy", what, waited_s]:
-                negotiation.busy(rank, what, now_s - waited_s)
-            case ["bye"]:
-                negotiation.end(rank, by_itself=True, now_s=now_s)
-            case _:
-                raise AssertionError(f"rank {rank} says {message!r}")
-
-    def _answer(self, now_s: float) -> None:
+    def _answer(self) -> None:
         negotiation = self._negotiation
         for words in negotiation.warnings:
             log.warning("%s", words)
         negotiation.warnings.clear()
         while negotiation.outbox:
-            rank, message = negotiation.outbox.pop(0)
-            mailbox = self._mailbox_of.get(rank)
-            if mailbox is None:
-                continue
-            try:
-                mailbox.send(message)
-            except OSError:
-                negotiation.end(rank, by_itself=False, now_s=now_s)
-                self._drop(rank)
+            outbox, negotiation.outbox = negotiation.outbox, []
+            by_rank: dict[int, list[list[Any]]] = {}
+            for rank, message in outbox:
+                by_rank.setdefault(rank, []).append(message)
+            # Rank 0's own last: it is the one that may end this process when it hears of it.
+            for rank in sorted(by_rank, reverse=True):
+                self._send(rank, by_rank[rank])
 
-    def _drop(self, rank: int) -> None:
+    def _send(self, rank: int, messages: Iterable[list[Any]]) -> None:
+        mailbox = self._mailbox_of.get(rank)
+        if mailbox is None:
+            return
+        try:
+            mailbox.send_all(messages)
+        except (ValueError, RecursionError) as error:
+            log.warning("rank 0 ends its connection to rank %d, to which it cannot say what it must: %s", rank, error)
+            self._drop(rank, time.monotonic())
+            return
+        self._watch_for_room(rank, mailbox)
+
+    def _watch_for_room(self, rank: int, mailbox: Mailbox) -> None:
+        if mailbox.has_outgoing == (rank in self._flushing):
+            return
+        (self._flushing.add if mailbox.has_outgoing else self._flushing.discard)(rank)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if mailbox.has_outgoing else 0)
+        self._selector.modify(mailbox, events, partial(self._serve_rank, rank))
+
+    def _drop(self, rank: int, now_s: float) -> None:
+        self._negotiation.end(rank, by_itself=False, now_s=now_s)
+        self._forget(rank)
+
+    def _forget(self, rank: int) -> None:
         mailbox = self._mailbox_of.pop(rank, None)
         if mailbox is not None:
-            del self._rank_of[mailbox]
+            self._flushing.discard(rank)
             with contextlib.suppress(KeyError):
                 self._selector.unregister(mailbox)
             mailbox.close()
+
+    # -- its end
+
+    def _say_over(self) -> None:
+        """Let the others know why there is nobody any more; what they have been sent must still reach them."""
+        if self._door is not None:
+            self._door.close()
+            self._door = None
+        self._selector.unregister(self._woken)
+        self._negotiation.end(0, by_itself=True, now_s=time.monotonic())
+        self._answer()
+        for rank in list(self._mailbox_of):
+            self._send(rank, [["over", self._negotiation.first_end]])
+            self._end_sending(rank)
+        # A socket that is closed with words unread takes back those that the other end has not read yet. Who reads
+        # nothing for so long is not waited for.
+        while self._mailbox_of and (ready := self._selector.select(_LINGER_S)):
+            for key, _ in ready:
+                self._linger(next(rank for rank, mailbox in self._mailbox_of.items() if mailbox is key.fileobj))
+
+    def _linger(self, rank: int) -> None:
+        mailbox = self._mailbox_of[rank]
+        if rank in self._flushing:
+            mailbox.flush()
+            self._watch_for_room(rank, mailbox)
+            self._end_sending(rank)
+        try:
+            mailbox.receive()
+        except (OSError, EOFError, FrameError):
+            self._forget(rank)
+
+    def _end_sending(self, rank: int) -> None:
+        mailbox = self._mailbox_of.get(rank)
+        if mailbox is not None and not mailbox.has_outgoing:
+            with contextlib.suppress(OSError):
+                mailbox.end_sending()

@@ -11,12 +11,13 @@ idea is); how their words come and go is in `coordinator`. Answers are left in `
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from .mismatch import Wait, first_difference, name_ranks, words_of_deadlock, words_of_difference
-from .pending import Ask, Id, Pending, Refusal, stuck_ranks
-from .stall import Scene, StallRules, StallWatch
+from .pending import Alike, Ask, Id, Pending, Refusal, stuck_ranks
+from .stall import Blocked, Scene, StallRules, StallWatch
 
 # Between a difference and its error, so that the error can tell what all ranks did; and between the time that ranks
 # seem to wait for each other and the error, so that what is on its way arrives.
@@ -36,21 +37,30 @@ class Negotiation:
         self._hosts = hosts
         self._stall = StallWatch(hosts, stall)
         self._ids = itertools.count()
+        # In the order of their asking; those that are refused, and still to be told to some, are elsewhere.
         self._pending: dict[Id, Pending] = {}
-        # Those that mean the same, in their order: a rank's next one is the first that it has not asked for.
-        self._alike: dict[tuple[int, str, str | None], list[Pending]] = {}
+        self._refused: dict[Id, Pending] = {}
+        # Those of the pending ones that ranks have asked for with different values.
+        self._differing: dict[Id, Pending] = {}
+        self._alike: dict[tuple[int, str, str | None], Alike] = {}
         self._id_of: dict[tuple[int, int], Id] = {}  # by rank and ticket
         # What each rank is blocked in. One that is waits for nothing else, and will ask for nothing else.
         self._waiting: dict[int, set[Id]] = {}
         self._stuck_since_s: tuple[frozenset[int], float] | None = None
         # By rank, in the order of their coming: whether averages are to be over the others alone.
         self._joined: dict[int, bool] = {}
+        self._joined_since_s: dict[int, float] = {}
         self._ended: dict[int, str] = {}
+        # The first of them, as it was told to the others.
+        self.first_left: list[Any] | None = None
+        # By rank, what it was told to carry out and has not said to be over; and how many it has.
+        self._under_way: dict[int, deque[Ask]] = {rank: deque() for rank in range(len(hosts))}
+        self._over_count = dict.fromkeys(range(len(hosts)), 0)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing can happen by the mere passing of time."""
-        return not self._pending and self._stall.is_idle
+        return not self._pending and not self._joined and self._stall.is_idle
 
     @property
     def first_end(self) -> str:
@@ -61,17 +71,25 @@ class Negotiation:
 
     def ask(self, rank: int, ask: Ask, now_s: float) -> None:
         """``rank`` asks for an operation."""
-        alike = self._alike.setdefault(ask.pairs_with, [])
-        pending = next((each for each in alike if each.waits_for(rank)), None)
+        alike = self._alike.get(ask.pairs_with)
+        if alike is None:
+            alike = self._alike[ask.pairs_with] = Alike()
+        pending = alike.next_of(rank)
         if pending is None:
-            pending = Pending(next(self._ids), ask, now_s)
+            pending = alike.add(next(self._ids), ask, rank, now_s)
             self._pending[pending.id_] = pending
-            alike.append(pending)
         pending.asks[rank] = ask
         if ask.same != pending.first.same and first_difference([pending.first.same, ask.same]) is not None:
             pending.differs = True
+            if pending.refusal is None:
+                self._differing[pending.id_] = pending
         self._id_of[rank, ask.ticket] = pending.id_
+        self._stall.asked(now_s)
         self._consider(pending, now_s)
+
+    def has_asked(self, rank: int, ticket: int) -> bool:
+        """Whether that is the rank's number for an operation that has not been answered yet."""
+        return (rank, ticket) in self._id_of
 
     def wait(self, rank: int, ticket: int) -> None:
         """``rank`` is blocked until that operation is done."""
@@ -83,6 +101,7 @@ class Negotiation:
         """``rank`` takes part in all-reduces from now on, with nothing to give, until all ranks say so."""
         others = {mode for mode in self._joined.values() if mode != average_of_active}
         self._joined[rank] = average_of_active
+        self._joined_since_s[rank] = now_s
         if others:
             words = "Mismatched join: One rank called join() with average='active', but another rank without. " + (
                 f"({name_ranks(sorted(self._joined), self._hosts)} joined)"
@@ -92,23 +111,43 @@ class Negotiation:
             self._end_join(["joined", rank])
         elif gone := [rank for rank in self._ended if rank not in self._joined]:
             self._end_join(["not_joined", *self._words_of_end(gone[0], "join", "join")])
-        for pending in list(self._pending.values()):
+        for pending in [*self._pending.values(), *self._refused.values()]:
             self._consider(pending, now_s)
 
-    def busy(self, rank: int, what: str | None, since_s: float) -> None:
-        """``rank`` has been waiting for other ranks in ``what``, which is no operation of here; None: no more."""
-        self._stall.busy(rank, what, since_s)
+    def introduce(self, rank: int, pid: int) -> None:
+        """``rank`` is the process of this number on its host."""
+        self._stall.names.pids[rank] = pid
+
+    def heard(self, rank: int, now_s: float) -> None:
+        """Something has come from ``rank``, whatever it is."""
+        self._stall.heard(rank, now_s)
+
+    def busy(self, rank: int, blocked: Sequence[Blocked], *, is_stuck: bool) -> None:
+        """What ``rank`` is blocked in for longer than a moment; nothing any more where that is empty.
+
+        ``is_stuck`` is whether it can ask for nothing meanwhile, since all its threads that do are blocked.
+        """
+        self._stall.busy(rank, blocked, is_stuck=is_stuck)
+
+    def over(self, rank: int, count: int) -> None:
+        """So many of the operations that ``rank`` was told to carry out are over there, in all."""
+        under_way = self._under_way[rank]
+        while self._over_count[rank] < count and under_way:
+            under_way.popleft()
+            self._over_count[rank] += 1
 
     def end(self, rank: int, by_itself: bool, now_s: float) -> None:
         """``rank`` takes part in nothing any more."""
-        if not self._ended:
+        if self.first_left is None:
             # Who waits for it elsewhere, for a bucket, learns from the engine that somebody has gone; from this, who.
-            self.outbox += [(other, ["left", rank, by_itself]) for other in range(len(self._hosts)) if other != rank]
+            self.first_left = ["left", rank, by_itself]
+            self.outbox += [(other, self.first_left) for other in range(len(self._hosts)) if other != rank]
         how = "has ended" if by_itself else "has gone"
         self._ended.setdefault(rank, f"{name_ranks([rank], self._hosts)} {how}")
         self._waiting.pop(rank, None)
-        self._stall.busy(rank, None, now_s)
-        for pending in list(self._pending.values()):
+        self._stall.busy(rank, (), is_stuck=False)
+        self._under_way[rank].clear()
+        for pending in [*self._pending.values(), *self._refused.values()]:
             self._consider(pending, now_s)
         if self._joined and rank not in self._joined:
             kind, words = self._words_of_end(rank, "join", "join")
@@ -118,7 +157,8 @@ class Negotiation:
 
     def tick(self, now_s: float) -> None:
         """To be called every now and then, unless `is_idle`."""
-        for pending in list(self._pending.values()):
+        # Nothing that is merely asked for changes by the passing of time.
+        for pending in list(self._differing.values()):
             self._consider(pending, now_s)
         self._find_deadlock(now_s)
         self._find_stalls(now_s)
@@ -129,11 +169,12 @@ class Negotiation:
         if pending.refusal is not None:
             self._tell_refusal(pending)
             return
-        gone = next((rank for rank in first.members if rank in self._ended), None)
+        # With every ask of every rank: what looks at all members is done only where there is something to be found.
+        gone = next((rank for rank in first.members if rank in self._ended), None) if self._ended else None
         if gone is not None:
             self._refuse(pending, *self._words_of_end(gone, first.kind, first.what))
             return
-        if first.kind not in _WITH_JOIN and any(rank in self._joined for rank in first.members):
+        if self._joined and first.kind not in _WITH_JOIN and any(rank in self._joined for rank in first.members):
             self._refuse(pending, "CommunicationError", self._words_of_join(first))
             return
         # The first question is the usual answer, and costs nothing.
@@ -156,6 +197,7 @@ class Negotiation:
         weighs_active = any(self._joined[rank] for rank in absent)
         divisor = len(first.members) - (len(absent) if weighs_active else 0)
         for rank in first.members:
+            self._under_way[rank].append(first)
             if rank in pending.asks:
                 self.outbox.append((rank, ["go", pending.asks[rank].ticket, owns, divisor]))
             else:
@@ -167,8 +209,17 @@ class Negotiation:
     # -- what cannot be
 
     def _refuse(self, pending: Pending, kind: str, words: str) -> None:
-        pending.refusal = Refusal(kind, words)
-        self._tell_refusal(pending)
+        self._refuse_all([pending], kind, words)
+
+    def _refuse_all(self, pendings: list[Pending], kind: str, words: str) -> None:
+        """One refusal for all of them: who is told of one of these operations knows of the others."""
+        refusal = Refusal(kind, words, pendings)
+        for pending in pendings:
+            pending.refusal = refusal
+            self._refused[pending.id_] = self._pending.pop(pending.id_)
+            self._differing.pop(pending.id_, None)
+        for pending in list(pendings):
+            self._tell_refusal(pending)
 
     def _tell_refusal(self, pending: Pending) -> None:
         """Tell those who have asked, once each; forget the operation once there is nobody left to tell."""
@@ -178,9 +229,11 @@ class Negotiation:
             self.outbox.append((rank, ["no", ask.ticket, refusal.kind, refusal.words]))
             refusal.told.add(rank)
             self._drop_ask(pending, rank)
-        for each in [each for each in self._pending.values() if each.refusal is refusal]:
-            deaf = refusal.told | self._ended.keys() | self._joined.keys()
-            if not each.asks and deaf.issuperset(each.first.members):
+        for each in list(refusal.covers):
+            if not each.asks and all(
+                rank in refusal.told or rank in self._ended or rank in self._joined for rank in each.first.members
+            ):
+                refusal.covers.remove(each)
                 self._forget(each)
 
     def _words_of_end(self, rank: int, kind: str, what: str) -> tuple[str, str]:
@@ -206,8 +259,12 @@ class Negotiation:
         )
 
     def _find_deadlock(self, now_s: float) -> None:
+        if not self._waiting:
+            self._stuck_since_s = None
+            return
         elsewhere = self._blocked_elsewhere(now_s)
-        missing = {id_: pending.missing(self._joined) for id_, pending in self._pending.items()}
+        waits_of = {id_ for ids in self._waiting.values() for id_ in ids}
+        missing = {id_: self._pending[id_].missing(self._joined) for id_ in waits_of}
         stuck = stuck_ranks({**dict.fromkeys(elsewhere, ()), **self._waiting}, missing)
         if not stuck & self._waiting.keys():
             self._stuck_since_s = None
@@ -219,12 +276,10 @@ class Negotiation:
         asks = {rank: [self._pending[id_].first for id_ in sorted(self._waiting.get(rank, ()))] for rank in stuck}
         waits = {rank: [Wait(ask.kind, ask.what, ask.of_set) for ask in asks[rank]] for rank in stuck}
         waits |= {rank: [Wait(what, what)] for rank, what in elsewhere.items() if not waits.get(rank)}
-        # One refusal for all of them: who is told of one of these operations knows of the others.
-        refusal = Refusal("MismatchError", words_of_deadlock(waits, self._hosts))
-        for id_ in {id_ for rank in stuck for id_ in self._waiting.get(rank, ())}:
-            self._pending[id_].refusal = refusal
-        for pending in [pending for pending in self._pending.values() if pending.refusal is refusal]:
-            self._tell_refusal(pending)
+        refused = sorted({id_ for rank in stuck for id_ in self._waiting.get(rank, ())})
+        self._refuse_all(
+            [self._pending[id_] for id_ in refused], "MismatchError", words_of_deadlock(waits, self._hosts)
+        )
 
     def _blocked_elsewhere(self, now_s: float) -> dict[int, str]:
         """Waits that are no operation's, if they and those that are hold up each and every rank."""
@@ -234,24 +289,25 @@ class Negotiation:
         return {} if free or self._joined else blocked
 
     def _find_stalls(self, now_s: float) -> None:
-        scene = Scene(self._pending, self._waiting, self._joined)
+        scene = Scene(self._pending, self._waiting, self._joined_since_s, self._under_way)
         warnings, ends = self._stall.too_long(scene, now_s)
         words, ranks = self._stall.too_long_elsewhere(scene, now_s)
-        self.warnings += warnings + words
+        of_join, end_of_join = self._stall.too_long_joined(scene, now_s)
+        self.warnings += warnings + words + of_join
         self.outbox += [(rank, ["end", *words]) for rank in ranks]
         for pending, why in ends:
             self._refuse(pending, "CommunicationError", why)
+        if end_of_join is not None:
+            self._end_join(["not_joined", "CommunicationError", end_of_join])
 
     # -- bookkeeping
 
     def _forget(self, pending: Pending) -> None:
-        if self._pending.pop(pending.id_, None) is None:
-            return
+        there = self._pending if pending.refusal is None else self._refused
+        del there[pending.id_]
         for rank in list(pending.asks):
             self._drop_ask(pending, rank)
-        alike = self._alike[pending.first.pairs_with]
-        alike.remove(pending)
-        if not alike:
+        if not self._alike[pending.first.pairs_with].remove(pending):
             del self._alike[pending.first.pairs_with]
 
     def _drop_ask(self, pending: Pending, rank: int) -> None:
@@ -268,3 +324,4 @@ class Negotiation:
             if rank not in self._ended:
                 self.outbox.append((rank, message))
         self._joined.clear()
+        self._joined_since_s.clear()

@@ -1,11 +1,12 @@
 """
-The conductor that asks: one rank's end of the connection to rank 0, and the thread that carries operations out.
+The conductor that asks: one rank's end of the connection to rank 0, and the thread that listens to it.
 
-    submit ── ask ──► coordinator ──► go ── body(turn), one after the other, in the order of the goes ── handle
+    submit ── ask ──► coordinator ──► go ── the executor: body(turn), in the order of the goes ── handle
                                       no ── the handle's error
 
 What is said over the connection is listed in `coordinator`; the order of the goes is the same on all ranks, which
-is what makes collectives on one engine pair up.
+is what makes collectives on one engine pair up. The thread here carries nothing out and waits for nobody, so that it
+hears of other ranks' ends, and tells of this one's waits, whatever becomes of an operation.
 """
 
 from __future__ import annotations
@@ -13,26 +14,32 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import selectors
+import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from ..channels.collective import Group
-from ..channels.recorder import OPERATIONS
 from ..errors import CommunicationError, HvdliteError, MismatchError, PeerLostError
+from ..log import log
 from .callers import Callers
 from .conductor import Body, StandIn
 from .coordinator import Coordinator
+from .executor import Agreed, Executor
+from .frames import FrameError
 from .handle import Handle
 from .mailbox import Mailbox
 from .request import Request, Turn
+from .stall import JOIN, Blocked, StallRules
+from .vigil import LOOK_S, Silence, Vigil
 
-# How often this process looks whether it is blocked elsewhere, and from when on it says so.
-WATCH_S = 1.0
+# How long what is still to be said may take when all is over.
+_PARTING_S = 1.0
 
 _ERRORS: dict[str, type[HvdliteError]] = {
     error.__name__: error for error in (MismatchError, CommunicationError, PeerLostError)
@@ -40,6 +47,23 @@ _ERRORS: dict[str, type[HvdliteError]] = {
 
 
 _Name = tuple[int, str, str]  # of the process set, the kind, the user's
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """What rank 0 tells of itself when a rank has come."""
+
+    pid: int
+    rules: StallRules
+
+    @classmethod
+    def read(cls, message: list[Any]) -> Welcome:
+        """A ValueError if that is no welcome."""
+        match message:
+            case ["welcome", int(pid), None | int() | float(), None | int() | float()]:
+                return cls(pid, StallRules(message[2], message[3]))
+            case _:
+                raise ValueError("it does not speak as hvdlite's rank 0 does")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +76,10 @@ class _Asked:
 
 
 class Negotiator:
-    """Carries out what all ranks have asked for, on a thread of its own."""
+    """Has what all ranks have asked for carried out, on a thread of its own."""
 
-    def __init__(self, mailbox: Mailbox, group: Group, coordinator: Coordinator | None) -> None:
-        """``mailbox`` leads to the coordinator, and its socket's timeout is `WATCH_S`; ``group`` are all ranks.
+    def __init__(self, mailbox: Mailbox, group: Group, coordinator: Coordinator | None, welcome: Welcome) -> None:
+        """``mailbox`` leads to the coordinator, whose ``welcome`` has been read; ``group`` are all ranks.
 
         ``coordinator`` is the one of rank 0, to be closed with this.
         """
@@ -69,12 +93,25 @@ class Negotiator:
         self._joining: tuple[Handle, StandIn] | None = None
         self._pid = os.getpid()
         self._callers = Callers(lambda ticket: self._say(["wait", ticket]))
+        self._vigil = Vigil(welcome.rules)
+        self._pid_of_rank_0 = welcome.pid
+        self._rules = welcome.rules
         # Why nothing can be carried out any more.
         self._over: str | None = None
-        self._reported: str | None = None
-        self._thread = threading.Thread(target=self._run, name="hvdlite-operations", daemon=True)
+        self._is_closing = False
+        self._executor = Executor()
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        mailbox.wake = self._wake_up
+        self._thread = threading.Thread(target=self._run, name="hvdlite-listener", daemon=True)
 
-    def start(self) -> None:
+    def start(self, early: Iterable[list[Any]] = ()) -> None:
+        """``early`` is what rank 0 has said right after its welcome."""
+        self._mailbox.send(["here", self._pid])
+        self._executor.start()
+        for message in early:
+            self._take(message)
         self._thread.start()
 
     def open_channel(self, group: Group) -> None:
@@ -96,7 +133,7 @@ class Negotiator:
         what = request.describe()
         handle = Handle(what)
         if group.size == 1:
-            _carry_out(_Asked(handle, body, group), Turn(group, what, [request.own], 1))
+            Agreed(handle, body, Turn(group, what, [request.own], 1)).carry_out()
             return handle
         name = None if request.name is None else (group.set_id, request.kind, request.name)
         with self._lock:
@@ -114,7 +151,10 @@ class Negotiator:
             self._callers.called()
         members = None if group.set_id == 0 else group.ranks
         same, own = request.same, request.own
-        self._say(["ask", int(handle), group.set_id, request.kind, request.name, what, members, same, own])
+        try:
+            self._say(["ask", int(handle), group.set_id, request.kind, request.name, what, members, same, own])
+        except ValueError as error:
+            self._pop(int(handle)).handle.fail(CommunicationError(f"{what} cannot be asked for: {error}"))
         return handle
 
     def join(self, *, average_of_active: bool, stand_in: StandIn) -> Handle:
@@ -129,75 +169,135 @@ class Negotiator:
     def close(self) -> None:
         with self._lock:
             self._over = self._over or "hvd.shutdown() was called"
-        with contextlib.suppress(OSError):
-            self._mailbox.send(["bye"])
-            self._mailbox.hang_up()
+        self._mailbox.send(["bye"])
+        self._is_closing = True
+        self._wake_up()
         if threading.current_thread() is not self._thread:
-            # Not for long: it may be in an operation that another rank has left.
-            self._thread.join(WATCH_S)
+            self._thread.join()
+        # Not for long: it may be in an operation that another rank has left.
+        self._executor.ended_within(LOOK_S)
         if self._coordinator is not None:
             self._coordinator.close()
 
     def _say(self, message: list[Any]) -> None:
-        if self._over is None:
-            with contextlib.suppress(OSError):
-                self._mailbox.send(message)
-                return
         if os.getpid() != self._pid:
             self._over = "this is a forked child, which is none of the ranks: leave collectives to its parent"
-        # The thread may be past its end, and nobody else would tell who has asked since.
-        self._fail_all()
+        elif self._over is None:
+            self._mailbox.send(message)
+        if self._over is not None:
+            # The thread may be past its end, and nobody else would tell who has asked since.
+            self._fail_all()
 
-    # -- its own thread
+    def _wake_up(self) -> None:
+        # A full buffer wakes it too, and one that is closed has nobody to wake.
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+
+    # -- the thread that listens
 
     def _run(self) -> None:
         self._group.watch.listener = threading.get_ident()
         why = f"{self._group.describe_rank(0)} has gone"
-        last_look_s = 0.0
         try:
-            while True:
-                with contextlib.suppress(TimeoutError):
-                    for message in self._mailbox.receive():
-                        if message[0] == "over":
-                            why = message[1]
-                        else:
-                            self._take(message)
-                now_s = time.monotonic()
-                if now_s - last_look_s >= WATCH_S:
-                    last_look_s = now_s
-                    self._report_wait(now_s)
-                    self._callers.look()
-        except (OSError, EOFError):
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._woken, selectors.EVENT_READ)
+                selector.register(self._mailbox, selectors.EVENT_READ)
+                self._listen(selector)
+                self._part(selector)
+        except EOFError as error:
+            why = str(error) or why
+        except FrameError as error:
+            why = f"what comes over the connection to {self._group.describe_rank(0)} is not what it says: {error}"
+        except OSError:
             pass
         finally:
             with self._lock:
                 self._over = self._over or why
             self._fail_all()
+            if self._is_closing:
+                self._executor.give_up(self._error_of_end)
+            else:
+                # What has been agreed on is carried out on the other ranks too.
+                self._executor.finish()
             self._mailbox.close()
+            self._wake.close()
+            self._woken.close()
+
+    def _listen(self, selector: selectors.BaseSelector) -> None:
+        """Until this rank closes; until rank 0 is no more, which is an EOFError."""
+        looks_at_s = time.monotonic() + LOOK_S
+        is_flushing = False
+        while not self._is_closing:
+            ready = selector.select(max(0.0, looks_at_s - time.monotonic()))
+            for key, events in ready:
+                if key.fileobj is self._woken:
+                    with contextlib.suppress(BlockingIOError):
+                        self._woken.recv(4096)
+                    continue
+                if events & selectors.EVENT_READ:
+                    self._hear()
+            if is_flushing or self._mailbox.has_outgoing:
+                self._mailbox.flush()
+                if is_flushing != self._mailbox.has_outgoing:
+                    is_flushing = not is_flushing
+                    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_flushing else 0)
+                    selector.modify(self._mailbox, events)
+            if (now_s := time.monotonic()) >= looks_at_s:
+                looks_at_s = now_s + LOOK_S
+                self._look(now_s)
+
+    def _part(self, selector: selectors.BaseSelector) -> None:
+        """Send what is still to be said, if rank 0 reads it."""
+        give_up_at_s = time.monotonic() + _PARTING_S
+        selector.unregister(self._woken)
+        selector.modify(self._mailbox, selectors.EVENT_WRITE)
+        self._mailbox.flush()
+        while self._mailbox.has_outgoing and (left_s := give_up_at_s - time.monotonic()) > 0:
+            selector.select(left_s)
+            self._mailbox.flush()
+        self._mailbox.hang_up()
+
+    def _hear(self) -> None:
+        try:
+            messages = self._mailbox.receive()
+        except EOFError:
+            # Without its own words, if it had any: they end the loop before.
+            raise EOFError from None
+        self._vigil.heard()
+        for message in messages:
+            if message[0] == "over":
+                raise EOFError(message[1])
+            self._take(message)
 
     def _take(self, message: list[Any]) -> None:
         match message:
+            case ["alive"]:
+                return
             case ["go", ticket, owns, divisor]:
                 asked = self._pop(ticket)
-                _carry_out(asked, Turn(self._channels[asked.group.set_id], asked.handle.what, owns, divisor))
+                turn = Turn(self._channels[asked.group.set_id], asked.handle.what, owns, divisor)
+                self._executor.put(Agreed(asked.handle, asked.body, turn, asked.since_ns))
             case ["stand_in", set_id, owns, divisor, kind, what, same]:
                 self._stand_in(Turn(self._channels[set_id], what, owns, divisor), kind, same)
             case ["no", ticket, error, words]:
                 self._pop(ticket).handle.fail(_ERRORS[error](words))
             case ["joined", last_rank]:
-                self._end_join().succeed(last_rank)
+                # After those operations in which this rank stands in.
+                self._executor.put_word(partial(self._end_join().succeed, last_rank))
             case ["not_joined", error, words]:
-                self._end_join().fail(_ERRORS[error](words))
+                self._executor.put_word(partial(self._end_join().fail, _ERRORS[error](words)))
             case ["left", rank, by_itself]:
                 self._group.watch.hear_of_end(rank, by_itself)
             case ["end", words]:
-                _end_process(f"hvdlite: {self._group.describe_rank(self._group.rank)} is ended: {words}")
+                self._end_process(words)
             case _:
-                raise AssertionError(f"rank 0 says {message!r}")
+                raise FrameError(f"{str(message)[:200]} is no word of rank 0's")
 
     def _stand_in(self, turn: Turn, kind: str, same: Mapping[str, Any]) -> None:
         assert self._joining is not None, "only who has joined is told of what it has not asked for"
-        _carry_out(_Asked(Handle(turn.what), self._joining[1](kind, same), turn.group), turn)
+        stand_in = self._joining[1]
+        # What it does is made there too: it may be an error, which is then the operation's.
+        self._executor.put(Agreed(Handle(turn.what), lambda turn: stand_in(kind, same)(turn), turn))
 
     def _pop(self, ticket: int) -> _Asked:
         with self._lock:
@@ -217,36 +317,61 @@ class Negotiator:
             asked, self._asked = list(self._asked.values()), {}
             self._names.clear()
             joining, self._joining = self._joining, None
+        for handle in [*(each.handle for each in asked), *([joining[0]] if joining else [])]:
+            handle.fail(self._error_of_end(handle.what))
+
+    def _error_of_end(self, what: str) -> CommunicationError:
         why = self._over or f"{self._group.describe_rank(0)} has gone"
         error = PeerLostError if why.endswith("has gone") else CommunicationError
-        for handle in [*(each.handle for each in asked), *([joining[0]] if joining else [])]:
-            # The first words are Horovod's.
-            handle.fail(error(f"Horovod has been shut down. {handle.what} cannot be done, since {why}"))
+        # The first words are Horovod's.
+        return error(f"Horovod has been shut down. {what} cannot be done, since {why}")
 
-    def _report_wait(self, now_s: float) -> None:
-        """Let rank 0 know what this process is blocked in, if that is none of the operations here."""
-        current = self._group.watch.current
-        what = current[0] if current is not None and now_s - current[1] >= WATCH_S else None
-        if what != self._reported:
-            self._reported = what
-            self._mailbox.send(["busy", what, 0.0 if current is None else now_s - current[1]])
+    # -- about once a second
 
+    def _look(self, now_s: float) -> None:
+        """Let rank 0 know what this process is blocked in, and see whether rank 0 is there."""
+        self._callers.look()
+        executor = self._executor
+        waits = self._group.watch.blocked()
+        waits.pop(executor.ident or 0, None)
+        blocked = [Blocked(what, since_s) for what, since_s in waits.values()]
+        current = executor.current
+        if current is not None:
+            blocked.append(Blocked(*current, is_operation=True))
+        is_stuck = not self._callers.can_ask(waits.keys())
+        is_waiting = bool(self._asked or self._joining or blocked or not executor.is_idle)
+        messages = self._vigil.look(now_s, blocked, is_stuck=is_stuck, is_waiting=is_waiting, over_count=executor.ended)
+        self._mailbox.send_all(messages)
+        silence = self._vigil.silence(now_s)
+        if silence is not None:
+            self._tell_silence(silence, blocked)
 
-def _carry_out(asked: _Asked, turn: Turn) -> None:
-    recorder = turn.group.recorder
-    if recorder.is_on:
-        recorder.note_waiting(turn.what, asked.since_ns, time.monotonic_ns())
-    try:
-        with recorder.span(OPERATIONS, turn.what):
-            result = asked.body(turn)
-        # Only now: whoever waits may end the timeline next.
-        asked.handle.succeed(result)
-    except Exception as error:  # noqa: BLE001 - it is raised by whoever waits for the handle
-        asked.handle.fail(error)
+    def _tell_silence(self, silence: Silence, blocked: Iterable[Blocked]) -> None:
+        words = (
+            f"stalled: {self._describe(0, self._pid_of_rank_0)} has not answered for {silence.lasted_s:.0f} s: it is "
+            f"stopped, something holds its interpreter, or its machine is gone. "
+            f"{self._describe(self._group.rank, self._pid)} waits in {self._words_of_waits(blocked)}"
+        )
+        if silence.is_end:
+            self._end_process(words)
+        log.warning("%s. %s", words, self._rules.way_out)
 
+    def _words_of_waits(self, blocked: Iterable[Blocked]) -> str:
+        with self._lock:
+            asked = {ticket: each.handle.what for ticket, each in self._asked.items()}
+            joining = self._joining
+        waits = [each.what for each in sorted(blocked, key=lambda each: each.since_s)]
+        waits += [asked.pop(ticket) for ticket, _ in self._callers.blocked() if ticket in asked]
+        waits += [JOIN] if joining is not None else []
+        whats = list(dict.fromkeys([*waits, *asked.values()]))
+        return ", ".join(whats[:8]) + (f" and {len(whats) - 8} more" if len(whats) > 8 else "")
 
-def _end_process(words: str) -> None:
-    # Nothing else reaches a thread that is blocked in the engine.
-    print(words, file=sys.stderr, flush=True)
-    logging.shutdown()
-    os._exit(1)
+    def _describe(self, rank: int, pid: int) -> str:
+        return f"rank {rank} ({self._group.hosts[rank]}, pid {pid})"
+
+    def _end_process(self, words: str) -> None:
+        # Nothing else reaches a thread that is blocked in the engine.
+        own = self._group.describe_rank(self._group.rank)
+        print(f"hvdlite: {own} is ended: {words}", file=sys.stderr, flush=True)
+        logging.shutdown()
+        os._exit(1)

@@ -44,20 +44,24 @@ class Refusal:
 
     kind: str
     words: str
+    covers: list[Pending]
     told: set[int] = field(default_factory=set)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Pending:
-    """An operation, from the first rank that asks for it on; times are seconds of whatever clock."""
+    """An operation, from the first rank that asks for it on; times are seconds of whatever clock.
+
+    ``place`` is its own among those that mean the same.
+    """
 
     id_: Id
     first: Ask
     since_s: float
+    place: int
     asks: dict[int, Ask] = field(default_factory=dict)
     differs: bool = False
     differs_since_s: float | None = None
-    warned_at_s: float | None = None
     refusal: Refusal | None = None
 
     def waits_for(self, rank: int) -> bool:
@@ -67,6 +71,49 @@ class Pending:
     def missing(self, joined: Collection[int]) -> set[int]:
         """The members that have neither asked nor joined."""
         return {rank for rank in self.first.members if rank not in self.asks and rank not in joined}
+
+
+class Alike:
+    """Pending operations that mean the same, in their order: a rank's next one is the first that waits for it.
+
+    What has once not waited for a rank never does again. So each rank has a place up to which there is nothing for
+    it, and nothing is looked through twice.
+    """
+
+    __slots__ = ("_at", "_end", "_first", "_place_of")
+
+    def __init__(self) -> None:
+        self._at: dict[int, Pending] = {}
+        self._first = self._end = 0
+        self._place_of: dict[int, int] = {}
+
+    def next_of(self, rank: int) -> Pending | None:
+        """The first that waits for this rank, if there is one; it is thought to ask for it now."""
+        place = max(self._place_of.get(rank, 0), self._first)
+        while place < self._end:
+            pending = self._at.get(place)
+            place += 1
+            if pending is not None and pending.waits_for(rank):
+                break
+        else:
+            pending = None
+        self._place_of[rank] = place
+        return pending
+
+    def add(self, id_: Id, first: Ask, rank: int, since_s: float) -> Pending:
+        """One more, after all others, which this rank is the first to ask for."""
+        pending = Pending(id_, first, since_s, self._end)
+        self._at[self._end] = pending
+        self._end += 1
+        self._place_of[rank] = self._end
+        return pending
+
+    def remove(self, pending: Pending) -> bool:
+        """Forget it; whether there is another."""
+        del self._at[pending.place]
+        while self._first < self._end and self._first not in self._at:
+            self._first += 1
+        return bool(self._at)
 
 
 def stuck_ranks(waiting: Mapping[int, Iterable[Id]], missing: Mapping[Id, Set[int]]) -> frozenset[int]:

@@ -1,7 +1,7 @@
 """
 Ranks that do not come: when that is told of, when it is the end, and in what words.
 
-    operations that are pending, and waits elsewhere (for buckets) ── look, now and then ── warnings, ends
+    operations that are pending, and what ranks say they are blocked in ── look, now and then ── warnings, ends
 
 Pure, as all of `negotiation`, whose part it is: time is what the caller says it is.
 """
@@ -9,16 +9,21 @@ Pure, as all of `negotiation`, whose part it is: time is what the caller says it
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 
-from .mismatch import name_ranks
-from .pending import Id, Pending
+from .pending import Ask, Id, Pending
 
 # No bucket takes that long on its way; see `StallWatch.blocked`.
 STANDSTILL_S = 10.0
 
+# A rank that waits for others is heard of every second. One that is not for so long is told of as silent.
+SILENT_S = 5.0
+
 # How many operations, or ranks, a message names.
-_SHOWN = 8
+SHOWN = 8
+
+JOIN = "hvd.join()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,103 +37,269 @@ class StallRules:
     end_after_s: float | None = None
     timeout_s: float | None = None
 
+    @property
+    def way_out(self) -> str:
+        """What the user can do about a wait that is told of."""
+        if self.end_after_s is None:
+            return "Set HVDLITE_STALL_SHUTDOWN_S to the seconds after which that is to end the job"
+        return f"After {self.end_after_s:g} s (HVDLITE_STALL_SHUTDOWN_S) that ends the job"
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """What a thread of a rank is blocked in: an operation that is under way, or something else such as a bucket."""
+
+    what: str
+    since_s: float
+    is_operation: bool = False
+
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What every rank is doing, as far as it is known."""
+    """What every rank is doing, as far as it is known.
+
+    ``pending`` is in the order of asking. ``under_way``: by rank, what it was told to carry out and has not ended.
+    ``joined``: by rank, since when.
+    """
 
     pending: Mapping[Id, Pending]
     waiting: Mapping[int, Collection[Id]]
-    joined: Collection[int]
+    joined: Mapping[int, float]
+    under_way: Mapping[int, Sequence[Ask]]
+
+
+@dataclass(slots=True)
+class Names:
+    """The ranks as stalls name them: ``rank 1 (node1, pid 4242)``."""
+
+    hosts: Sequence[str]
+    pids: dict[int, int] = field(default_factory=dict)
+
+    def of(self, ranks: Sequence[int]) -> str:
+        shown = [f"{rank} ({self.hosts[rank]}{self._pid(rank)})" for rank in ranks[:SHOWN]]
+        return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(shown)}{_and_more(len(ranks) - SHOWN)}"
+
+    def _pid(self, rank: int) -> str:
+        return f", pid {self.pids[rank]}" if rank in self.pids else ""
 
 
 class StallWatch:
     """Looks for waits that have become too long."""
 
     def __init__(self, hosts: Sequence[str], rules: StallRules) -> None:
-        self._hosts = hosts
+        self.names = Names(hosts)
+        self._size = len(hosts)
         self._rules = rules
-        # Waits that are no operation's: what for, since when.
-        self._busy: dict[int, tuple[str, float]] = {}
-        self._warned_at_s: float | None = None
+        # What each rank is blocked in for longer than a moment, the longest first.
+        self._busy: dict[int, list[Blocked]] = {}
+        # Those of them no thread of which can ask for anything meanwhile.
+        self._stuck: set[int] = set()
+        self._heard_at_s: dict[int, float] = {}
+        self._asked_at_s = 0.0
+        # By what kind of stall: when it was told of last.
+        self._warned_at_s: dict[str, float] = {}
 
     @property
     def is_idle(self) -> bool:
         """Whether nobody waits elsewhere."""
         return not self._busy
 
-    def busy(self, rank: int, what: str | None, since_s: float) -> None:
-        """``rank`` has been waiting for other ranks in ``what``, which is no operation; None: no more."""
-        if what is None:
-            self._busy.pop(rank, None)
+    def heard(self, rank: int, now_s: float) -> None:
+        """Something has come from this rank."""
+        self._heard_at_s[rank] = now_s
+
+    def asked(self, now_s: float) -> None:
+        """Some rank has asked for an operation."""
+        self._asked_at_s = now_s
+
+    def busy(self, rank: int, blocked: Sequence[Blocked], *, is_stuck: bool) -> None:
+        """What ``rank`` is blocked in; nothing any more where that is empty.
+
+        ``is_stuck`` is whether all its threads that call operations are blocked in something.
+        """
+        if blocked:
+            self._busy[rank] = sorted(blocked, key=lambda each: each.since_s)
         else:
-            self._busy[rank] = (what, since_s)
+            self._busy.pop(rank, None)
+        (self._stuck.add if blocked and is_stuck else self._stuck.discard)(rank)
 
     def blocked(self, now_s: float) -> dict[int, str]:
-        """By rank, the waits elsewhere in which nothing has happened for so long that nothing will by itself."""
-        return {rank: what for rank, (what, since_s) in self._busy.items() if now_s - since_s >= STANDSTILL_S}
+        """By rank, the waits in which nothing has happened for so long that nothing will by itself.
+
+        Not those of operations: all ranks have agreed on these.
+        """
+        found = {}
+        for rank in self._stuck:
+            elsewhere = next((each for each in self._busy[rank] if not each.is_operation), None)
+            if elsewhere is not None and now_s - elsewhere.since_s >= STANDSTILL_S:
+                found[rank] = elsewhere.what
+        return found
+
+    # -- operations that some have asked for
 
     def too_long(self, scene: Scene, now_s: float) -> tuple[list[str], list[tuple[Pending, str]]]:
         """What to warn of, and the operations to refuse, each with the words."""
-        warnings: list[str] = []
+        end_s = min((s for s in (self._rules.end_after_s, self._rules.timeout_s) if s is not None), default=None)
         ends: list[tuple[Pending, str]] = []
-        limit_s = self._rules.warn_after_s
         for pending in scene.pending.values():
-            waited_s = now_s - pending.since_s
-            if pending.refusal is not None:
-                continue
-            if _is_over(waited_s, self._rules.end_after_s) or _is_over(waited_s, self._rules.timeout_s):
-                ends.append((pending, self._words(pending, scene, now_s)))
-            elif _is_over(now_s - (pending.warned_at_s or pending.since_s), limit_s):
-                pending.warned_at_s = now_s
-                warnings.append(self._words(pending, scene, now_s))
-        return warnings, ends
-
-    def too_long_elsewhere(self, scene: Scene, now_s: float) -> tuple[list[str], list[int]]:
-        """The words for waits that are no operation's, if there are such, and the ranks whose end they are."""
+            # They are in the order of their age: from the first that is young enough on, all are.
+            if not _is_over(now_s - pending.since_s, end_s):
+                break
+            ends.append((pending, self._words(pending, scene, now_s)))
+        left = islice(scene.pending.values(), len(ends), None)
+        oldest = next(left, None)
         limit_s = self._rules.warn_after_s
-        since_s = {rank: since_s for rank, (_, since_s) in self._busy.items()}
-        ranks = sorted(rank for rank in since_s if _is_over(now_s - since_s[rank], limit_s))
-        if not ranks:
-            self._warned_at_s = None
-            return [], []
-        waited_s = now_s - min(since_s[rank] for rank in ranks)
-        elsewhere = [rank for rank in range(len(self._hosts)) if rank not in self._busy]
-        have = "has" if len(ranks) == 1 else "have"
-        words = (
-            f"stalled: {name_ranks(ranks, self._hosts)} {have} waited {waited_s:.0f} s in "
-            f"{self._busy[ranks[0]][0]}, for ranks that have not come there. Elsewhere, or hanging: "
-            f"{self._whereabouts_of(elsewhere, scene)}"
-        )
-        if _is_over(waited_s, self._rules.end_after_s):
-            return [words], ranks
-        if self._warned_at_s is None or _is_over(now_s - self._warned_at_s, limit_s):
-            self._warned_at_s = now_s
-            return [words], []
-        return [], []
+        if oldest is None or not _is_over(now_s - oldest.since_s, limit_s):
+            if not ends:
+                self._warned_at_s.pop("operations", None)
+            return [], ends
+        if not self._is_due("operations", now_s):
+            return [], ends
+        others = []
+        for pending in left:
+            if not _is_over(now_s - pending.since_s, limit_s):
+                break
+            others.append(pending)
+        words = self._words(oldest, scene, now_s) + self._words_of_others(others, oldest, scene)
+        return [f"{words}. {self._rules.way_out}"], ends
 
     def _words(self, pending: Pending, scene: Scene, now_s: float) -> str:
         first = pending.first
-        callers = name_ranks(sorted(pending.asks), self._hosts)
-        missing = self._whereabouts_of(sorted(pending.missing(scene.joined)), scene)
+        callers = self.names.of(sorted(pending.asks))
+        missing = self._whereabouts_of(pending.missing(scene.joined), scene, now_s)
         return (
             f"stalled: {first.what} in {first.of_set} has been waiting {now_s - pending.since_s:.0f} s. {callers} "
             f"called it; missing: {missing}"
         )
 
-    def _whereabouts_of(self, ranks: Sequence[int], scene: Scene) -> str:
-        shown = [f"{name_ranks([rank], self._hosts)}, {self._whereabouts(rank, scene)}" for rank in ranks[:_SHOWN]]
-        return "; ".join(shown) + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+    def _words_of_others(self, others: Sequence[Pending], oldest: Pending, scene: Scene) -> str:
+        if not others:
+            return ""
+        usual = oldest.missing(scene.joined)
+        shown = []
+        for pending in others[: SHOWN - 1]:
+            missing = pending.missing(scene.joined)
+            shown.append(pending.first.what)
+            if missing != usual:
+                shown[-1] += f" (missing: {self.names.of(sorted(missing))})"
+        count = f"{len(others)} more operations have" if len(others) > 1 else "1 more operation has"
+        return f". {count} been waiting too long: {', '.join(shown)}{_and_more(len(others) - len(shown))}"
 
-    def _whereabouts(self, rank: int, scene: Scene) -> str:
-        if rank in self._busy:
-            return f"which waits in {self._busy[rank][0]}"
-        waits = [scene.pending[wait].first.what for wait in sorted(scene.waiting.get(rank, ()))]
+    # -- all else that ranks are blocked in
+
+    def too_long_elsewhere(self, scene: Scene, now_s: float) -> tuple[list[str], list[int]]:
+        """The words for waits that are no pending operation's, if there are such, and the ranks whose end they are."""
+        over = [
+            rank
+            for rank, blocked in sorted(self._busy.items())
+            if _is_over(now_s - blocked[0].since_s, self._rules.warn_after_s)
+        ]
+        if not over:
+            self._warned_at_s.pop("elsewhere", None)
+            return [], []
+        first = min(over, key=lambda rank: self._busy[rank][0].since_s)
+        longest = self._busy[first][0]
+        waited_s = now_s - longest.since_s
+        words = self._words_elsewhere(first, longest, scene, now_s)
+        if _is_over(waited_s, self._rules.end_after_s):
+            return [words], over
+        if self._is_due("elsewhere", now_s):
+            return [f"{words}. {self._rules.way_out}"], []
+        return [], []
+
+    def _words_elsewhere(self, first: int, longest: Blocked, scene: Scene, now_s: float) -> str:
+        members: Collection[int] = range(self._size)
+        told = scene.under_way.get(first)
+        if longest.is_operation and told:
+            members = told[0].members
+        there = [
+            rank
+            for rank, blocked in sorted(self._busy.items())
+            if any(each.what == longest.what for each in blocked)
+            and (rank == first or self._silent_s(rank, scene, now_s) is None)
+        ]
+        have = "has" if len(there) == 1 else "have"
+        waited = f"stalled: {self.names.of(there)} {have} waited {now_s - longest.since_s:.0f} s in {longest.what}"
+        elsewhere = set(members) - set(there)
+        if not elsewhere:
+            return f"{waited}, and all that take part in it are there: what connects them is slow, or broken"
+        return (
+            f"{waited}, for ranks that have not come there, or not come through. Elsewhere, or hanging: "
+            f"{self._whereabouts_of(elsewhere, scene, now_s)}"
+        )
+
+    # -- ranks that have joined, where the others do nothing at all
+
+    def too_long_joined(self, scene: Scene, now_s: float) -> tuple[list[str], str | None]:
+        """What to warn of, and why `join` is to end, if it is.
+
+        Who has joined waits as long as the others have work. Where they ask for nothing, and nobody is in a bucket
+        or the like, which would be told of as such, there is none.
+        """
+        if not scene.joined or self._busy or scene.pending:
+            self._warned_at_s.pop("join", None)
+            return [], None
+        waited_s = now_s - max(self._asked_at_s, min(scene.joined.values()))
+        missing = set(range(self._size)) - scene.joined.keys()
+        words = (
+            f"stalled: {self.names.of(sorted(scene.joined))} called {JOIN}, and for {waited_s:.0f} s no rank has asked "
+            f"for anything. Not joined: {self._whereabouts_of(missing, scene, now_s)}"
+        )
+        if _is_over(waited_s, self._rules.end_after_s):
+            return [], words
+        if _is_over(waited_s, self._rules.warn_after_s) and self._is_due("join", now_s):
+            return [f"{words}. {self._rules.way_out}"], None
+        return [], None
+
+    # -- where ranks are
+
+    def _whereabouts_of(self, ranks: Collection[int], scene: Scene, now_s: float) -> str:
+        # Those first that most likely hold up the others.
+        order = sorted(ranks, key=lambda rank: (self._silent_s(rank, scene, now_s) is None, rank in self._busy, rank))
+        shown = [f"{self.names.of([rank])}, {self._whereabouts(rank, scene, now_s)}" for rank in order[:SHOWN]]
+        return "; ".join(shown) + _and_more(len(order) - SHOWN)
+
+    def _whereabouts(self, rank: int, scene: Scene, now_s: float) -> str:
+        silent_s = self._silent_s(rank, scene, now_s)
+        silence = (
+            ""
+            if silent_s is None
+            else f" and has not been heard of for {silent_s:.0f} s: it is stopped, something holds its interpreter, or "
+            "its machine is gone"
+        )
+        waits = [JOIN] if rank in scene.joined else []
+        waits += [each.what for each in self._busy.get(rank, ())]
+        waits += [scene.pending[wait].first.what for wait in sorted(scene.waiting.get(rank, ()))]
         if waits:
-            return f"which waits in {', '.join(waits[:_SHOWN])}"
+            return f"which waits in {_listed(waits)}{silence}"
+        if told := scene.under_way.get(rank):
+            return f"which is in {told[0].what}{silence}"
         asked = [pending.first.what for pending in scene.pending.values() if rank in pending.asks]
-        return f"which has called {', '.join(asked[:_SHOWN])}" if asked else "which computes or hangs"
+        return (f"which has called {_listed(asked)}" if asked else "which computes or hangs") + silence
+
+    def _silent_s(self, rank: int, scene: Scene, now_s: float) -> float | None:
+        """For how long nothing has come from a rank that should have said something; None where all is well."""
+        # A rank that waits for nothing has nothing to say.
+        if rank not in self._busy and not scene.under_way.get(rank) and not scene.waiting.get(rank):
+            return None
+        silent_s = now_s - self._heard_at_s.get(rank, now_s)
+        return silent_s if silent_s >= SILENT_S else None
+
+    def _is_due(self, kind: str, now_s: float) -> bool:
+        """Whether a stall of this kind is to be told of now: once in the time after which one is told of at all."""
+        if kind in self._warned_at_s and not _is_over(now_s - self._warned_at_s[kind], self._rules.warn_after_s):
+            return False
+        self._warned_at_s[kind] = now_s
+        return True
 
 
 def _is_over(waited_s: float, limit_s: float | None) -> bool:
     return limit_s is not None and waited_s >= limit_s
+
+
+def _listed(whats: Sequence[str]) -> str:
+    return ", ".join(whats[:SHOWN]) + _and_more(len(whats) - SHOWN)
+
+
+def _and_more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""

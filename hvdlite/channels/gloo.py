@@ -27,6 +27,7 @@ import torch
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
 
 from ..errors import CommunicationError
+from ..log import log
 from ..signing import TAG_BYTES, Signer
 
 # Ranks that have all connected are at most so far apart, also where many share few cores.
@@ -203,7 +204,14 @@ def _close_door(loop: int) -> None:
 def _drop_all(listener: socket.socket) -> None:
     # A classic BPF program of one instruction: "ret #0", of a packet keep no byte.
     program = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
-    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HL", 1, ctypes.addressof(program)))
+    except OSError as error:
+        log.warning(
+            "gloo's port %s goes on taking connections, which carry nothing: this system does not filter packets (%s)",
+            listener.getsockname()[:2],
+            error,
+        )
 
 
 def _allow_files(soft: int, hard: int) -> None:

@@ -19,12 +19,18 @@ class Watch:
     """What this process is blocked in, and which other rank has ended: for who watches, and by who listens."""
 
     def __init__(self) -> None:
-        # An engine's collective, and since when (`time.monotonic`).
-        self.current: tuple[str, float] | None = None
+        # By thread, by its ident: an engine's collective, and since when (`time.monotonic`). Each thread writes its
+        # own entry, on the way of every bucket.
+        self.waits: dict[int, tuple[str, float]] = {}
         # The thread that hears of other ranks' ends, if there is one.
         self.listener: int | None = None
         self._heard = threading.Event()
         self._first_end: tuple[int, bool] | None = None
+
+    def blocked(self) -> dict[int, tuple[str, float]]:
+        """What each thread is blocked in now, by its ident, and since when."""
+        # In one step of the interpreter's, while other threads change it.
+        return self.waits.copy()
 
     def hear_of_end(self, rank: int, by_itself: bool) -> None:
         """This global rank was the first to end, or, unless ``by_itself``, to go."""
@@ -52,8 +58,8 @@ class Work:
 
     def wait(self) -> None:
         """Block until done; on a GPU the current stream waits instead of the host."""
-        watch = self._watch
-        watch.current = (self._what, time.monotonic())
+        waits, own = self._watch.waits, threading.get_ident()
+        waits[own] = (self._what, time.monotonic())
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -65,7 +71,7 @@ class Work:
                 raise
             raise self._error_of(self._what, error) from error
         finally:
-            watch.current = None
+            del waits[own]
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""

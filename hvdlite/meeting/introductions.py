@@ -125,5 +125,5 @@ def _words_of_late(
     who = ", ".join(map(str, late[:8])) + (f" and {len(late) - 8} more" if len(late) > 8 else "")
     return (
         f"{where}: another rank did not call it within {timeout.total_seconds():g} s, or ended before it did: waited "
-        f"for rank {who}"
+        f"for rank {who}. ({str(error).strip().partition(chr(10))[0]})"
     )

@@ -10,13 +10,10 @@ joins those that it finds beside the file. What the current world is, is not kno
 
 from __future__ import annotations
 
-import ctypes
 import os
 import time
 import zlib
 from pathlib import Path
-
-import torch
 
 from ..agreement.conductor import Conductor
 from ..agreement.handle import Handle
@@ -136,16 +133,10 @@ def _end(group: Group, recorder: Recorder) -> None:
 
 def _gather(group: Group, data: bytes) -> list[bytes]:
     """Everyone's data on rank 0, and something on the others. One at a time, and packed: they may be large."""
-    packed = bytearray(zlib.compress(data, level=1))
-    sizes = group.all_gather_json(len(packed), _STOP)
+    packed = zlib.compress(data, level=1)
     result = []
-    for rank, size in enumerate(sizes):
-        wire = (
-            torch.frombuffer(packed, dtype=torch.uint8) if rank == group.rank else torch.empty(size, dtype=torch.uint8)
-        )
-        group.broadcast(wire, rank, _STOP).wait()
+    for rank in range(group.size):
+        received = group.broadcast_signed(packed if rank == group.rank else None, rank, _STOP)
         if group.rank == 0:
-            result.append(
-                zlib.decompress(bytes(packed) if rank == 0 else ctypes.string_at(wire.data_ptr(), wire.numel()))
-            )
+            result.append(zlib.decompress(received))
     return result

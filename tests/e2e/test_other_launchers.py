@@ -376,3 +376,34 @@ def test_slurm_hands_on_the_exit_code_of_a_failed_task(slurm, tmp_path):
     body = TRAIN + "if hvd.rank() == 1: sys.exit(7)\nhvd.barrier()\n"
     code, _, err = run([*enter, "srun", "-n", "3"], tmp_path, body, **environment)
     assert code == 7, err
+
+
+# --- a secret of the user's own ---
+
+GREET = """
+    import os, sys
+    if "SECRET_OF_RANK_1" in os.environ and os.environ["RANK"] == "1":
+        os.environ["HVDLITE_SECRET"] = os.environ["SECRET_OF_RANK_1"]
+    import hvdlite as hvd
+    hvd.init(timeout_s=60)
+    print(sorted(hvd.allgather_object(hvd.rank())))
+"""
+
+SECRET = "0123456789abcdef0123456789abcdef"
+
+
+def test_ranks_of_torchrun_meet_with_a_secret_of_the_users_own(tmp_path):
+    code, out, err = run(TORCHRUN, tmp_path, GREET, HVDLITE_SECRET=SECRET)
+    assert (code, out) == (0, "[0, 1, 2]\n" * 3), err
+
+
+def test_a_rank_with_another_secret_is_an_error_everywhere_before_anything_is_connected(tmp_path):
+    code, _, err = run(TORCHRUN, tmp_path, GREET, HVDLITE_SECRET=SECRET, SECRET_OF_RANK_1=SECRET[::-1])
+    assert code != 0
+    assert "HVDLITE_SECRET to the same value for every rank" in err
+
+
+def test_mpirun_carries_the_secret_itself_and_the_users_counts_where_there_is_one(tmp_path):
+    for env in ({}, {"HVDLITE_SECRET": SECRET}):
+        code, out, err = run(MPICH, tmp_path, GREET, **env)
+        assert (code, out) == (0, "[0, 1, 2]\n" * 3), err

@@ -1,0 +1,64 @@
+"""
+What a rank may say to rank 0, checked and handed to the negotiation.
+
+The connection vouches for who says it. That it makes sense is checked nevertheless, so that a rank which does not, of
+another version or with broken memory, ends its own connection and nothing else. The words are listed in `coordinator`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .negotiation import Negotiation
+from .pending import Ask
+from .stall import Blocked
+
+_MOST_BLOCKED = 64
+
+
+class WordError(ValueError):
+    """A rank has said what no rank says."""
+
+
+def take_word(
+    negotiation: Negotiation, rank: int, message: list[Any], everybody: tuple[int, ...], now_s: float
+) -> None:
+    """Let the negotiation hear what ``rank`` says; a WordError, before it has heard any of it, if that is nothing."""
+    match message:
+        case ["ask", int(ticket), int(set_id), str(kind), None | str(), str(what), None | list(), dict(same), own]:
+            if negotiation.has_asked(rank, ticket):
+                raise WordError(f"it asks for number {ticket} twice")
+            members = _members(message[6], rank, set_id, everybody)
+            negotiation.ask(rank, Ask(ticket, set_id, kind, message[4], what, members, same, own), now_s)
+        case ["wait", int(ticket)]:
+            negotiation.wait(rank, ticket)
+        case ["join", bool(average_of_active)]:
+            negotiation.join(rank, average_of_active, now_s)
+        case ["busy", list(blocked), bool(is_stuck)] if len(blocked) <= _MOST_BLOCKED:
+            negotiation.busy(rank, [_blocked(each, now_s) for each in blocked], is_stuck=is_stuck)
+        case ["alive", int(count)]:
+            negotiation.over(rank, count)
+        case ["here", int(pid)]:
+            negotiation.introduce(rank, pid)
+        case ["bye"]:
+            negotiation.end(rank, by_itself=True, now_s=now_s)
+        case _:
+            raise WordError(f"{str(message)[:200]} is no word of a rank's")
+
+
+def _members(ranks: list[Any] | None, rank: int, set_id: int, everybody: tuple[int, ...]) -> tuple[int, ...]:
+    if (ranks is None) != (set_id == 0):
+        raise WordError(f"process set {set_id} is not among {ranks}")
+    if ranks is None:
+        return everybody
+    if not all(type(each) is int and 0 <= each < len(everybody) for each in ranks) or rank not in ranks:
+        raise WordError(f"{str(ranks)[:200]} are no ranks that it is one of")
+    return tuple(ranks)
+
+
+def _blocked(said: object, now_s: float) -> Blocked:
+    match said:
+        case [str(what), int() | float() as waited_s, bool(is_operation)]:
+            return Blocked(what, now_s - waited_s, is_operation)
+        case _:
+            raise WordError(f"{str(said)[:200]} is nothing that a rank can be blocked in")
