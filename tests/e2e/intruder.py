@@ -149,7 +149,7 @@ class Attack:
 
     def _place_pickle(self) -> Callable[[], None]:
         """Do what a rank would do, and give a pickle that runs a command where it is loaded."""
-        said = pickle.dumps(_Touch(str(self.order["marker"])))
+        said = pickle.dumps(Touch(str(self.order["marker"])))
         self._take_places(b"")
         received = {each: bytearray() for each in self._sockets}
 
@@ -239,7 +239,7 @@ def _bind_away(connection: socket.socket) -> None:
             return
 
 
-class _Touch:
+class Touch:
     """Pickled, a command that makes a file; nobody is to run it."""
 
     def __init__(self, path: str) -> None:

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from e2e import forger as forger_module
 from e2e.conftest import Launch, wait_until
-from e2e.hosts import Lan
+from e2e.forger import INTRODUCTIONS, SHARED_MEMORY
+from e2e.hosts import Host, Lan
 from e2e.intruder import ATTACKS, Intruder
 from e2e.listeners import Listener, Recorder, Watcher
 from e2e.machines import Machine
@@ -30,26 +32,41 @@ NOBODY = 65534
 LIMIT_S = 120  # for a whole job
 MORE_MEMORY_BYTES = 200 << 20
 
-# Ranks named in the second argument wait for a file before they connect by gloo for the time that the third says, and
-# all before they train. What is computed is checked.
+# Ranks named in the second argument wait for a file before they do what the third names: "introduce" themselves; "meet"
+# in shared memory; or "connect" by gloo, after as many such connections as it says. All wait before they train, and
+# before they end. What is computed is checked.
 TRAIN = """
 import os, sys, time, torch, torch.distributed.distributed_c10d as c10d
 import hvdlite as hvd
-gate, held, held_at = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3])
+from hvdlite import entry
+from hvdlite.shm import channels
+gate, held, (held_at, _, earlier) = sys.argv[1], sys.argv[2].split(","), sys.argv[3].partition(" ")
 rank, connected = int(os.environ["RANK"]), 0
 
 def wait_for(name):
     print("at " + name, flush=True)
     while not os.path.exists(os.path.join(gate, name)): time.sleep(0.01)
 
+def hold(module, name):
+    true = getattr(module, name)
+    def hold_and_do(*arguments):
+        if held_at == name and str(rank) in held: wait_for(name)
+        try:
+            return true(*arguments)
+        finally:
+            print("after " + name, flush=True)
+    setattr(module, name, hold_and_do)
+
 class Held(c10d.ProcessGroupGloo):
     def __init__(self, *arguments, **named):
         global connected
+        if held_at == "connect" and connected == int(earlier) and str(rank) in held: wait_for("connect")
         connected += 1
-        if connected == held_at and str(rank) in held: wait_for("connect")
         super().__init__(*arguments, **named)
 
 c10d.ProcessGroupGloo = torch.distributed.ProcessGroupGloo = Held
+hold(entry, "introduce")
+hold(channels, "meet")
 torch.set_num_threads(1)
 torch.manual_seed(rank)
 hvd.init(timeout_s=20)
@@ -133,7 +150,7 @@ def start(launch, make_lan, tmp_path) -> Iterator[Callable[..., Job]]:
     def begin(
         hosts: int,
         held: str = "",
-        held_at: int = 0,
+        held_at: str = "",
         *,
         at: str = "user",
         on_new: OnNew = lambda *_: None,
@@ -150,7 +167,7 @@ def start(launch, make_lan, tmp_path) -> Iterator[Callable[..., Job]]:
         watcher = Watcher(lan.machines, lambda listener: on_new(job, listener))
         where = lan.hosts[0] if at == "user" else lan.desk
         intruders = [Intruder(_network_of(where), uid)]
-        words = [sys.executable, str(program), str(gate), held, str(held_at)]
+        words = [sys.executable, str(program), str(gate), held, held_at]
         if shell:
             words = ["sh", "-c", f'{shell}; exec "$@"', "sh", *words]
         size = 2 * hosts
@@ -225,22 +242,22 @@ def assert_withstood(job: Job, size: int) -> str:
 @dataclass(frozen=True)
 class Trial:
     """``attack`` on the sockets of a job over so many ``hosts``, by a ``user`` there or from another ``machine``, while
-    ``held`` ranks are kept from connecting by gloo for the ``held_at``-th time."""
+    ``held`` ranks are kept from connecting by gloo, after so many ``earlier`` times."""
 
     attack: str
     hosts: int
     at: str
     held: str
-    held_at: int
+    earlier: int
 
     def __str__(self) -> str:
-        return f"{self.attack}-{self.hosts}-{self.at}-{self.held}-{self.held_at}"
+        return f"{self.attack}-{self.hosts}-{self.at}-{self.held}-{self.earlier}"
 
 
 def _all_trials() -> list[Trial]:
     # On one host, gloo connects once, for what shared memory does not carry; hosts are connected several times.
-    one = [Trial(attack, 1, "user", held, 1) for attack in ATTACKS for held in "01"]
-    two = [Trial(attack, 2, *how) for attack in ATTACKS for how in (("machine", "2,3", 1), ("user", "2,3", 3))]
+    one = [Trial(attack, 1, "user", held, 0) for attack in ATTACKS for held in "01"]
+    two = [Trial(attack, 2, *how) for attack in ATTACKS for how in (("machine", "2,3", 0), ("user", "2,3", 2))]
     return one + two
 
 
@@ -315,7 +332,7 @@ def test_garbage_of_the_same_user_on_the_sockets_of_the_job_directory_disturbs_n
 def test_a_stranger_at_the_sockets_of_ranks_is_told_of_and_gets_nothing(trial, start):
     """While some ranks have not connected yet, the sockets of the others are attacked, each as soon as it listens."""
     job = start(
-        trial.hosts, trial.held, trial.held_at, at=trial.at, on_new=attack_with(trial.attack, seed=trial.held_at)
+        trial.hosts, trial.held, trial.held_at, at=trial.at, on_new=attack_with(trial.attack, seed=trial.earlier)
     )
     job.let_the_held_come()
     assert_withstood(job, 2 * trial.hosts)
@@ -331,7 +348,7 @@ def test_what_true_ranks_have_sent_is_of_no_use_in_another_job(start):
         ports = {listener.port for listener in earlier.watcher.recorded if is_open_to_strangers(listener)}
         streams = [stream.hex() for port in ports for stream in heard.sent_to(port) if len(stream) > 8]
     assert streams, "nothing was recorded"
-    job = start(1, "1", 1, on_new=attack_with("place-replay", recorded=streams))
+    job = start(1, "1", "connect 0", on_new=attack_with("place-replay", recorded=streams))
     job.let_the_held_come()
     assert "in the place of rank 1" in assert_withstood(job, 2)
 
@@ -339,7 +356,70 @@ def test_what_true_ranks_have_sent_is_of_no_use_in_another_job(start):
 @pytest.mark.parametrize("limit", ["ulimit -S -n 1024", "ulimit -n 1024"] if IS_LONG else ["ulimit -S -n 1024"])
 def test_more_connections_than_a_rank_may_have_files_do_not_end_it(start, limit):
     """1,300 connections to a socket of a process that may have 1,024 files open, before the others connect."""
-    job = start(1, "1", 1, on_new=attack_with("flood"), shell=limit)
+    job = start(1, "1", "connect 0", on_new=attack_with("flood"), shell=limit)
     job.let_the_held_come()
     assert_withstood(job, 2)
     assert let_in(job) >= 1000
+
+
+# ------------------------------------------------- where anybody may write
+
+PORT = 29511
+
+
+def _by_hand(launch, host: Host, program: Path, gate: Path, held_at: str) -> list[Launch]:
+    """Two ranks of one host that nobody has started for them; the second is held."""
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(PORT), "HVDLITE_SECRET": "s" * 32}
+    return [
+        launch(
+            *(str(gate), "1", held_at),
+            program=(str(program),),
+            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            on=host,
+        )
+        for rank in range(2)
+    ]
+
+
+@pytest.fixture
+def forge(launch, make_lan, tmp_path) -> Callable[[str, str], tuple[list[Launch], Path]]:
+    """``forge(kind, held_at)``: ranks that meet in a TCPStore, where somebody has written in the second one's name."""
+    gate, program = tmp_path / "gate", tmp_path / "train.py"
+    gate.mkdir()
+    program.write_text(TRAIN)
+
+    def begin(kind: str, held_at: str) -> tuple[list[Launch], Path]:
+        host = make_lan("a").hosts[0]
+        ranks = _by_hand(launch, host, program, gate, held_at)
+        forger = launch(
+            *("127.0.0.1", str(PORT), kind, str(gate / "MARKER")),
+            program=(forger_module.__file__,),
+            env={"PYTHONPATH": str(Path(__file__).parents[1])},
+            stdin=subprocess.PIPE,
+            on=host,
+        )
+        assert forger.process.stdout.readline() == b"forged\n", forger.ended()
+        return ranks, gate
+
+    return begin
+
+
+@pytest.mark.parametrize("kind", INTRODUCTIONS if IS_LONG else random.Random(2).sample(INTRODUCTIONS, 1))
+def test_a_forged_introduction_in_an_open_store_is_refused(forge, kind):
+    (rank, _), gate = forge(kind, "introduce")
+    code, _, err = rank.ended(LIMIT_S)
+    assert code == 1, err.decode()
+    assert b"the introduction of rank 1 is not signed with this rank's secret" in err
+    assert not (gate / "MARKER").exists()
+
+
+def test_forged_shared_memory_in_an_open_store_kills_nobody(forge):
+    """Another file of the same user in place of rank 1's: it is too short, and reading it would end the process."""
+    ranks, gate = forge(SHARED_MEMORY, "meet")
+    while ranks[0].process.stdout.readline() not in (b"after meet\n", b""):
+        pass
+    for name in ("meet", "train", "end"):
+        (gate / name).touch()
+    for rank in ranks:
+        code, _, err = rank.ended(LIMIT_S)
+        assert code >= 0, f"signal {-code}: {err.decode()}"
