@@ -48,6 +48,7 @@ class Attack:
         self.name = str(order["attack"])
         self.dice = random.Random(str(order.get("seed", 0)))
         self._sockets: list[socket.socket] = []
+        self._is_shut_out = False
         self._ends_at_s = time.monotonic() + float(str(order.get("hold_s", HOLD_S)))
 
     def run(self) -> None:
@@ -185,6 +186,9 @@ class Attack:
     # ------------------------------------------------------------ how it is said
 
     def _connect(self) -> socket.socket | None:
+        # Where one was not let in none is, and each would take its time.
+        if self._is_shut_out:
+            return None
         family = {"unix": socket.AF_UNIX, "tcp6": socket.AF_INET6}.get(str(self.order["family"]), socket.AF_INET)
         made = socket.socket(family)
         made.settimeout(float(str(self.order.get("connect_s", 3))))
@@ -196,6 +200,7 @@ class Attack:
                 made.connect((self.order["address"], self.order["port"]))
         except OSError:
             made.close()
+            self._is_shut_out = True
             return None
         self.connected += 1
         self._sockets.append(made)

@@ -33,12 +33,13 @@ LIMIT_S = 120  # for a whole job
 MORE_MEMORY_BYTES = 200 << 20
 
 # Ranks named in the second argument wait for a file before they do what the third names: "introduce" themselves; "meet"
-# in shared memory; or "connect" by gloo, after as many such connections as it says. All wait before they train, and
-# before they end. What is computed is checked.
+# in shared memory; "_reach" for rank 0's port; or "connect" by gloo, after as many such groups as it says. All wait
+# before they train, and before they end. What is computed is checked.
 TRAIN = """
 import os, sys, time, torch, torch.distributed.distributed_c10d as c10d
 import hvdlite as hvd
 from hvdlite import entry
+from hvdlite.agreement import connect
 from hvdlite.shm import channels
 gate, held, (held_at, _, earlier) = sys.argv[1], sys.argv[2].split(","), sys.argv[3].partition(" ")
 rank, connected = int(os.environ["RANK"]), 0
@@ -67,6 +68,7 @@ class Held(c10d.ProcessGroupGloo):
 c10d.ProcessGroupGloo = torch.distributed.ProcessGroupGloo = Held
 hold(entry, "introduce")
 hold(channels, "meet")
+hold(connect, "_reach")
 torch.set_num_threads(1)
 torch.manual_seed(rank)
 hvd.init(timeout_s=20)
@@ -242,31 +244,39 @@ def assert_withstood(job: Job, size: int) -> str:
 @dataclass(frozen=True)
 class Trial:
     """``attack`` on the sockets of a job over so many ``hosts``, by a ``user`` there or from another ``machine``, while
-    ``held`` ranks are kept from connecting by gloo, after so many ``earlier`` times."""
+    all ranks but the first host's, or but rank 0, are ``held_at`` something."""
 
     attack: str
     hosts: int
     at: str
-    held: str
-    earlier: int
+    held_at: str
 
     def __str__(self) -> str:
-        return f"{self.attack}-{self.hosts}-{self.at}-{self.held}-{self.earlier}"
+        return f"{self.attack}, {self.hosts} hosts, {self.at}, {self.held_at}"
+
+    @property
+    def held(self) -> str:
+        return "1" if self.hosts == 1 else "1,2,3" if self.held_at == "_reach" else "2,3"
 
 
 def _all_trials() -> list[Trial]:
-    # On one host, gloo connects once, for what shared memory does not carry; hosts are connected several times.
-    one = [Trial(attack, 1, "user", held, 0) for attack in ATTACKS for held in "01"]
-    two = [Trial(attack, 2, *how) for attack in ATTACKS for how in (("machine", "2,3", 0), ("user", "2,3", 2))]
-    return one + two
+    trials = []
+    for attack in ATTACKS:
+        # On one host gloo connects once, for what shared memory does not carry; over hosts, several times.
+        trials.append(Trial(attack, 1, "user", "connect 0"))
+        trials.append(Trial(attack, 2, "machine", "connect 0"))
+        trials.append(Trial(attack, 2, "user", "connect 2"))
+        trials.append(Trial(attack, 2, "machine", "_reach"))
+    return trials
 
 
 def _chosen_trials() -> list[Trial]:
     if IS_LONG:
         return _all_trials()
-    dice = random.Random(20)
-    one, two = ([trial for trial in _all_trials() if trial.hosts == hosts] for hosts in (1, 2))
-    return [*dice.sample(one, 2), *dice.sample(two, 2)]
+    # One in each place.
+    dice = random.Random(3)
+    hows = dict.fromkeys((trial.hosts, trial.at, trial.held_at) for trial in _all_trials())
+    return [Trial(dice.choice(ATTACKS), *how) for how in hows]
 
 
 # ------------------------------------------------------------- who listens
@@ -332,7 +342,7 @@ def test_garbage_of_the_same_user_on_the_sockets_of_the_job_directory_disturbs_n
 def test_a_stranger_at_the_sockets_of_ranks_is_told_of_and_gets_nothing(trial, start):
     """While some ranks have not connected yet, the sockets of the others are attacked, each as soon as it listens."""
     job = start(
-        trial.hosts, trial.held, trial.held_at, at=trial.at, on_new=attack_with(trial.attack, seed=trial.earlier)
+        trial.hosts, trial.held, trial.held_at, at=trial.at, on_new=attack_with(trial.attack, seed=trial.attack)
     )
     job.let_the_held_come()
     assert_withstood(job, 2 * trial.hosts)
