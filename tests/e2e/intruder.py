@@ -3,8 +3,8 @@
 Run as a program of its own, in a machine's network and with a user's number that has no rights:
 
     python -IS intruder.py UID    reads lines of JSON from stdin, {"attack", "family", "address", "port", ...}; each
-                                  is carried out in a thread, which says "begun" on stdout when all has been sent, and
-                                  told of at the end: {"attack", "family", "connected", "heard", "frames"}
+                                  is carried out in a thread, which tells on stdout when all has been sent, {"begun",
+                                  "connected"}, and what came of it at the end, {"attack", "connected", "heard", ...}
 
 `Intruder` starts it, tells it what to attack, and ends it. Every attack is bounded in count and in time.
 """
@@ -54,7 +54,10 @@ class Attack:
     def run(self) -> None:
         try:
             converse = getattr(self, "_" + self.name.replace("-", "_"))() or self._listen
-            print("begun", flush=True)
+            print(
+                json.dumps({"begun": [self.order["address"], self.order["port"]], "connected": self.connected}),
+                flush=True,
+            )
             while self._sockets and not self._is_over():
                 converse()
         finally:
@@ -286,6 +289,8 @@ class Intruder:
         )
         self._sending = threading.Lock()
         self.orders = self.begun = 0
+        self.let_in: dict[tuple[str, int], int] = {}
+        """How many connections to an address and a port have been made so far."""
         self.results: list[dict[str, Any]] = []
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n", "the intruder could not be started"
@@ -318,10 +323,12 @@ class Intruder:
 
     def _read(self, lines: IO[str]) -> None:
         for line in lines:
-            if line == "begun\n":
+            told = json.loads(line)
+            if "begun" in told:
+                self.let_in[tuple(told["begun"])] = told["connected"]
                 self.begun += 1
             else:
-                self.results.append(json.loads(line))
+                self.results.append(told)
 
 
 def _main() -> None:
