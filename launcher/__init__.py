@@ -6,10 +6,11 @@
 
 The modules import only what lies to their left:
 
-    version, errors, userfile, request, exchange, messages, protocol, signals, tree, report, machine, network < hosts
-    < hostfile < plan < environment < preview < channel < ssh < job < store < remote < gather < agents < workers
-    < feed < outlets < cache < relay < agent < keeper < record < output < stdin < attendance < supervise < launch
-    < inquiry < probe < verdict < table < check < horovodrun < flags < configfile < cli < errand < courier < function
+    version, errors, words, userfile, request, exchange, messages, protocol, signals, tree, report, machine, network
+    < hosts < hostfile < jobdir < plan < environment < preview < channel < ssh < job < store < remote < gather < agents
+    < workers < feed < outlets < cache < relay < agent < keeper < newfile < record < output < stdin < attendance
+    < supervise < launch < inquiry < probe < verdict < table < check < horovodrun < flags < configfile < cli < entry
+    < errand < courier < function
 
 Nothing here imports torch or hvdlite: the launcher answers at once, and runs where torch is not installed.
 Beyond the standard library it needs psutil, `configfile` PyYAML when a file is given, and `function` cloudpickle.
@@ -19,14 +20,17 @@ What it shares with the library is the environment of a worker (see `plan`), wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
-
 from .errors import JobError
 
-__all__ = ["JobError", "run"]
+# By this name type checkers know it. The module `typing` takes a while, in which Ctrl-C is a traceback: see `entry`.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any, TypeVar
 
-Returned = TypeVar("Returned")
+    Returned = TypeVar("Returned")
+
+__all__ = ["JobError", "run"]
 
 
 def run(

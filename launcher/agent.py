@@ -16,14 +16,13 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from . import network, tree
+from . import jobdir, network, tree
 from .cache import Cache
 from .channel import SILENCE_S, Channel
-from .errors import LauncherError, ProtocolError
+from .errors import LauncherError, ProtocolError, in_words
 from .exchange import StoreCommand
 from .feed import Feed
 from .machine import machine_id, slots_by_hardware
@@ -49,6 +48,7 @@ from .version import VERSION
 from .workers import CannotStartError, Worker, start_workers
 
 _PIPE_BYTES = 1 << 20
+_WHICH = "--network-interface says which to use"
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -75,6 +75,7 @@ class Agent:
         self._groups: list[int] = []  # of all workers ever
         self._feeds: dict[int, Feed] = {}  # by rank
         self._job_dir: str | None = None
+        self._held_dir: int | None = None  # by being open, until this process ends
         self._cache: Cache | None = None
         self._relay: Relay | None = None
         self._told_to_end = False
@@ -135,6 +136,8 @@ class Agent:
                     raise ProtocolError("the launcher sent what only an agent says")
 
     def _answer(self, greeting: Greet) -> None:
+        if self._greeting is not None:
+            raise ProtocolError("the launcher said hello twice")
         if greeting.interface is not None:
             greeting = replace(greeting, interface=network.first_there(greeting.interface))
         self._greeting = greeting
@@ -157,17 +160,19 @@ class Agent:
             raise ProtocolError("the launcher started a job before it said hello, or a second one")
         try:
             interface = _interface_for(self._greeting.interface, job.peers)
-            path = job_dir(job.token, tempfile.gettempdir())
-            os.mkdir(path, 0o700)
+            path = job_dir(job.token, jobdir.temporary_directory())
+            jobdir.clear_abandoned(os.path.dirname(path))
+            self._held_dir = jobdir.make(path)
             self._job_dir = path
             self._tell_directory(path)
             self._cache = Cache(self._channel.send, job.workers.keys())
             self._relay = Relay(store_socket(path), self._cache, self._selector)
-        except LauncherError as error:
-            self._channel.send(Refused(f"{error}; --network-interface says which to use", 1))
-            return
         except OSError as error:
-            self._channel.send(Refused(f"cannot make a directory for the job, with a socket in it: {error}", 1))
+            why = in_words(error) or str(error)
+            self._channel.send(Refused(f"cannot make a directory for the job, with a socket in it: {why}", 1))
+            return
+        except LauncherError as error:
+            self._channel.send(Refused(str(error), 1))
             return
         try:
             for worker in start_workers(job, path, interface):
@@ -215,23 +220,28 @@ def _interface_for(chosen: str | None, peers: Collection[str]) -> str | None:
     """The interface by which the job's other hosts are reached; without any, the one that stays inside."""
     if chosen is not None:
         if peers and chosen == network.loopback_interface():
-            raise LauncherError(f"{chosen} leads to no other host, and the job has some")
+            raise LauncherError(f"{chosen} leads to no other host, and the job has some; {_WHICH}")
         return chosen
-    return network.interface_with(network.address_towards(peers)) if peers else network.loopback_interface()
+    if not peers:
+        return network.loopback_interface()
+    try:
+        return network.interface_with(network.address_towards(peers))
+    except LauncherError as error:
+        raise LauncherError(f"{error}; {_WHICH}") from None
 
 
 def main(tell_directory: Callable[[str], object] = lambda _: None) -> int:
     adopts = tree.adopt_orphans()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would hide how workers end
-    # Nothing that is started or that prints shall find the wire as its own stdin or stdout.
-    commands, events = os.dup(0), os.dup(1)
-    with open(os.devnull, "r+b") as nothing:
-        os.dup2(nothing.fileno(), 0)
-    os.dup2(2, 1)
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            fcntl.fcntl(events, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     try:
+        # Nothing that is started or that prints shall find the wire as its own stdin or stdout.
+        commands, events = os.dup(0), os.dup(1)
+        with open(os.devnull, "r+b") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(2, 1)
+        if sys.platform == "linux":
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(events, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.write(events, MARK)
         with signals_as_bytes(_SIGNALS) as signals:
             Agent(commands, events, signals, adopts=adopts, tell_directory=tell_directory).run()
@@ -240,6 +250,11 @@ def main(tell_directory: Callable[[str], object] = lambda _: None) -> int:
         return error.exit_code
     except BrokenPipeError:  # the launcher went before it was greeted
         return 0
+    except (OSError, RuntimeError, MemoryError) as error:
+        if (why := in_words(error)) is None:
+            raise
+        print(f"hvdlite-run: agent: {why}", file=sys.stderr)
+        return 1
     return 0
 
 

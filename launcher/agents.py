@@ -5,17 +5,17 @@ One of them is a `remote.RemoteAgent`. What their events mean is decided in `gat
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from queue import SimpleQueue
 
 from . import tree
-from .errors import LauncherError
+from .errors import LauncherError, in_words
 from .gather import Gathered, gather
 from .hosts import AUTO, Host
 from .job import Job
@@ -25,6 +25,7 @@ from .plan import Slot, job_dir, slot_environment
 from .remote import RemoteAgent, local_agent_argv
 from .ssh import explain
 from .store import Store
+from .words import say
 
 AGENT_S = 15.0  # for an agent to end all that runs on its host
 _LOOPBACK = "127.0.0.1"
@@ -51,11 +52,11 @@ class Agents:
 
         Each that fails is told at once; in the end that is a `LauncherError`.
         """
-        return self.reach(hosts, say=_say).all()
+        return self.reach(hosts, tell=say).all()
 
-    def reach(self, hosts: Collection[Host], say: Callable[[str], object] | None = None) -> Gathered:
-        """The same, but that a host failed is a part of what is given; ``say`` is told of it at once."""
-        log = _say if self._job.verbose else _say_nothing
+    def reach(self, hosts: Collection[Host], tell: Callable[[str], object] | None = None) -> Gathered:
+        """The same, but that a host failed is a part of what is given; ``tell`` is told of it at once."""
+        log = say if self._job.verbose else _say_nothing
         for host, argv in zip(hosts, self._argvs(hosts), strict=True):
             if not host.is_here:
                 log(f"{host.label} is reached by: {shlex.join(argv)}")
@@ -64,7 +65,7 @@ class Agents:
             host = agent.host
             agent.greet(count_slots=host.slots == AUTO, interface=self._job.interface_of(host))
         by_hand = {host.label: self._job.ssh.by_hand(host) for host in hosts}
-        return gather(by_hand, self._events, timeout_s=self._job.start_timeout_s, say=say or log, log=log)
+        return gather(by_hand, self._events, timeout_s=self._job.start_timeout_s, say=tell or log, log=log)
 
     def _argvs(self, hosts: Collection[Host]) -> list[list[str]]:
         if all(host.is_here for host in hosts):
@@ -85,12 +86,14 @@ class Agents:
                 explain=partial(explain, host, self._job.ssh),
             )
         except OSError as error:
-            raise LauncherError(f"cannot start {argv[0]} for {host.label}: {error.strerror}") from error
+            why = in_words(error) or error.strerror
+            raise LauncherError(f"cannot start {argv[0]} for {host.label}: {why}") from error
 
     def start(self, slots: Sequence[Slot], hellos: Mapping[str, Hello]) -> None:
         """Start the workers. An agent on whose host none has a place is sent home."""
-        used = dict.fromkeys(slot.host.label for slot in slots)
-        addresses = _addresses({label: hellos[label] for label in used})
+        hosts = list(dict.fromkeys(slot.host for slot in slots))
+        used = [host.label for host in hosts]
+        addresses = _addresses(hosts, hellos)
         first = slots[0].host.label
         own = partial(
             slot_environment, size=len(slots), master_address=addresses[first], master_port=hellos[first].port
@@ -141,29 +144,35 @@ class Agents:
         give_up_at = time.monotonic() + timeout_s
         exit_codes = [agent.wait(max(0.0, give_up_at - time.monotonic())) for agent in agents]
         if any(exit_codes):
-            import tempfile  # noqa: PLC0415  # costs 10 ms, and agents are seldom lost
+            from .jobdir import temporary_directory  # noqa: PLC0415  # costs 10 ms, and agents are seldom lost
 
             # Here, and what stood between us and another host; there the keeper does the same.
             tree.kill_descendants()
-            for number, agent in enumerate(agents):
-                if agent.host.is_here:
-                    shutil.rmtree(job_dir(self._token_of(number), tempfile.gettempdir()), ignore_errors=True)
+            with contextlib.suppress(LauncherError):  # then there was none for the agent either
+                within = temporary_directory()
+                for number, agent in enumerate(agents):
+                    if agent.host.is_here:
+                        shutil.rmtree(job_dir(self._token_of(number), within), ignore_errors=True)
 
     def _token_of(self, number: int) -> str:
         return f"{self._token}-{number}"
 
 
-def _addresses(hellos: Mapping[str, Hello]) -> dict[str, str]:
-    """Where the others reach each host, by its label."""
-    known = {label: hello.address for label, hello in hellos.items() if hello.address is not None}
-    if len(hellos) == 1:
-        return dict.fromkeys(hellos, _LOOPBACK)
-    # The launcher's own machine is reached at the address from which it reaches the others.
-    return {label: known[label] if label in known else address_towards(known.values()) for label in hellos}
-
-
-def _say(text: str) -> None:
-    print(f"hvdlite-run: {text}", file=sys.stderr, flush=True)
+def _addresses(hosts: Collection[Host], hellos: Mapping[str, Hello]) -> dict[str, str]:
+    """Where the others reach each host, by its label; a `LauncherError` if one knows of no way to itself."""
+    if len(hosts) == 1:
+        return {host.label: _LOOPBACK for host in hosts}
+    addresses: dict[str, str] = {}
+    for host in sorted(hosts, key=lambda host: host.is_here):
+        address = hellos[host.label].address
+        if address is None and host.is_here:
+            # The launcher's own machine is reached at the address from which it reaches the others.
+            address = address_towards(addresses.values())
+        if address is None:
+            why = "it knows of no address at which other hosts could reach it"
+            raise LauncherError(f"{host.label}: {why}; --network-interface says which network to use")
+        addresses[host.label] = address
+    return addresses
 
 
 def _say_nothing(_: str) -> None:

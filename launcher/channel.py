@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from .messages import Beat, Message
-from .protocol import Decoder, encode
+from .protocol import FROM_LAUNCHER, Decoder, encode
 
 # Each end sends a beat this often where both agreed to, and takes longer silence for the other's end. Together
 # with what it takes to end the workers then, a job is gone 20 s after a link was cut.
@@ -37,7 +37,7 @@ class Channel:
         self._events = events
         self._selector = selector
         self._clock = clock
-        self._decoder = Decoder()
+        self._decoder = Decoder(FROM_LAUNCHER)
         self._outgoing = bytearray()
         self._beats_at: float | None = None
         self._heard_at = clock()

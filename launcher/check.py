@@ -20,6 +20,7 @@ from .job import Job
 from .probe import Facts, facts_from
 from .table import ASCII, UNICODE, Marks, Ways, show
 from .verdict import judge
+from .words import say
 
 # As `hvdlite.links` has it: how long two hosts may take to see that there is no way; and for the rest of what it does.
 _CONNECT_S, _SLACK_S = 15.0, 20.0
@@ -111,15 +112,11 @@ def _marks() -> Marks:
 def _print(text: str) -> None:
     # Words of ssh and of torch may hold anything.
     written = text.encode(sys.stdout.encoding, errors="backslashreplace").decode(sys.stdout.encoding)
-    print(written, end="", flush=True)
+    say(written, sys.stdout)
 
 
 def _log(job: Job) -> Callable[[str], object]:
-    return _say if job.verbose else _say_nothing
-
-
-def _say(text: str) -> None:
-    print(f"hvdlite-run: {text}", file=sys.stderr, flush=True)
+    return say if job.verbose else _say_nothing
 
 
 def _say_nothing(_: str) -> None:
@@ -128,4 +125,4 @@ def _say_nothing(_: str) -> None:
 
 def _say_on_terminal(text: str) -> None:
     if sys.stderr.isatty():
-        _say(text)
+        say(text)

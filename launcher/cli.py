@@ -25,6 +25,7 @@ from .plan import HostFacts, job_dir, plan_slots
 from .preview import preview
 from .ssh import Ssh
 from .version import VERSION
+from .words import say
 
 # What is said of the workers of a job, and not of its hosts.
 _OF_WORKERS = ("num_proc", "dry_run", "output_filename", "prefix_output_with_timestamp", "grace", "horovod")
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 128 + signal.SIGPIPE
     except LauncherError as error:
-        print(f"hvdlite-run: {error}", file=sys.stderr)
+        say(str(error))
         return error.exit_code
     except KeyboardInterrupt:  # before the job handles it
         return 130
@@ -93,7 +94,7 @@ def read_flags(flags: Sequence[str]) -> argparse.Namespace:
 def say_what_has_no_effect(options: argparse.Namespace) -> None:
     """A line on stderr for each flag of horovodrun's that has nothing to tune here."""
     for remark in horovodrun.remarks(options):
-        print(f"hvdlite-run: {remark}", file=sys.stderr)
+        say(remark)
 
 
 def _refuse_beside_check(options: argparse.Namespace) -> None:
@@ -182,9 +183,9 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
 
 
 def _preview(job: Job, options: argparse.Namespace) -> str:
-    import tempfile  # noqa: PLC0415  # costs 10 ms, needless for a job
+    from .jobdir import temporary_directory  # noqa: PLC0415  # costs 10 ms, needless for a job
 
-    here = HostFacts(job_dir("<job>", tempfile.gettempdir()), usable_cores(), loopback_interface())
+    here = HostFacts(job_dir("<job>", temporary_directory()), usable_cores(), loopback_interface())
 
     from .launch import count_slots  # noqa: PLC0415  # as above
 

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 from .cli import job_of, read_flags, say_what_has_no_effect
 from .errand import WORKER, Delivery, Order, put_call, take_returns
-from .errors import LauncherError, UsageError
+from .errors import LauncherError, UsageError, in_words
 from .launch import launch
 from .store import Store
 
@@ -61,7 +61,11 @@ def _deliver(order: Order) -> Delivery:
         say_what_has_no_effect(options)
         outcome = launch(replace(job, in_python=True), store)
     except (LauncherError, OSError) as error:
-        return Delivery(getattr(error, "exit_code", 1), str(error))
+        return Delivery(getattr(error, "exit_code", 1), in_words(error) or str(error))
+    except RuntimeError as error:
+        if (why := in_words(error)) is None:
+            raise
+        return Delivery(1, why)
     return Delivery(outcome.exit_code, outcome.report, outcome.rank, take_returns(store))
 
 

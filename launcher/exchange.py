@@ -66,7 +66,8 @@ StoreCommand = Have | Drop | Answer
 _OF_KEY: dict[int, type[Want | Dropped | Drop]] = {11: Want, 12: Dropped, 21: Drop}
 _KEY_KINDS = {of: kind for kind, of in _OF_KEY.items()}
 _ASK_KIND, _HAVE_KIND, _ANSWER_KIND = 13, 20, 22
-KINDS = frozenset({*_OF_KEY, _ASK_KIND, _HAVE_KIND, _ANSWER_KIND})
+COMMAND_KINDS = frozenset({_KEY_KINDS[Drop], _HAVE_KIND, _ANSWER_KIND})
+KINDS = frozenset({*_OF_KEY, _ASK_KIND, *COMMAND_KINDS})
 
 
 def to_wire(message: StoreEvent | StoreCommand) -> tuple[int, int, bytes]:

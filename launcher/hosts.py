@@ -18,8 +18,10 @@ AUTO = 0  # slots that are yet to be counted; no host has none
 
 _EXAMPLE = "such as node1:4"
 
+# ssh gives user and host to a shell where the user's configuration says so (ProxyCommand, Match exec), and refuses
+# what a shell would take for its own in newer versions alone. Neither begins with a dash: it would be an option.
 _ITEM = re.compile(
-    r"(?:(?P<user>[^\s@:,\[\]]+)@)?"
+    r"(?:(?P<user>(?!-)[^\s@:,\[\]\x00-\x1f\x7f'`\";&<>|(){}]+)@)?"
     r"(?:\[(?P<ipv6>[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?)\]|(?P<name>[\w.][\w.-]*))"
     r"(?::(?P<slots>[0-9]+|auto))?",
     re.ASCII,
@@ -54,8 +56,10 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 def parse_host(item: str) -> Host:
     """Read ``host:slots``. Where it stood is for the caller to say."""
+    if any(part.startswith("-") for part in item.split("@")):
+        raise UsageError(f"{item!r} is not host:slots, {_EXAMPLE}: ssh would take what begins with - for an option")
     match = _ITEM.fullmatch(item)
-    if match is None:
+    if match is None or not item.isprintable() or (match["user"] or "").endswith("\\"):
         if item.count(":") > 1 and "[" not in item:
             raise UsageError(f"{item!r} is not host:slots; an IPv6 address goes in brackets, such as [fd00::1]:4")
         raise UsageError(f"{item!r} is not host:slots, {_EXAMPLE}")

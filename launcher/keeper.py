@@ -1,10 +1,10 @@
-"""`python -m hvdlite_launcher.keeper`: an agent on another host, and a process that outlives it.
+"""`python -m hvdlite_launcher.keeper`: an agent, and a process that outlives it.
 
-    sshd ── keeper (waits) ── agent ── workers
+    sshd, or the launcher ── keeper (waits) ── agent ── workers
 
-Where the launcher runs it is itself who clears up after an agent that was killed. Elsewhere nobody would: so the
-agent is a child of this process, which adopts what it leaves behind, ends that, and removes the job's directory.
-If the keeper is killed, its agent ends as if the launcher had hung up.
+Nobody else would clear up after an agent that was killed, with the launcher perhaps: so the agent is a child of this
+process, which adopts what it leaves behind, ends that, and removes the job's directory. If the keeper is killed, its
+agent ends as if the launcher had hung up. What both left who were killed together, the next job clears (`jobdir`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,23 @@ import signal
 import sys
 
 from . import agent, tree
+from .errors import in_words
 from .report import shell_code
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> int:
+    try:
+        return _keep()
+    except OSError as error:
+        if (why := in_words(error)) is None:
+            raise
+        print(f"hvdlite-run: agent: {why}", file=sys.stderr)
+        return 1
+
+
+def _keep() -> int:
     tree.adopt_orphans()
     follow = tree.dying_with_parent(signal.SIGTERM)
     directory_reader, directory_writer = os.pipe()

@@ -53,12 +53,20 @@ def _visible(gpus: int, devices: str | None) -> int:
     return min(gpus, valid)
 
 
-def machine_id() -> str | None:
-    """What processes have in common that are on one machine, and in one container of it; None where none can tell."""
+def boot_id() -> str | None:
+    """What this machine is called from one start of its system to the next; None where none can tell."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
+            return file.read().strip()
+    except OSError:
+        return None
+
+
+def machine_id() -> str | None:
+    """What processes have in common that are on one machine, and in one container of it; None where none can tell."""
+    boot = boot_id()
+    try:
         spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("net", "mnt", "pid", "user")]
     except OSError:
         return None
-    return " ".join([boot, *spaces])
+    return None if boot is None else " ".join([boot, *spaces])

@@ -163,8 +163,9 @@ class ScreenDone:
     """All output has been written."""
 
 
-# What workers do, through the agent that says it of them; all but `Refused` name a rank.
-WorkerEvent = Output | Started | InputWanted | Joining | Joined | GaveUp | Exited | Refused
+# What workers do, through the agent that says it of them.
+OfRank = Output | Started | InputWanted | Joining | Joined | GaveUp | Exited
+WorkerEvent = OfRank | Refused
 Event = WorkerEvent | Answered | AgentSaid | Lost | Interrupted | InputRead | ScreenFailed | ScreenDone
 
 

@@ -1,9 +1,10 @@
 """What the workers wrote, as whole lines on the launcher's stdout and stderr: ``[rank]<stdout>:text``.
 
-Bytes pass as they are. A line that its worker never finished is finished when the worker ends. A carriage
-return alone, as in a progress bar, ends a line too; where it goes to a terminal, the newest such line is
-drawn in place below all others, so that a bar moves as it would without the launcher. Of several bars the
-newest is seen. Files that a user wants to have of each worker get the bytes before they become lines.
+Bytes pass as they are, but to a terminal, which must not take them for commands (see `words`). A line that its
+worker never finished is finished when the worker ends. A carriage return alone, as in a progress bar, ends a line
+too; where it goes to a terminal, the newest such line is drawn in place below all others, so that a bar moves as it
+would without the launcher. Of several bars the newest is seen. Files that a user wants to have of each worker get
+the bytes before they become lines.
 
 A thread of its own writes, so that a screen that stands still (Ctrl-S, a pager) never holds up what is
 decided.
@@ -23,11 +24,13 @@ from queue import SimpleQueue
 
 from .messages import Event, Output, ScreenDone, ScreenFailed, Stream
 from .record import Record
+from .words import visible, visible_bytes
 
 MAX_LINE_BYTES = 1 << 20  # a longer one is shown in pieces
 
 # A bar wider than the terminal is cut there, or its second row would stay when it is erased.
 _ERASE, _UNWRAPPED, _WRAPPED = b"\r\x1b[K", b"\x1b[?7l", b"\x1b[?7h"
+_UNCOLOURED = b"\x1b[0m"
 
 _PIECE = re.compile(rb"([^\r\n]*)(\r\n|\n|\r)")
 
@@ -36,12 +39,13 @@ _PIECE = re.compile(rb"([^\r\n]*)(\r\n|\n|\r)")
 class Lines:
     """Makes whole lines of one worker's bytes; ``bar`` is the one in progress, if bars are drawn in place.
 
-    ``stamp`` gives what goes before the prefix of the lines that are completed now.
+    ``stamp`` gives what goes before the prefix of the lines that are completed now, ``clean`` what is shown of text.
     """
 
     prefix: bytes
     in_place: bool
     stamp: Callable[[], bytes] = bytes
+    clean: Callable[[bytes], bytes] = bytes
     bar: bytes = b""
     _rest: bytearray = field(default_factory=bytearray)
 
@@ -55,7 +59,8 @@ class Lines:
             return self.finish() if len(self._rest) > MAX_LINE_BYTES else b""
         # The flood goes this way: a search and a replace, no loop.
         prefix = self.stamp() + self.prefix
-        lines = b"".join((prefix, self._rest, head.replace(b"\n", b"\n" + prefix), b"\n"))
+        text = self.clean(b"".join((self._rest, head)))
+        lines = b"".join((prefix, text.replace(b"\n", b"\n" + prefix), b"\n"))
         self._rest = bytearray(rest)
         self.bar = b""
         return lines
@@ -69,7 +74,7 @@ class Lines:
             if match.end() == len(text) and match[2] == b"\r":
                 break  # the next byte may be its \n
             start = match.end()
-            body, end = match.groups()
+            body, end = self.clean(match[1]), match[2]
             if end != b"\r":
                 lines.append(prefix + body + end)
                 self.bar = b""
@@ -84,7 +89,7 @@ class Lines:
 
     def finish(self) -> bytes:
         """The unfinished last line, finished."""
-        rest = bytes(self._rest).rstrip(b"\r")
+        rest = self.clean(bytes(self._rest).rstrip(b"\r"))
         line = self.stamp() + self.prefix + rest if rest else self.bar
         self._rest.clear()
         self.bar = b""
@@ -111,7 +116,8 @@ class Screen:
         """
         self._events = events
         self._fds: dict[Stream, int] = {"stdout": stdout, "stderr": stderr}
-        self._in_place = {s: os.isatty(fd) and environ.get("TERM") != "dumb" for s, fd in self._fds.items()}
+        self._on_terminal = {s: os.isatty(fd) for s, fd in self._fds.items()}
+        self._in_place = {s: self._on_terminal[s] and environ.get("TERM") != "dumb" for s, fd in self._fds.items()}
         self._coloured = not environ.get("NO_COLOR")
         self._stamp: Callable[[], bytes] = _now if timestamps else bytes
         self._record = record
@@ -158,7 +164,9 @@ class Screen:
         lines = self._lines.get((output.rank, output.stream))
         if lines is None:
             prefix = self._prefix(output.rank, output.stream)
-            lines = self._lines[output.rank, output.stream] = Lines(prefix, self._in_place[output.stream], self._stamp)
+            clean = visible_bytes if self._on_terminal[output.stream] else bytes
+            lines = Lines(prefix, self._in_place[output.stream], self._stamp, clean)
+            self._lines[output.rank, output.stream] = lines
         self._write(output.stream, lines.feed(output.data), lines)
         self._shown(output)
 
@@ -168,7 +176,9 @@ class Screen:
                 self._write(stream, lines.finish(), lines)
 
     def _say(self, text: str) -> None:
-        over = _ERASE if self._in_place["stderr"] else b""  # a ^C may stand there
+        # A ^C may stand there, and a colour that a worker never ended.
+        over = _UNCOLOURED + _ERASE if self._in_place["stderr"] else b""
+        text = visible(text) if self._on_terminal["stderr"] else text
         self._write("stderr", over + f"hvdlite-run: {text}\n".encode(errors="surrogateescape"))
 
     def _prefix(self, rank: int, stream: Stream) -> bytes:

@@ -8,9 +8,11 @@ launcher's end) and `channel`.
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import re
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -38,6 +40,8 @@ from .messages import (
 )
 
 MAX_PAYLOAD_BYTES = 16 << 20
+# Of what an agent says in JSON: a small text can become large values.
+_MAX_WORDS_BYTES = 1 << 20
 
 WINDOW_BYTES = 4 << 20
 """How much output of an agent may be on its way to the screen; it is told of what was shown a quarter at a time."""
@@ -51,13 +55,22 @@ _STREAM_KINDS: dict[Stream, int] = {stream: kind for kind, stream in _STREAMS.it
 _INPUT_KIND = 18
 
 
-# Each takes a value from outside and gives it back as it should be, or raises one of `_WRONG`.
+# Each takes a value from outside and gives it back as it should be, or raises one of `_WRONG`. A number that is too
+# large for what it counts would fail later, where nobody expects it.
+
+_MOST_RANKS, _MOST_BYTES, _LAST_PORT, _LAST_PID = 10**6, 1 << 40, 65535, 2**31 - 1
 
 
-def _int(value: Any) -> int:
-    if type(value) is not int:
-        raise TypeError(value)
-    return value
+def _number(least: int, most: int) -> Callable[[Any], int]:
+    def check(value: Any) -> int:
+        if type(value) is not int or not least <= value <= most:
+            raise TypeError(value)
+        return value
+
+    return check
+
+
+_rank = _number(0, _MOST_RANKS)
 
 
 def _bool(value: Any) -> bool:
@@ -69,76 +82,98 @@ def _bool(value: Any) -> bool:
 def _str(value: Any) -> str:
     if not isinstance(value, str) or "\0" in value:
         raise TypeError(value)
+    value.encode(errors="surrogateescape")  # half a character is none, and a byte that is no text is one
     return value
 
 
-def _int_or_none(value: Any) -> int | None:
-    return None if value is None else _int(value)
+def _or_none(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else check(value)
 
 
-def _str_or_none(value: Any) -> str | None:
-    return None if value is None else _str(value)
+def _address(value: Any) -> str:
+    return str(ipaddress.ip_address(_str(value)))
 
 
-def _ints(value: Any) -> tuple[int, ...]:
-    return tuple(_int(item) for item in value)
+def _token(value: Any) -> str:
+    if not re.fullmatch(r"[0-9a-z-]+", _str(value)):  # it becomes a part of a path
+        raise ValueError(value)
+    return str(value)
 
 
-def _strs(value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        raise TypeError(value)
-    return tuple(_str(item) for item in value)
+def _each(check: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
+    def check_all(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise TypeError(value)
+        return tuple(check(item) for item in value)
+
+    return check_all
 
 
 def _words(value: Any) -> tuple[str, ...]:
-    first, *rest = _strs(value)
+    first, *rest = _each(_str)(value)
     return (first, *rest)
 
 
 def _environment(value: Any) -> dict[str, str]:
+    if any("=" in name for name in value):
+        raise ValueError(value)
     return {_str(name): _str(text) for name, text in value.items()}
 
 
 def _environments(value: Any) -> dict[int, dict[str, str]]:
-    return {int(rank): _environment(own) for rank, own in value.items()}
+    return {_rank(int(rank)): _environment(own) for rank, own in value.items()}
 
 
 _WRONG = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
 
 # What is JSON: its kind, and what each of its fields must be.
 _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
-    Started: (3, {"rank": _int, "pid": _int}),
-    Exited: (4, {"rank": _int, "returncode": _int, "peer_lost": _bool, "left": _bool}),
-    Refused: (5, {"why": _str, "exit_code": _int}),
-    InputWanted: (6, {"rank": _int}),
+    Started: (3, {"rank": _rank, "pid": _number(1, _LAST_PID)}),
+    Exited: (4, {"rank": _rank, "returncode": _number(-255, 255), "peer_lost": _bool, "left": _bool}),
+    Refused: (5, {"why": _str, "exit_code": _number(1, 255)}),
+    InputWanted: (6, {"rank": _rank}),
     Hello: (
         7,
-        {"version": _str, "slots": _int_or_none, "address": _str_or_none, "port": _int, "machine": _str_or_none},
+        {
+            "version": _str,
+            "slots": _or_none(_number(1, _MOST_RANKS)),
+            "address": _or_none(_address),
+            "port": _number(1, _LAST_PORT),
+            "machine": _or_none(_str),
+        },
     ),
     Beat: (8, {}),
-    Joining: (9, {"rank": _int}),
-    Joined: (10, {"rank": _int}),
-    GaveUp: (14, {"rank": _int}),
+    Joining: (9, {"rank": _rank}),
+    Joined: (10, {"rank": _rank}),
+    GaveUp: (14, {"rank": _rank}),
     StartJob: (
         16,
         {
-            "token": _str,
+            "token": _token,
             "command": _words,
             "cwd": _str,
             "environment": _environment,
             "inherits": _bool,
-            "peers": _strs,
+            "peers": _each(_address),
             "in_python": _bool,
             "as_horovod": _bool,
             "workers": _environments,
         },
     ),
-    SignalRanks: (17, {"ranks": _ints, "signum": _int}),
-    OutputTaken: (23, {"count": _int}),
-    Greet: (19, {"version": _str, "beats": _bool, "count_slots": _bool, "interface": _str_or_none}),
+    SignalRanks: (17, {"ranks": _each(_rank), "signum": _number(1, 64)}),
+    OutputTaken: (23, {"count": _number(0, _MOST_BYTES)}),
+    Greet: (19, {"version": _str, "beats": _bool, "count_slots": _bool, "interface": _or_none(_str)}),
 }
 _JSON_BY_KIND = {kind: (message, fields) for message, (kind, fields) in _JSON.items()}
-_KINDS = {*_STREAMS, _INPUT_KIND, *exchange.KINDS, *_JSON_BY_KIND}
+_KINDS = frozenset({*_STREAMS, _INPUT_KIND, *exchange.KINDS, *_JSON_BY_KIND})
+_COMMANDS = (StartJob, SignalRanks, OutputTaken, Greet)
+_OF_LAUNCHER = {_INPUT_KIND, *exchange.COMMAND_KINDS, *(_JSON[command][0] for command in _COMMANDS)}
+_BEAT_KIND = _JSON[Beat][0]
+
+FROM_LAUNCHER = frozenset({*_OF_LAUNCHER, _BEAT_KIND})
+"""The kinds of frames that an agent may read."""
+FROM_AGENT = _KINDS - _OF_LAUNCHER
+"""Those that the launcher may."""
 
 
 def encode(message: Message) -> bytes:
@@ -159,7 +194,9 @@ def encode(message: Message) -> bytes:
 class Decoder:
     """Turns bytes, cut anywhere, back into messages. What is no frame of ours raises `ProtocolError`."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Collection[int] = _KINDS) -> None:
+        """``kinds`` are those that the other end may send; others are not even looked into."""
+        self._kinds = kinds
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
@@ -169,7 +206,7 @@ class Decoder:
             while len(self._buffer) - start >= _HEADER.size:
                 kind, rank, length = _HEADER.unpack_from(self._buffer, start)
                 # Judged by the header alone: garbage must neither be waited for nor be stored.
-                if kind not in _KINDS or length > MAX_PAYLOAD_BYTES:
+                if kind not in self._kinds or length > _limit(kind):
                     raise ProtocolError(f"not a frame of hvdlite's: {bytes(self._buffer[start : start + 40])!r}")
                 body = start + _HEADER.size
                 if len(self._buffer) < body + length:
@@ -178,6 +215,10 @@ class Decoder:
                 yield _decode(kind, rank, bytes(self._buffer[body:start]))
         finally:
             del self._buffer[:start]
+
+
+def _limit(kind: int) -> int:
+    return _MAX_WORDS_BYTES if kind in _JSON_BY_KIND and kind not in _OF_LAUNCHER else MAX_PAYLOAD_BYTES
 
 
 def _decode(kind: int, rank: int, payload: bytes) -> Message:

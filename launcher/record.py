@@ -1,15 +1,17 @@
 """What each worker wrote, in files of its own: ``DIR/rank.N/stdout`` and ``DIR/rank.N/stderr``.
 
 N has as many digits as the highest rank, so that the directories sort. The files hold the bytes of the worker
-alone, without prefixes, and replace those of an earlier job.
+alone, without prefixes, and replace those of an earlier job. How they are opened, in a directory that others can write
+too, is in `newfile`.
 """
 
 from __future__ import annotations
 
 import os
 
-from .errors import UsageError
+from .errors import UsageError, in_words
 from .messages import Output, Stream
+from .newfile import create
 
 _STREAMS: tuple[Stream, ...] = ("stdout", "stderr")
 
@@ -24,17 +26,16 @@ class Record:
         digits = len(str(size - 1))
         for rank in range(size):
             of_rank = os.path.join(directory, f"rank.{rank:0{digits}}")
-            path = of_rank
             try:
-                os.makedirs(of_rank, exist_ok=True)
                 for stream in _STREAMS:
                     path = os.path.join(of_rank, stream)
-                    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-                    self._files[rank, stream] = path, fd
+                    self._files[rank, stream] = path, create(path)
             except OSError as error:
                 self.close()
-                name = path if path.isprintable() else repr(path)
-                raise UsageError(f"--output-filename: cannot write {name}: {error.strerror}") from error
+                name = str(error.filename or path)
+                name = name if name.isprintable() else repr(name)
+                why = in_words(OSError(error.errno, "")) or error.strerror
+                raise UsageError(f"--output-filename: cannot write {name}: {why}") from error
 
     def write(self, output: Output) -> None:
         """Add it to its file. An `OSError` has the path in its ``filename``."""

@@ -20,22 +20,40 @@ from .channel import BEAT_S, SILENCE_S
 from .errors import ProtocolError
 from .exchange import StoreEvent
 from .hosts import Host
-from .messages import AgentSaid, Answered, Beat, Command, Event, Greet, Hello, Lost, Message, OutputTaken, Refused
-from .protocol import MARK, WINDOW_BYTES, Decoder, encode
+from .messages import (
+    AgentSaid,
+    Answered,
+    Beat,
+    Command,
+    Event,
+    Exited,
+    Greet,
+    Hello,
+    Lost,
+    Message,
+    OfRank,
+    Output,
+    OutputTaken,
+    Refused,
+)
+from .protocol import FROM_AGENT, MARK, WINDOW_BYTES, Decoder, encode
 from .report import signal_name
 from .ssh import killed_by, last_words
 from .store import Store
 from .version import VERSION
+from .words import one_line
 
 _READ_BYTES = 1 << 18
 _NOISE_BYTES = 1 << 16  # what start files of a shell may print before the agent speaks
+_OVERDRAFT_BYTES = 64 << 20
+_MOST_SAID_BYTES = 1 << 20  # of ssh's own words, or the agent's; workers' do not come that way
 _UNEXPECTED = "its agent ended unexpectedly"
 _WORDS_S = 1.0  # for the last words of a process that has ended
 
 
 def local_agent_argv() -> list[str]:
     """The command that is the agent on this machine: its stdin and stdout are the wire."""
-    return [sys.executable, "-m", "hvdlite_launcher.agent"]
+    return [sys.executable, "-m", "hvdlite_launcher.keeper"]
 
 
 class RemoteAgent:
@@ -59,6 +77,9 @@ class RemoteAgent:
         """Those that it runs, once it was told to."""
         self._events = events
         self._shown_bytes = 0  # that the agent has not been told of
+        self._output_bytes = 0  # that came
+        self._done_with_bytes = 0  # of these
+        self._ended: set[int] = set()
         self._store = store
         self._explain = explain
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
@@ -77,9 +98,14 @@ class RemoteAgent:
             cwd="/" if host.is_here else None,
             env=_with_absolute_python_path() if host.is_here else None,
         )
-        self._stderr_thread = None if host.is_here else self._start_thread(self._listen_to_stderr)
-        self._start_thread(self._speak)
-        self._start_thread(self._listen)
+        try:
+            self._stderr_thread = None if host.is_here else self._start_thread(self._listen_to_stderr)
+            self._start_thread(self._speak)
+            self._start_thread(self._listen)
+        except RuntimeError:  # no more threads: nobody knows of this one yet who would end it
+            self._process.kill()
+            self._process.wait()
+            raise
 
     def greet(self, *, count_slots: bool, interface: str | None) -> None:
         """The first word. `Answered` or `Lost` is the answer."""
@@ -92,6 +118,7 @@ class RemoteAgent:
     def output_shown(self, count: int) -> None:
         """So many bytes that came from there are done with. One thread may say so."""
         self._shown_bytes += count
+        self._done_with_bytes += count
         if self._shown_bytes >= WINDOW_BYTES // 4:
             self.send(OutputTaken(self._shown_bytes))
             self._shown_bytes = 0
@@ -149,7 +176,7 @@ class RemoteAgent:
         """Until the end; why it came."""
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
-        decoder = Decoder()
+        decoder = Decoder(FROM_AGENT)
         noise = b""
         spoke = False
         while True:
@@ -178,30 +205,53 @@ class RemoteAgent:
         return bool(poll.poll(SILENCE_S * 1000))
 
     def _pass_on(self, message: Message) -> None:
+        """Let those hear it whom it concerns. What no agent says at this point raises `ProtocolError`."""
         if isinstance(message, Beat):
             return
         if isinstance(message, Command):
             raise ProtocolError("its agent sent what only a launcher says")
+        if isinstance(message, Hello):
+            self._welcome(message)
+            return
+        if not self.ranks:
+            # Nothing was asked of it yet: this is its end.
+            if isinstance(message, Refused):
+                raise ProtocolError(one_line(message.why))
+            raise ProtocolError("its agent speaks of workers before there are any")
         if isinstance(message, StoreEvent):
             self._store.receive(self, message)
             return
-        if isinstance(message, Hello):
-            if message.version != VERSION:
-                raise ProtocolError(
-                    f"hvdlite is version {VERSION} here and {message.version} there: install the same version on all"
-                )
-            self._words = ""  # what was said before is not why it will end
-            self._greeted.set()
-            self._events.put(Answered(self.host.label, message))
-            return
         if isinstance(message, Refused):
-            if not self._greeted.is_set():
-                self._events.put(Lost(self.host.label, message.why))
-                return
-            message = message if self.host.is_here else replace(message, host=self.host.label)
-        elif message.rank not in self.ranks:
-            raise ProtocolError(f"its agent speaks of rank {message.rank}, which is not there")
+            host = None if self.host.is_here else self.host.label
+            message = replace(message, why=one_line(message.why), host=host)
+        else:
+            self._look_at(message)
         self._events.put(message)
+
+    def _welcome(self, hello: Hello) -> None:
+        if self._greeted.is_set():
+            raise ProtocolError("its agent said hello twice")
+        if hello.version != VERSION:
+            there = one_line(hello.version)
+            raise ProtocolError(f"hvdlite is version {VERSION} here and {there} there: install the same version on all")
+        self._words = ""  # what was said before is not why it will end
+        self._greeted.set()
+        self._events.put(Answered(self.host.label, hello))
+
+    def _look_at(self, message: OfRank) -> None:
+        """That it is of a rank that is there, and that there is no end to what this process keeps of it."""
+        if message.rank not in self.ranks:
+            raise ProtocolError(f"its agent speaks of rank {message.rank}, which is not there")
+        if isinstance(message, Exited):
+            if message.rank in self._ended:
+                raise ProtocolError(f"its agent says twice how rank {message.rank} ended")
+            self._ended.add(message.rank)
+        if isinstance(message, Output):
+            self._output_bytes += len(message.data)
+            # Its own window is smaller, but for what is in the pipes of the dead.
+            room = WINDOW_BYTES + _OVERDRAFT_BYTES * (1 + len(self.ranks))
+            if self._output_bytes - self._done_with_bytes > room:
+                raise ProtocolError("its agent sends more output than it was given room for")
 
     def _why_it_ended(self, noise: str) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -210,8 +260,8 @@ class RemoteAgent:
             self._stderr_thread.join(_WORDS_S)
         returncode = self._process.returncode
         if self.host.is_here:
-            killed = returncode is not None and returncode < 0
-            return f"its agent was killed by {signal_name(-returncode)}" if killed else _UNEXPECTED
+            killed = returncode is not None and (returncode < 0 or returncode > 128)
+            return f"its agent was killed by {signal_name(abs(returncode) % 128)}" if killed else _UNEXPECTED
         if returncode is None:
             return _UNEXPECTED
         if not self._greeted.is_set():
@@ -220,11 +270,15 @@ class RemoteAgent:
 
     def _listen_to_stderr(self) -> None:
         assert self._process.stderr is not None
+        room = _MOST_SAID_BYTES
         while data := os.read(self._process.stderr.fileno(), _READ_BYTES):
             # As on this machine, an agent says whose words they are; here it is its host that is named.
             text = data.decode(errors="backslashreplace").replace("hvdlite-run: agent: ", "")
             self._words = (self._words + text)[-_NOISE_BYTES:]
-            self._events.put(AgentSaid(self.host.label, text))
+            if room > 0:
+                room -= len(data)
+                more = "" if room > 0 else "\n... and more than is shown"
+                self._events.put(AgentSaid(self.host.label, text + more))
 
 
 def _with_absolute_python_path() -> dict[str, str]:

@@ -22,8 +22,9 @@ _FIND_PYTHON = (
     'echo "no such python: $*" >&2; exit 127'
 )
 _CONNECT_S = 15
-# The client's own watch over the connection, for when nobody is left to end it.
-_ALIVE = ("ServerAliveInterval=5", "ServerAliveCountMax=3")
+# The client's own watch over the connection, for when nobody is left to end it, and until the agent's first word: it
+# gives up one interval after the last of its questions that nobody answered, 12 s after a link was cut.
+_ALIVE = ("ServerAliveInterval=3", "ServerAliveCountMax=3")
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,25 @@ class Ssh:
     def agent_argv(self, host: Host, start_timeout_s: float) -> list[str]:
         """The command that, run here, is the agent on ``host``: its stdin and stdout are the wire."""
         own = self._own_words()
-        target = [host.label, self._remote_command()]
+        command = self._remote_command()
         if os.path.basename(self.program) != "ssh":  # which knows nothing of ssh's options
-            return [self.program, *own, *target]
+            return [self.program, *own, host.label, command]
         options = ["BatchMode=yes", "ControlMaster=no", "ClearAllForwardings=yes", "RemoteCommand=none", *_ALIVE]
-        configured = _configured(self.program, [*own, host.label])
+        configured = _configured(self.program, [*own, *self._host_words(host)])
         # What the user's config says stands. It cannot ask here, and a key that changed is refused as ever.
         if configured.get("stricthostkeychecking", "ask") == "ask":
             options.append("StrictHostKeyChecking=accept-new")
         if configured.get("connecttimeout", "none") == "none":
             options.append(f"ConnectTimeout={max(1, min(_CONNECT_S, int(start_timeout_s)))}")
-        return [self.program, "-T", "-x", *(f"-o{option}" for option in options), *own, *target]
+        return [
+            self.program,
+            "-T",
+            "-x",
+            *(f"-o{option}" for option in options),
+            *own,
+            *self._host_words(host),
+            command,
+        ]
 
     def _remote_command(self) -> str:
         """The launcher's own interpreter first: a login shell often finds another one."""
@@ -61,6 +70,10 @@ class Ssh:
     def by_hand(self, host: Host) -> str:
         """What to type to see the same as we did."""
         return shlex.join([self.program, *self._own_words(), host.label, "true"])
+
+    def _host_words(self, host: Host) -> list[str]:
+        """The host for ssh itself, which reads options after a host too, but none after two dashes."""
+        return [host.label] if self.args[-1:] == ("--",) else ["--", host.label]
 
     def _own_words(self) -> list[str]:
         port = ["-p", str(self.port)] if self.port is not None else []

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from . import tree
+from .errors import ProtocolError, in_words
 from .machine import usable_cores
 from .messages import Refused, StartJob, Stream
 from .plan import HostFacts, variables_set
@@ -50,7 +51,10 @@ def start_workers(job: StartJob, job_dir: str, interface: str | None) -> Iterato
         given = {**given, "PYTHONPATH": os.pathsep.join(path)}
     set_up = tree.dying_with_parent()
     for rank, own in job.workers.items():
-        environment = {**given, **variables_set(given, own, host)}
+        try:
+            environment = {**given, **variables_set(given, own, host)}
+        except (KeyError, ValueError, ArithmeticError) as error:
+            raise ProtocolError(f"the launcher did not say what place rank {rank} has on its host") from error
         try:
             process = subprocess.Popen(
                 command,
@@ -63,6 +67,9 @@ def start_workers(job: StartJob, job_dir: str, interface: str | None) -> Iterato
                 start_new_session=True,
                 preexec_fn=set_up,  # noqa: PLW1509  # the agent has no threads
             )
+        except UnicodeEncodeError as error:  # by the rules of a locale that is not UTF-8's
+            why = f"{error.object[error.start : error.end]!a} cannot be said in this host's locale: set LC_ALL=C.UTF-8"
+            raise CannotStartError(Refused(f"command or environment: {why}", 126)) from error
         except OSError as error:
             raise CannotStartError(_refusal(job, environment, error)) from error
         assert process.stdout is not None
@@ -107,7 +114,7 @@ def _refusal(job: StartJob, environment: Mapping[str, str], error: OSError) -> R
     elif error.errno == errno.ENOEXEC:
         why, exit_code = "is not a program, nor a script whose first line is #! and its interpreter", 126
     else:
-        why, exit_code = (error.strerror or str(error)).lower(), 126
+        why, exit_code = in_words(error) or (error.strerror or str(error)).lower(), 126
     if program.endswith(".py") and os.path.isfile(path):
         why += f"; did you mean: python {program}?"
     name = program if program.isprintable() and program else repr(program)

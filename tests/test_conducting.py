@@ -5,8 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import random
+import re
+import subprocess
+import sys
+import textwrap
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -14,11 +19,30 @@ import torch
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
-from hvdlite.agreement import coordinator, handle, negotiation
+from hvdlite.agreement import coordinator, frames, handle, negotiation, negotiator, vigil
 from hvdlite.agreement.handle import Handle
 from hvdlite.agreement.request import Request, Turn
+from hvdlite.channels.work import Watch, Work
 from hvdlite.environment import Environment
 from hvdlite.world import World, current_world
+
+
+@pytest.fixture
+def launched() -> Callable[[str], list[str]]:
+    """What each of two processes of a job printed, in order."""
+
+    def launch(program: str) -> list[str]:
+        job = subprocess.run(
+            [sys.executable, "-m", "hvdlite_launcher", "-np", "2", sys.executable, "-c", textwrap.dedent(program)],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert job.returncode == 0, job.stderr
+        return [line.partition(":")[2] for line in sorted(job.stdout.splitlines())]
+
+    return launch
 
 
 def total(value: int, turn: Turn) -> int:
@@ -277,13 +301,139 @@ def test_a_stalled_operation_is_told_of_and_ended_where_that_is_asked_for(caplog
             come.wait()
             return
         try:
-            with pytest.raises(hvd.CommunicationError, match=r"stalled: add_up of 'a'.* missing: rank 1 \(node1\)"):
+            with pytest.raises(
+                hvd.CommunicationError, match=r"stalled: add_up of 'a'.* missing: rank 1 \(node1, pid \d+\)"
+            ):
                 add_up("a", 1).wait()
         finally:
             come.set()
 
     with caplog.at_level(logging.WARNING, "hvdlite"):
         run_worlds(2, rank, environment)
+
+
+MANY = int(os.environ.get("HVDLITE_TEST_OUTSTANDING", "10000"))
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.timeout(600)
+def test_any_number_of_operations_may_be_outstanding(named):
+    def rank(own: int) -> int:
+        # Long enough words to fill any socket's buffer many times over.
+        names = [f"{number} {'x' * 300}" if named else None for number in range(MANY)]
+        if own == 0 and named:
+            names.reverse()
+        return sum(handle.wait() for handle in [add_up(name, 1) for name in names])
+
+    assert run_worlds(2, rank) == [2 * MANY] * 2
+
+
+@pytest.mark.parametrize("holder", [0, 1])
+def test_an_interpreter_that_is_held_while_operations_are_asked_for_loses_none(launched, holder):
+    # The whole process stands still, also the threads that listen, for longer than any of them used to wait.
+    program = f"""
+        import ctypes, torch, hvdlite as hvd
+        hvd.init()
+        usleep = ctypes.PyDLL(None).usleep
+        handles = []
+        for number in range(600):
+            handles.append(hvd.allreduce_async(torch.ones(2000), name=f"{{number}} {{'x' * 2000}}", op=hvd.Sum))
+            if hvd.rank() == {holder} and number in (100, 400):
+                usleep(1_500_000)
+        print(sum(hvd.synchronize(handle)[0].item() for handle in handles))
+    """
+    assert launched(program) == ["1200.0"] * 2
+
+
+def test_a_rank_hears_of_others_while_it_is_blocked_in_an_operation():
+    may_end = threading.Event()
+    heard = threading.Event()
+
+    def rank(own: int) -> None:
+        world = current_world()
+        if own == 2:
+            heard.wait(20)
+            # Ends while the others are in an operation that it is not in.
+            return
+        member = world.group.among([0, 1], set_id=1, token="a set of the test's")
+        world.conductor.open_channel(member)
+        handle = world.conductor.submit(member, Request("blocked"), lambda turn: may_end.wait(20))
+        while world.conductor._executor.current is None:
+            time.sleep(0.01)
+        heard.set()
+        with pytest.raises(hvd.CommunicationError, match=r"rank 2 \(node2\) has ended"):
+            hvd.barrier()
+        assert not handle.is_ended()
+        may_end.set()
+        assert handle.wait() is True
+
+    run_worlds(3, rank)
+
+
+def test_a_peer_that_hangs_in_what_all_have_begun_is_told_of(caplog, monkeypatch):
+    monkeypatch.setattr(negotiator, "LOOK_S", 0.05)
+    monkeypatch.setattr(vigil, "LOOK_S", 0.05)
+    told = threading.Event()
+    ended: list[str] = []
+
+    def end(self, words: str) -> None:
+        ended.append(words)
+        told.set()
+
+    monkeypatch.setattr(negotiator.Negotiator, "_end_process", end)
+
+    def rank(own: int) -> None:
+        world = current_world()
+
+        def body(turn: Turn) -> None:
+            # Rank 1 does not come to the collective within the operation.
+            if own == 1:
+                told.wait(20)
+            turn.group.all_reduce(torch.ones(1), turn.what).wait()
+
+        world.conductor.submit(world.group, Request("halves", "a"), body).wait()
+
+    with caplog.at_level(logging.WARNING, "hvdlite"):
+        run_worlds(2, rank, Environment(stall_warning_s=0.2, stall_shutdown_s=0.8))
+    assert re.search(r"stalled: .*rank.* 0 \(node0, pid \d+\).* waited \d+ s in halves of 'a'", caplog.text)
+    assert "in halves of 'a'" in ended[0]
+
+
+def test_what_each_thread_is_blocked_in_is_known_apart():
+    watch = Watch()
+    release, inside = threading.Event(), threading.Barrier(3)
+
+    class Engines:
+        def wait(self) -> None:
+            inside.wait(20)
+            release.wait(20)
+
+    def wait_in(what: str) -> None:
+        Work(Engines(), what, watch, lambda what, error: AssertionError()).wait()
+
+    threads = [threading.Thread(target=wait_in, args=(what,)) for what in ("one", "another")]
+    for thread in threads:
+        thread.start()
+    inside.wait(20)
+    blocked = watch.blocked()
+    assert {blocked[thread.ident][0] for thread in threads} == {"one", "another"}
+    release.set()
+    for thread in threads:
+        thread.join()
+    assert watch.blocked() == {}
+
+
+def test_a_message_that_cannot_be_sent_is_its_operations_error_alone(monkeypatch):
+    def rank(own: int) -> int:
+        hvd.barrier()
+        with monkeypatch.context() as shorter:
+            shorter.setattr(frames, "MAX_BYTES", 2000)
+            with pytest.raises(hvd.CommunicationError, match=r"add_up of 'x+' cannot be asked for: a message of"):
+                add_up("x" * 2000, 1).wait()
+        hvd.barrier()
+        return add_up("a", 1).wait()
+
+    assert run_worlds(2, rank) == [2, 2]
 
 
 def test_without_the_check_operations_are_carried_out_at_once():

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.agreement.negotiation import SETTLING_S, Negotiation
-from hvdlite.agreement.pending import Ask
-from hvdlite.agreement.stall import STANDSTILL_S, StallRules
+from hvdlite.agreement.pending import Ask, Pending
+from hvdlite.agreement.stall import STANDSTILL_S, Blocked, StallRules
 
 HOSTS = ("node1", "node1", "node2", "node2")
 
@@ -39,6 +39,11 @@ class Play:
     def call(self, rank: int, name: str, kind: str = "allreduce", **more) -> None:
         """Ask and wait."""
         self.negotiation.wait(rank, self.ask(rank, name, kind, **more))
+
+    def busy(self, rank: int, what: str | None, since_s: float, *, is_operation=False, is_stuck=True) -> None:
+        """It has been blocked in one thing, or no more is in anything."""
+        blocked = [] if what is None else [Blocked(what, since_s, is_operation)]
+        self.negotiation.busy(rank, blocked, is_stuck=is_stuck)
 
     def after(self, seconds: float) -> list[tuple[int, list]]:
         self.now_s += seconds
@@ -214,7 +219,7 @@ def test_groups_of_different_numbers_of_tensors_are_told_apart_by_their_numbers(
 
 def test_a_circle_through_a_wait_for_gradients_is_an_error_when_it_has_stood_still():
     play = Play(3, warn_after_s=60.0)
-    play.negotiation.busy(0, "the all-reduce of the gradients of fc.weight", 0.0)
+    play.busy(0, "the all-reduce of the gradients of fc.weight", 0.0)
     play.call(1, "a", "allgather")
     assert play.after(STANDSTILL_S + SETTLING_S + 1) == []  # the third rank computes
     play.call(2, "a", "allgather")
@@ -227,7 +232,7 @@ def test_a_bucket_that_is_on_its_way_while_the_others_wait_is_no_circle():
     play = Play(2, warn_after_s=60.0)
     for seconds in range(0, 40, 5):
         # It waits for one bucket after the other.
-        play.negotiation.busy(0, f"bucket {seconds}", float(seconds))
+        play.busy(0, f"bucket {seconds}", float(seconds))
         if seconds == 0:
             play.call(1, "a")
         assert play.after(5.0) == []
@@ -386,7 +391,7 @@ def test_a_stall_is_told_once_per_period_with_who_is_missing_and_where_they_are(
     play = Play(4, warn_after_s=60.0)
     play.call(0, "a")
     play.ask(1, "b")
-    play.negotiation.busy(2, "the all-reduce of the gradients of fc.weight", 0.0)
+    play.busy(2, "the all-reduce of the gradients of fc.weight", 0.0)
     play.after(59.0)
     assert play.negotiation.warnings == []
     play.after(2.0)
@@ -419,7 +424,7 @@ def test_a_stall_ends_as_an_error_if_that_is_asked_for():
 def test_without_a_stall_check_an_operation_ends_after_its_timeout():
     play = Play(2, timeout_s=10.0)
     play.call(0, "a")
-    play.negotiation.busy(1, "a bucket", 0.0)
+    play.busy(1, "a bucket", 0.0)
     assert play.after(9.0) == []
     assert one_error(play.after(1.0), [0])[0] == "CommunicationError"
     assert play.negotiation.warnings == []
@@ -428,7 +433,7 @@ def test_without_a_stall_check_an_operation_ends_after_its_timeout():
 def test_a_wait_for_gradients_is_told_too_and_ended_with_the_process():
     play = Play(3, warn_after_s=5.0, end_after_s=10.0)
     for rank in (0, 2):
-        play.negotiation.busy(rank, "the all-reduce of the gradients of fc.weight", 0.0)
+        play.busy(rank, "the all-reduce of the gradients of fc.weight", 0.0)
     assert play.after(6.0) == []
     (words,) = play.negotiation.warnings
     assert "ranks 0 (node1), 2 (node2) have waited 6 s in the all-reduce of the gradients of fc.weight" in words
@@ -439,8 +444,8 @@ def test_a_wait_for_gradients_is_told_too_and_ended_with_the_process():
 
 def test_a_wait_for_gradients_that_is_over_is_not_told():
     play = Play(2, warn_after_s=5.0)
-    play.negotiation.busy(0, "a bucket", 0.0)
-    play.negotiation.busy(0, None, 0.0)
+    play.busy(0, "a bucket", 0.0)
+    play.busy(0, None, 0.0)
     play.after(100.0)
     assert play.negotiation.warnings == []
     assert play.negotiation.is_idle
@@ -469,3 +474,185 @@ def test_every_pair_of_different_calls_ends_in_an_error_on_both_ranks():
         play.call(1, **another)
         told = play.said() + play.after(0.0) + play.after(SETTLING_S) + play.after(SETTLING_S)
         one_error(told, [0, 1])
+
+
+def of_stalls(play: Play) -> list[str]:
+    warnings, play.negotiation.warnings[:] = list(play.negotiation.warnings), []
+    return warnings
+
+
+def test_many_stalled_operations_are_one_warning_with_the_first_eight_and_their_number():
+    play = Play(2, warn_after_s=60.0)
+    for number in range(20):
+        play.ask(0, str(number))
+    play.ask(1, "other")
+    play.after(61.0)
+    (words,) = of_stalls(play)
+    assert "stalled: allreduce of '0' in the global process set has been waiting 61 s" in words
+    assert "20 more operations have been waiting too long: allreduce of '1', " in words
+    assert "allreduce of '7' and 13 more" in words
+    assert "allreduce of '8'" not in words
+    assert "Set HVDLITE_STALL_SHUTDOWN_S" in words
+    play.after(30.0)
+    assert of_stalls(play) == []
+    play.after(31.0)
+    assert len(of_stalls(play)) == 1
+
+
+def test_a_stalled_operation_that_misses_other_ranks_than_the_first_says_which():
+    play = Play(2, warn_after_s=60.0)
+    play.ask(0, "a")
+    play.ask(1, "b")
+    play.after(61.0)
+    assert "allreduce of 'b' (missing: rank 0 (node1))" in of_stalls(play)[0]
+
+
+def test_what_is_told_of_a_stall_names_processes_and_the_way_out():
+    play = Play(2, warn_after_s=60.0, end_after_s=300.0)
+    play.negotiation.introduce(1, 4242)
+    play.ask(0, "a")
+    play.after(61.0)
+    (words,) = of_stalls(play)
+    assert "missing: rank 1 (node1, pid 4242), which computes or hangs" in words
+    assert words.endswith("After 300 s (HVDLITE_STALL_SHUTDOWN_S) that ends the job")
+
+
+def test_a_rank_that_hangs_in_what_all_have_begun_is_told_of_though_nothing_is_pending():
+    play = Play(3, warn_after_s=5.0, end_after_s=10.0)
+    for rank in range(3):
+        play.negotiation.heard(rank, 0.0)
+        play.call(rank, "a")
+    play.said()
+    assert play.negotiation.is_idle
+    for rank in (0, 2):
+        play.busy(rank, "allreduce of 'a'", 0.0, is_operation=True)
+    for _ in range(6):
+        assert play.after(1.0) == []
+        for rank in (0, 2):
+            play.negotiation.heard(rank, play.now_s)
+    (words,) = of_stalls(play)
+    assert "ranks 0 (node1), 2 (node2) have waited 5 s in allreduce of 'a', for ranks that have not come" in words
+    assert "rank 1 (node1), which is in allreduce of 'a' and has not been heard of for 5 s" in words
+    assert kinds(play.after(4.0)) == [(0, "end"), (2, "end")]
+
+
+def test_a_rank_that_was_blocked_and_then_fell_silent_is_told_of_as_silent():
+    play = Play(2, warn_after_s=20.0)
+    for rank in range(2):
+        play.busy(rank, "the bucket", 0.0)
+        play.negotiation.heard(rank, 0.0)
+    for _ in range(21):
+        play.after(1.0)
+        play.negotiation.heard(0, play.now_s)
+    (words,) = of_stalls(play)
+    assert "rank 0 (node1) has waited 20 s in the bucket" in words
+    assert "rank 1 (node1), which waits in the bucket and has not been heard of for 20 s" in words
+
+
+def test_an_operation_is_known_until_it_is_over_on_a_rank():
+    play = Play(2, warn_after_s=5.0)
+    for name in "ab":
+        for rank in range(2):
+            play.call(rank, name)
+    play.negotiation.over(1, 1)
+    play.busy(0, "allreduce of 'b'", 0.0, is_operation=True)
+    play.after(6.0)
+    assert "rank 1 (node1), which is in allreduce of 'b'" in of_stalls(play)[0]
+
+
+def test_where_all_are_in_what_takes_too_long_no_rank_is_blamed():
+    play = Play(2, warn_after_s=5.0)
+    for rank in range(2):
+        play.busy(rank, "the bucket", 0.0)
+        play.negotiation.heard(rank, 6.0)
+    play.after(6.0)
+    (words,) = of_stalls(play)
+    assert "ranks 0 (node1), 1 (node1) have waited 6 s in the bucket, and all that take part in it are there" in words
+
+
+def test_ranks_that_wait_in_different_buckets_are_told_with_both():
+    play = Play(2, warn_after_s=5.0)
+    play.busy(0, "bucket 0 of optimizer 1", 0.0)
+    play.busy(1, "bucket 0 of optimizer 2", 0.5)
+    play.after(5.6)
+    (words,) = of_stalls(play)
+    assert "rank 0 (node1) has waited 6 s in bucket 0 of optimizer 1" in words
+    assert "rank 1 (node1), which waits in bucket 0 of optimizer 2" in words
+
+
+def test_a_rank_that_has_joined_is_said_to_wait_in_join():
+    play = Play(3, warn_after_s=5.0)
+    play.negotiation.join(1, False, 0.0)
+    play.busy(0, "bucket 0 of optimizer 1", 0.0)
+    play.after(6.0)
+    (words,) = of_stalls(play)
+    assert "rank 1 (node1), which waits in hvd.join()" in words
+
+
+def test_a_join_that_others_never_come_to_is_told_of_and_ended_once_nobody_does_anything():
+    play = Play(2, warn_after_s=5.0, end_after_s=20.0)
+    play.negotiation.join(0, False, 0.0)
+    play.after(4.0)
+    play.ask(1, "a")
+    play.said()
+    play.after(4.0)
+    assert of_stalls(play) == []
+    play.after(2.0)
+    (words,) = of_stalls(play)
+    assert "rank 0 (node1) called hvd.join(), and for 6 s no rank has asked for anything" in words
+    assert "Not joined: rank 1 (node1), which" in words
+    assert one_error(play.after(15.0), [0])[0] == "CommunicationError"
+
+
+def test_a_rank_one_thread_of_which_can_still_ask_is_in_no_circle():
+    play = Play(2, warn_after_s=60.0)
+    play.busy(0, "the bucket", 0.0, is_stuck=False)
+    play.call(1, "a")
+    for _ in range(int(STANDSTILL_S + SETTLING_S) + 2):
+        assert play.after(1.0) == []
+    play.busy(0, "the bucket", 0.0)
+    play.after(0.0)
+    one_error(play.after(SETTLING_S), [1])
+
+
+class Counted(dict):
+    """A dict that counts how often it is looked through."""
+
+    looks = 0
+
+    def values(self):
+        self.looks += 1
+        return super().values()
+
+
+@pytest.mark.parametrize("name", [None, "named"])
+def test_what_is_pending_is_not_looked_through_with_every_message(name):
+    play = Play(2, warn_after_s=60.0)
+    play.negotiation._pending = counted = Counted()
+    for rank in range(2):
+        for number in range(200):
+            play.ask(rank, name and f"{name}{number}")
+    assert counted.looks == 0
+    assert kinds(play.said()) == [(rank, "go") for _ in range(200) for rank in range(2)]
+
+
+def test_unnamed_operations_cost_a_rank_the_same_however_many_are_pending(monkeypatch):
+    looks = []
+    waits_for = Pending.waits_for
+    monkeypatch.setattr(Pending, "waits_for", lambda self, rank: looks.append(rank) or waits_for(self, rank))
+    play = Play(2)
+    for rank in range(2):
+        for _ in range(500):
+            play.ask(rank, None)
+    assert len(looks) <= 2 * 500
+
+
+def test_many_that_are_refused_are_told_without_looking_at_each_other():
+    play = Play(2)
+    for number in range(300):
+        play.ask(0, str(number))
+    play.negotiation._pending = counted = Counted(play.negotiation._pending)
+    play.negotiation.end(1, False, 0.0)
+    assert len(refusals(play.said())) == 1
+    assert counted.looks <= 2
+    assert play.negotiation.is_idle

@@ -64,7 +64,7 @@ class Callers:
             return list(self._blocked.values())
 
     def can_ask(self, elsewhere: Set[int]) -> bool:
-        """Whether a thread that calls operations is blocked neither in one nor, as those of ``elsewhere``, otherwise."""
+        """Whether a thread that calls operations is blocked neither in one nor, as ``elsewhere`` are, otherwise."""
         alive = {thread.ident for thread in threading.enumerate()}
         with self._lock:
             self._threads &= alive

@@ -145,7 +145,7 @@ class Coordinator:
             self._door.look()
 
     def _patience_s(self) -> float | None:
-        times_s = [None if self._negotiation.is_idle else _TICK_S]
+        times_s = [_TICK_S if self._negotiation.needs_ticks else None]
         if self._door is not None:
             times_s.append(self._door.patience_s)
         return min((each for each in times_s if each is not None), default=None)

@@ -19,7 +19,7 @@ from ..signing import Signer
 MAX_BYTES = 256 << 20
 """The JSON of one message at most. Longer ones are refused by who would send them, and by who is sent them."""
 
-# No message that hvdlite sends nests deeper than a few levels; what nests deeply enough breaks whoever walks through it.
+# No message that hvdlite sends nests deeper than a few levels; who walks through one that does runs out of stack.
 _MAX_DEPTH = 64
 
 _TAG_BYTES = 16

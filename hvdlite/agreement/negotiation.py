@@ -59,8 +59,13 @@ class Negotiation:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can happen by the mere passing of time."""
-        return not self._pending and not self._joined and self._stall.is_idle
+        """Whether no operation is pending, and nobody blocked."""
+        return not self._pending and not self._refused and self._stall.is_idle
+
+    @property
+    def needs_ticks(self) -> bool:
+        """Whether something can happen by the mere passing of time."""
+        return bool(self._pending or self._joined) or not self._stall.is_idle
 
     @property
     def first_end(self) -> str:
@@ -156,7 +161,7 @@ class Negotiation:
     # -- what time brings
 
     def tick(self, now_s: float) -> None:
-        """To be called every now and then, unless `is_idle`."""
+        """To be called every now and then, if that `needs_ticks`."""
         # Nothing that is merely asked for changes by the passing of time.
         for pending in list(self._differing.values()):
             self._consider(pending, now_s)

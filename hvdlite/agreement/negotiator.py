@@ -296,8 +296,12 @@ class Negotiator:
     def _stand_in(self, turn: Turn, kind: str, same: Mapping[str, Any]) -> None:
         assert self._joining is not None, "only who has joined is told of what it has not asked for"
         stand_in = self._joining[1]
-        # What it does is made there too: it may be an error, which is then the operation's.
-        self._executor.put(Agreed(Handle(turn.what), lambda turn: stand_in(kind, same)(turn), turn))
+
+        def body(turn: Turn) -> Any:
+            # Made only here: if that is an error, it is the operation's.
+            return stand_in(kind, same)(turn)
+
+        self._executor.put(Agreed(Handle(turn.what), body, turn))
 
     def _pop(self, ticket: int) -> _Asked:
         with self._lock:

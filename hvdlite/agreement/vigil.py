@@ -35,7 +35,7 @@ class Vigil:
     def __init__(self, rules: StallRules) -> None:
         """``rules`` are rank 0's."""
         self._rules = rules
-        self._told: Sequence[Blocked] = ()
+        self._told: list[Blocked] = []
         self._told_stuck = False
         self._told_count = 0
         # When rank 0 was asked for a sign of life that has not come, first and last; None while nothing is asked.

@@ -81,9 +81,10 @@ class Convoy:
         return sum([in_flight.holds_wire for in_flight in self._in_flight]) < _WIRES
 
     def _launch(self, bucket: Bucket, group: Group) -> None:
-        track = self._tracks.of(len(self._launched), bucket)
+        place = len(self._launched)
+        track, name = self._tracks.of(place, bucket), self._tracks.name_of(place)
         self._launched.append(bucket)
-        self._in_flight.append(InFlight(bucket, group, self._settings, self._wires, track))
+        self._in_flight.append(InFlight(bucket, group, self._settings, self._wires, track, name=name))
 
     # -- and back
 
@@ -165,4 +166,4 @@ class Convoy:
         if self._settings.op is Average and self._presence is not None:
             after *= weight_of(self._presence, group.size)
         for home in self._layout.sparse:
-            home.reduce(group, before, after)
+            home.reduce(group, before, after, self._tracks.optimizer)

@@ -120,14 +120,14 @@ class Deltas(ParamListener):
             for place, (bucket, count) in enumerate(zip(self._buckets, needed, strict=True)):
                 if count:
                     with self._tracks.combining(place, bucket.what):
-                        bucket.combine(group, self.settings)
+                        bucket.combine(group, self.settings, self._tracks.name_of(place))
                 bucket.forget()
 
     def _count(self, own: Sequence[int]) -> list[int]:
         """The sums over all ranks."""
         counts = torch.tensor(own, dtype=torch.int32)
         if self.size > 1:
-            self.meet().all_reduce(counts, "an Adasum step").wait()
+            self.meet().all_reduce(counts, f"an Adasum step of {self._tracks.optimizer}").wait()
         return [int(count) for count in counts.tolist()]
 
 
@@ -154,8 +154,11 @@ class _Bucket:
         self._before = None
 
     @torch.no_grad()
-    def combine(self, group: Group, settings: Settings) -> None:
-        """Make of the parameters what they were, and the Adasum of what the ranks have added to them since."""
+    def combine(self, group: Group, settings: Settings, name: str) -> None:
+        """Make of the parameters what they were, and the Adasum of what the ranks have added to them since.
+
+        ``name`` is the bucket's, by which errors and stalls tell it from others.
+        """
         before = flat_of(self._params) if self._before is None else self._before
         delta = flat_of(self._params).sub_(before)
         parts = 2 if delta.is_complex() else 1
@@ -166,7 +169,7 @@ class _Bucket:
                 f"op=hvd.Adasum: {settings.compression!r} makes {wire.numel()} numbers of {wire.dtype} out of "
                 f"{out.numel()} of {out.dtype}: use one that keeps each number a floating-point number of its own"
             )
-        adasum_all_reduce(group, wire, [param.numel() * parts for param in self._params], self.what)
+        adasum_all_reduce(group, wire, [param.numel() * parts for param in self._params], f"{self.what} ({name})")
         settings.compression.decompress(wire, out)
         after = before.add_(delta)
         start = 0

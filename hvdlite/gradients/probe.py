@@ -86,7 +86,7 @@ class _Probe:
         """The seconds that it took, from full to averaged, by this rank's clock."""
         begin_s = self._clock()
         bucket.expect()
-        InFlight(bucket, self._group, self._settings, self._wires).finish()
+        InFlight(bucket, self._group, self._settings, self._wires, name="a trial of autotune").finish()
         bucket.release()
         if bucket.plan.device.type != "cpu":
             torch.accelerator.synchronize(bucket.plan.device)

@@ -36,13 +36,14 @@ class SparseHome:
             slot.arrived = True
         return False
 
-    def reduce(self, group: Group, before: float, after: float) -> None:
+    def reduce(self, group: Group, before: float, after: float, optimizer: str) -> None:
         """Join the rows of all ranks, scaled; leave the gradient None where no rank has one.
 
+        ``optimizer`` is its name, by which errors and stalls tell it from others.
         Every rank must call it, for the same parameters in the same order.
         """
         param, name = self.slot.param, self.slot.name
-        what = f"the all-gather of the sparse gradient of {name}"
+        what = f"the all-gather of the sparse gradient of {name} ({optimizer})"
         grad = param.grad
         mine = None if grad is None else grad.coalesce()
         dims = group.all_gather_json(None if mine is None else mine.sparse_dim(), what)

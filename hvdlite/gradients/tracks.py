@@ -67,6 +67,15 @@ class Tracks:
             return NO_TRACK
         return _RecordedTrack(self._recorder, self._steps, self._row(place), bucket)
 
+    def name_of(self, place: int) -> str:
+        """The bucket that is launched as number ``place`` in a step, as errors and stalls name it."""
+        return f"bucket {place} of {self._steps.name}"
+
+    @property
+    def optimizer(self) -> str:
+        """The optimizer by its number, the same on all ranks that make theirs in one order."""
+        return self._steps.name
+
     def combining(self, place: int, what: str) -> AbstractContextManager[None]:
         """While bucket ``place`` goes another way than that, all of which the program waits for."""
         return self._recorder.span(self._row(place), what)

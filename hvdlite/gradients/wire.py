@@ -66,7 +66,17 @@ class Settings:
 class InFlight:
     """The all-reduce of a bucket under way, and all that must outlive it."""
 
-    def __init__(self, bucket: Bucket, group: Group, settings: Settings, wires: Wires, track: Track = NO_TRACK) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        group: Group,
+        settings: Settings,
+        wires: Wires,
+        track: Track = NO_TRACK,
+        *,
+        name: str = "a bucket",
+    ) -> None:
+        """``name`` is the bucket's, by which errors and stalls tell it from others."""
         self._bucket = bucket
         self._group = group
         self._track = track
@@ -88,7 +98,7 @@ class InFlight:
                 self._memory = wires.take(group, self._out.numel(), self._cast.dtype, self._out.device)
                 self._wire = self._memory.tensor
                 self._cast.convert(self._out, scale, self._gradients.numel(), self._wire)
-        self._work = group.all_reduce(self._wire, f"the all-reduce of the {bucket.plan.describe()}")
+        self._work = group.all_reduce(self._wire, f"the all-reduce of the {bucket.plan.describe()} ({name})")
         track.launched(self._work, self._wire)
 
     @property

@@ -78,8 +78,13 @@ class Launch:
         return started.children()[0]
 
     def agent(self) -> psutil.Process:
-        (agent,) = self.launcher().children()
+        (agent,) = self.keeper().children()
         return agent
+
+    def keeper(self) -> psutil.Process:
+        """What waits for the agent."""
+        (keeper,) = self.launcher().children()
+        return keeper
 
     def assert_gone(self) -> None:
         """Within the promised time from now nothing is left: no process, no directory."""

@@ -326,7 +326,8 @@ def test_a_host_may_take_longer_to_count_its_gpus_than_silence_may_last(launch, 
 def test_neither_command_nor_environment_is_on_the_agents_command_line(launch):
     job = launch("-np", "1", "sh", "-c", "echo started; exec sleep 1000")
     assert job.process.stdout.readline() == b"[0]<stdout>:started\n"
-    assert job.agent().cmdline()[1:] == ["-m", "hvdlite_launcher.agent"]
+    for process in (job.keeper(), job.agent()):
+        assert process.cmdline()[1:] == ["-m", "hvdlite_launcher.keeper"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import sys
 
 import psutil
 import pytest
-from e2e.conftest import ready
+from e2e.conftest import ready, wait_until
 
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt orphans")
 
@@ -97,15 +97,54 @@ def test_an_agent_killed_with_9_is_named_and_takes_all_along(launch, time):
     job.assert_gone()
 
 
+@TIMES
 @LINUX_ONLY
-def test_launcher_and_agent_killed_with_9_leave_no_worker(launch):
-    job = ready(launch("-np", "2", "sh", "-c", SLEEP))
+def test_launcher_and_agent_killed_with_9_together_leave_nothing(launch, time):
+    job = ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
     agent = job.agent()
     job.process.kill()
     agent.kill()
-    # The directory stays: nobody is left to remove it.
-    psutil.wait_procs(job.processes(), timeout=5)
-    assert job.processes() == []
+    job.assert_gone()
+
+
+@LINUX_ONLY
+@pytest.mark.parametrize("and_launcher", [False, True], ids=["keeper", "keeper and launcher"])
+def test_a_keeper_killed_with_9_takes_all_along(launch, and_launcher):
+    job = ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
+    job.keeper().kill()
+    if and_launcher:
+        job.process.kill()
+    job.assert_gone()
+    assert job.ended()[0] == (-9 if and_launcher else 1)
+
+
+@LINUX_ONLY
+def test_what_is_left_when_all_that_could_clear_up_is_killed_at_once_the_next_job_clears(launch):
+    job = ready(launch("-np", "2", "sh", "-c", SLEEP))
+    others = [job.agent(), job.keeper()]
+    # All stand still before the first of them is killed: none sees another's end.
+    for process in (*others, psutil.Process(job.process.pid)):
+        process.suspend()
+    for process in (*others, psutil.Process(job.process.pid)):
+        process.kill()
+    wait_until(lambda: not job.processes())
+    (left,) = job.leftovers()
+    living = ready(launch("-np", "1", "sh", "-c", SLEEP, env={"TMPDIR": str(job.tmp)}), 1)
+    assert not left.exists()
+    (held,) = job.leftovers()
+    # Nor does another job take that for nobody's.
+    assert launch("-np", "1", "true", env={"TMPDIR": str(job.tmp)}).ended()[0] == 0
+    assert job.leftovers() == [held]
+    living.process.send_signal(signal.SIGTERM)
+    assert living.ended()[0] == 143
+    assert job.leftovers() == []
+
+
+def test_nobody_else_gets_at_what_a_job_has_on_its_host(launch):
+    job = ready(launch("-np", "1", "sh", "-c", SLEEP), 1)
+    (directory,) = job.leftovers()
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert directory.stat().st_uid == os.geteuid()
 
 
 @TIMES

@@ -4,6 +4,7 @@ import socket
 
 import pytest
 from hvdlite_launcher.errors import UsageError
+from hvdlite_launcher.hostfile import read_hostfile
 from hvdlite_launcher.hosts import AUTO, Host, count_auto_slots, each_machine_once, find_this_machine, parse_hosts
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,6 +48,32 @@ def test_what_is_no_host_is_named_with_a_right_example(item):
         parse_hosts(f"good:1,{item}")
     assert str(error.value).startswith(f"-H: {item!r} is not host:slots")
     assert "node1:4" in str(error.value) or "[fd00::1]:4" in str(error.value)
+
+
+@pytest.mark.parametrize("item", ["-oProxyCommand=id@h:1", "-lroot:1", "u@-oA=b:1", "-", "--:2", "-u@[fd00::1]"])
+def test_what_ssh_would_take_for_an_option_is_refused_wherever_hosts_are_named(item, tmp_path):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text(f"good\n{item}\n")
+    for read in (lambda: parse_hosts(f"good:1,{item}"), lambda: read_hostfile(str(hostfile))):
+        with pytest.raises(UsageError, match="begins with - for an option") as error:
+            read()
+        assert "\n" not in str(error.value)
+
+
+# What a shell would make something of, if the user's ProxyCommand has %r in it; and what a terminal would.
+@pytest.mark.parametrize(
+    "user",
+    ["a;id", "`id`", "$(id)", "a|b", "a&b", "a'b", 'a"b', "a>b", "a\\", "a\x1b[2J", "a\x07", "a\x9b1m", "a\u202eb"],
+)
+def test_a_user_that_no_login_has_is_refused_and_shown_so_that_it_does_nothing(user):
+    with pytest.raises(UsageError, match="is not host:slots") as error:
+        parse_hosts(f"{user}@h:1")
+    assert str(error.value).isprintable()
+
+
+def test_a_user_may_have_dots_dashes_a_domain_and_letters_of_any_language():
+    for user in ("a.b-c_d", "DOMAIN\\user", "jürgen", "user+tag", "machine"):
+        assert parse_hosts(f"{user}@h:1") == (Host("h", 1, user),)
 
 
 def test_an_ipv6_address_without_brackets_is_told_of_them():

@@ -190,3 +190,47 @@ def test_a_bar_moves_in_place_on_a_terminal_below_the_lines_of_others():
 def test_a_bar_whose_worker_dies_stays_on_the_terminal():
     shown = _on_terminal({"NO_COLOR": "1"}, Output(0, "stderr", b"\r 10%\r 20%"))
     assert shown.endswith(b"\r\x1b[K[0]<stderr>: 20%\n")
+
+
+def test_on_a_terminal_what_would_command_it_is_seen_and_colours_and_bars_still_work():
+    shown = _on_terminal(
+        {"NO_COLOR": "1"},
+        Output(0, "stdout", b"\x1b]0;another title\x07 \x1b[2"),  # cut anywhere
+        Output(0, "stdout", b"J\x9b1A \xc2\x9b1A caf\xc3\xa9 \xe2\x9c\x93\n\x1b[1;31mred\x1b[0m\tand\n"),
+        Output(0, "stderr", b"\x1b[1A\x1b[32m 10%\r"),
+        Output(0, "stderr", b"\x1b[?25l end"),
+    )
+    assert b"[0]<stdout>:\\x1b]0;another title\\x07 \\x1b[2J\\x9b1A \\x9b1A caf\xc3\xa9 \xe2\x9c\x93\n" in shown
+    assert b"[0]<stdout>:\x1b[1;31mred\x1b[0m\tand\n" in shown
+    assert b"\x1b[?7l[0]<stderr>:\\x1b[1A\x1b[32m 10%\x1b[?7h" in shown
+    assert shown.endswith(b"[0]<stderr>:\\x1b[?25l end\n")
+
+
+def test_on_a_terminal_a_backspace_leads_no_further_back_than_to_the_begin_of_its_own_text():
+    fake = b"ab\b\b\b\b\b\b\b\b\b\b\b\b\b\b[1]<stdout>:not said by rank 1\n"
+    assert _on_terminal({"NO_COLOR": "1"}, Output(0, "stdout", fake)) == (
+        b"[0]<stdout>:ab\b\b[1]<stdout>:not said by rank 1\n"
+    )
+
+
+def test_the_last_words_on_a_terminal_quote_nothing_that_commands_it():
+    terminal, stream = pty.openpty()
+    events = SimpleQueue()
+    screen = Screen(events, [].append, stdout=stream, stderr=stream, environ={"TERM": "dumb"})
+    screen.say("rank 0 failed first. The end of its stderr:\n    \x1b]0;title\x07\x9b2J\b\udc9b\x1b[31mred\x1b[0m")
+    screen.close()
+    assert isinstance(events.get(timeout=10), ScreenDone)
+    said = os.read(terminal, 65536)
+    assert said.endswith(b"stderr:\r\n    \\x1b]0;title\\x07\\x9b2J\\x08\\x9b\x1b[31mred\x1b[0m\r\n")
+    os.close(stream)
+    os.close(terminal)
+
+
+def test_a_pipe_gets_every_byte_as_it_is(pipe):
+    events = SimpleQueue()
+    screen = Screen(events, [].append, stdout=pipe[1], stderr=pipe[1], environ={})
+    odd = bytes(range(256)).replace(b"\n", b"").replace(b"\r", b"")
+    _outputs(screen, Output(0, "stdout", odd + b"\n"))
+    assert isinstance(events.get(timeout=10), ScreenDone)
+    os.close(pipe[1])
+    assert _read_all(pipe[0]) == b"[0]<stdout>:" + odd + b"\n"

@@ -46,8 +46,22 @@ def test_port_key_and_further_words_come_before_the_host(fake_ssh):
     ssh = Ssh(port=2222, identity_file="/my key", args=("-J", "jump"), program=fake_ssh(""))
     argv = ssh.agent_argv(NODE, 60)
     host = argv.index("user@node1")
-    assert argv[host - 6 : host] == ["-p", "2222", "-i", "/my key", "-J", "jump"]
+    assert argv[host - 7 : host] == ["-p", "2222", "-i", "/my key", "-J", "jump", "--"]
     assert len(argv) == host + 2
+
+
+def test_nothing_after_the_two_dashes_is_an_option_for_ssh_whoever_wrote_them(fake_ssh):
+    for args in ((), ("-4", "--")):
+        argv = Ssh(args=args, program=fake_ssh("")).agent_argv(NODE, 60)
+        assert argv[-3:-1] == ["--", "user@node1"]
+        assert argv.count("--") == 1
+
+
+def test_a_cut_link_is_noticed_within_15_seconds_before_the_agent_speaks_too(fake_ssh):
+    argv = Ssh(program=fake_ssh("")).agent_argv(NODE, 60)
+    options = dict(word[2:].split("=", 1) for word in argv if word.startswith("-o"))
+    # ssh gives up an interval after the last question.
+    assert int(options["ServerAliveInterval"]) * (int(options["ServerAliveCountMax"]) + 1) < 15
 
 
 def test_a_program_in_place_of_ssh_gets_a_host_and_a_command_and_no_option_of_ssh():

@@ -1,0 +1,128 @@
+"""What a machine lacks, or does not allow: one line names it, its cause and the way out, and nothing is left behind."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+RUN = [sys.executable, "-m", "hvdlite_launcher"]
+NEEDS_ROOT = pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0, reason="only root becomes another user and mounts what is full"
+)
+
+
+def ended(command, tmp, **options):
+    """Its exit code and what it said, once it has ended; nothing of it is left."""
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+        **{"env": {**os.environ, "TMPDIR": str(tmp)}, **options},
+    )
+    assert list(tmp.glob("hvdlite-*")) == []
+    return done.returncode, done.stderr
+
+
+def assert_well_or_one_line(code, said, words):
+    """Where it fails it says why in one line of the launcher's; one more may come of the agent."""
+    assert "Traceback" not in said, said
+    if code == 0:
+        assert said == ""
+        return
+    lines = said.splitlines()
+    assert 1 <= len(lines) <= 2, said
+    assert all(line.startswith("hvdlite-run: ") for line in lines), said
+    assert any(word in said for word in words), said
+
+
+@pytest.mark.parametrize("few", range(5, 40, 2))
+def test_few_open_files_are_enough_or_told_in_one_line(few, tmp_path):
+    def limit():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))
+
+    code, said = ended([*RUN, "-np", "2", "true"], tmp_path, preexec_fn=limit)
+    assert_well_or_one_line(code, said, ["ulimit -n"])
+    assert code == 0 or few < 39
+
+
+class User:
+    """Somebody to whom no process and no file belongs, in mounts of his own in which he gets at our Python."""
+
+    def __init__(self, tmp):
+        self.uid = 60_000 + os.getpid() % 5_000
+        self._mounts = ""
+        closed = [str(path) for path in Path(sys.base_prefix).parents if not path.stat().st_mode & 0o001]
+        if closed:  # as root's home, where its Pythons are
+            (tmp / "base").mkdir()
+            self._mounts = (
+                f"mount --bind {sys.base_prefix} {tmp}/base; mount -t tmpfs -o mode=755 none {closed[-1]}; "
+                f"mkdir -p {sys.base_prefix}; mount --bind {tmp}/base {sys.base_prefix}; "
+            )
+
+    def runs(self, *words, mounts="", limits=()):
+        """The command that is this one, as he would start it where ``mounts`` were made and ``limits`` set."""
+        become = ["setpriv", f"--reuid={self.uid}", f"--regid={self.uid}", "--clear-groups"]
+        return ["unshare", "--mount", "sh", "-ec", f'{self._mounts}{mounts}\nexec "$@"', "sh", *become, *limits, *words]
+
+    def processes(self):
+        return [process for process in psutil.process_iter() if process.uids().real == self.uid]
+
+
+@pytest.fixture
+def user(tmp_path):
+    for directory in (tmp_path.parent.parent, tmp_path.parent, tmp_path):
+        directory.chmod(directory.stat().st_mode | 0o111)
+    user = User(tmp_path)
+    assert user.processes() == []
+    itself = "import subprocess, sys, hvdlite_launcher; subprocess.run([sys.executable, '-c', ''], check=True)"
+    tried = subprocess.run(
+        user.runs(sys.executable, "-c", itself), cwd="/", capture_output=True, text=True, check=False
+    )
+    if tried.returncode:
+        pytest.skip(f"another user cannot run the Python of these tests: {tried.stderr}")
+    yield user
+    assert user.processes() == []
+
+
+@NEEDS_ROOT
+def test_few_processes_and_threads_are_enough_or_told_in_one_line(user, tmp_path):
+    tmp = tmp_path / "tmp"
+    tmp.mkdir()
+    os.chown(tmp, user.uid, user.uid)
+    codes = {}
+    for few in range(1, 14):
+        job = user.runs(*RUN, "-np", "2", "true", limits=("prlimit", f"--nproc={few}"))
+        codes[few], said = ended(job, tmp, cwd="/")
+        assert_well_or_one_line(codes[few], said, ["ulimit -u"])
+    assert codes[1] == 1
+    assert codes[13] == 0
+
+
+# A /tmp that is full, or that nobody can write, in a mount namespace of its own; no other directory can be written.
+MOUNTS = {
+    "without inodes": "mount -t tmpfs -o size=1m,nr_inodes=2,mode=1777 none /tmp; touch /tmp/last",
+    "without room": "mount -t tmpfs -o size=4k,mode=1777 none /tmp; head -c 4096 /dev/zero >/tmp/full",
+    "read-only": "mount -t tmpfs -o ro none /tmp",
+}
+
+
+@NEEDS_ROOT
+@pytest.mark.parametrize("mount", MOUNTS.values(), ids=MOUNTS)
+@pytest.mark.parametrize("words", [["-np", "2", "true"], ["-np", "2", "--dry-run"]], ids=" ".join)
+def test_a_temporary_directory_that_takes_nothing_is_told_in_one_line(mount, words, user, tmp_path):
+    full = tmp_path / "full"
+    full.mkdir()
+    mounts = "; ".join(mount.replace("/tmp", str(place)) for place in (full, "/var/tmp"))
+    # /tmp itself stays, as the tests' own files lie there, but nothing can be written in it.
+    mounts += "; mount --rbind /tmp /tmp; mount -o remount,bind,ro /tmp"
+    code, said = ended(user.runs(*RUN, *words, mounts=mounts), full, cwd="/", env={**os.environ, "TMPDIR": str(full)})
+    assert code == 1, said
+    assert_well_or_one_line(code, said, ["TMPDIR"])

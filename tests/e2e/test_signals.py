@@ -1,0 +1,105 @@
+"""A signal at any moment at which no job runs: one line, the shell's exit code, and never a traceback.
+
+It does not come by chance: the process sends it to itself, at the Nth of its imports, or of its last steps.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+# As the console script does, which imports nothing of ours before.
+RUN = """
+import atexit, os, sys, builtins
+at, signum, of = int(sys.argv[1]), int(sys.argv[2]), builtins.__import__
+counted = 0
+def count(name, *rest):
+    global counted
+    if "hvdlite_launcher.entry" in sys.modules:
+        counted += 1
+        if counted == at:
+            os.kill(os.getpid(), signum)
+    return of(name, *rest)
+def last():
+    if at == 0:
+        os.kill(os.getpid(), signum)
+    else:
+        print("imports:", counted)
+atexit.register(last)
+from hvdlite_launcher.entry import main
+builtins.__import__ = count
+sys.exit(main())
+"""
+
+
+def run(at, signum, *words):
+    program = [sys.executable, "-c", RUN.replace("sys.exit(main())", f"sys.argv[1:] = {list(words)}\nsys.exit(main())")]
+    return subprocess.run(
+        [*program, str(at), str(int(signum))],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("words", [["--version"], ["-np", "2", "--dry-run"]], ids=" ".join)
+def test_a_signal_while_it_is_imported_is_one_line_whatever_is_imported_just_then(signum, words):
+    whole = run(-1, signum, *words)
+    assert whole.returncode == 0, whole.stderr
+    count = int(whole.stdout.rpartition("imports:")[2])
+    assert count > 50
+    said = f"hvdlite-run: ended by {signum.name}; no job was running\n"
+    # The very first, the last, and some between: another set for each signal.
+    for at in {1, 2, 3, count, *range(4 + signum, count, count // 12)}:
+        ended = run(at, signum, *words)
+        assert (ended.returncode, ended.stderr) == (128 + signum, said), at
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_when_all_is_done_is_no_traceback(signum):
+    for words in (["--version"], ["-np", "1", "true"]):
+        ended = run(0, signum, *words)
+        said = f"hvdlite-run: ended by {signum.name}; no job was running\n"
+        assert (ended.returncode, ended.stderr) == (128 + signum, said)
+
+
+def test_a_signal_while_the_system_is_waited_for_is_answered_at_once():
+    # A name server that does not answer: the main thread comes back to Python when that is given up.
+    program = (
+        "import ctypes, sys\nfrom hvdlite_launcher import entry\nentry._take_signals()\n"
+        "print('ready', flush=True)\n"
+        "while True: ctypes.CDLL(None).sem_wait(ctypes.create_string_buffer(64))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"ready\n"
+        os.kill(process.pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (143, b"hvdlite-run: ended by SIGTERM; no job was running\n")
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    program = "import os, signal; from hvdlite_launcher.entry import main; os.kill(os.getpid(), 1); main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", program, "--version"],
+        capture_output=True,
+        check=False,
+        timeout=60,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def test_what_is_imported_before_signals_are_taken_is_next_to_nothing():
+    program = "import sys; before = set(sys.modules); import hvdlite_launcher.entry; print(*set(sys.modules) - before)"
+    shown = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    own = {"hvdlite_launcher", "hvdlite_launcher.errors", "hvdlite_launcher.entry"}
+    assert set(shown.split()) <= own | {"__future__", "_signal", "_thread", "errno"}
