@@ -11,7 +11,8 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 from . import probe, tree
 from .hosts import Host
@@ -20,7 +21,7 @@ from .job import Job
 from .probe import Facts, facts_from
 from .table import ASCII, UNICODE, Marks, Ways, show
 from .verdict import judge
-from .words import say
+from .words import one_line, say
 
 # As `hvdlite.links` has it: how long two hosts may take to see that there is no way; and for the rest of what it does.
 _CONNECT_S, _SLACK_S = 15.0, 20.0
@@ -56,8 +57,20 @@ def _ask(job: Job, hosts: Collection[Host]) -> dict[str, Facts | str]:
 def _facts_in(reply: Reply) -> Facts | str:
     for line in reply.lines:
         if facts := facts_from(line):
-            return facts
+            return _readable(facts)
     return reply.trouble or f"what it says of itself cannot be read: {reply.lines[:1]}"
+
+
+def _readable(facts: Facts) -> Facts:
+    """The same; no word of another host's makes a line of the table that nobody said."""
+    said: dict[str, Any] = {}
+    for field in fields(Facts):
+        value = getattr(facts, field.name)
+        if isinstance(value, str):
+            said[field.name] = one_line(value)
+        elif isinstance(value, tuple):
+            said[field.name] = tuple(map(one_line, value))
+    return replace(facts, **said)
 
 
 def _can_train(facts: Facts) -> bool:
@@ -99,8 +112,9 @@ def _said_of_peers(reply: Reply, labels: list[str]) -> dict[str, float | str]:
     for line in reply.lines:
         try:
             word = json.loads(line)
-            said[labels[word["peer"]]] = float(word["us"]) if "us" in word else str(word["error"])
-        except (ValueError, TypeError, LookupError):  # what a start-up file of its Python may print
+            said[labels[word["peer"]]] = float(word["us"]) if "us" in word else one_line(str(word["error"]))
+        # What a start-up file of its Python may print.
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
             continue
     return said
 

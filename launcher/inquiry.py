@@ -19,6 +19,7 @@ from .messages import AgentSaid, Event, Exited, Interrupted, Lost, Output, Refus
 from .plan import plan_slots
 from .report import Tail, shell_code
 
+_MOST_BYTES = 1 << 20  # of a host's answer
 _LONG_S = 2.0  # from then on a user wants to know what is going on
 
 
@@ -107,7 +108,7 @@ class Collector:
             case Output():
                 self._shown(event)
                 if event.stream == "stdout":
-                    self._stdout[event.rank] += event.data
+                    self._stdout[event.rank] += event.data[: _MOST_BYTES - len(self._stdout[event.rank])]
                 else:
                     self._stderr[event.rank].add(event.data)
             case Started():

@@ -347,12 +347,12 @@ def test_an_interpreter_that_is_held_while_operations_are_asked_for_loses_none(l
 
 def test_a_rank_hears_of_others_while_it_is_blocked_in_an_operation():
     may_end = threading.Event()
-    heard = threading.Event()
+    both_are_in_it, both_have_heard = threading.Barrier(3), threading.Barrier(2)
 
     def rank(own: int) -> None:
         world = current_world()
         if own == 2:
-            heard.wait(20)
+            both_are_in_it.wait(20)
             # Ends while the others are in an operation that it is not in.
             return
         member = world.group.among([0, 1], set_id=1, token="a set of the test's")
@@ -360,10 +360,11 @@ def test_a_rank_hears_of_others_while_it_is_blocked_in_an_operation():
         handle = world.conductor.submit(member, Request("blocked"), lambda turn: may_end.wait(20))
         while world.conductor._executor.current is None:
             time.sleep(0.01)
-        heard.set()
+        both_are_in_it.wait(20)
         with pytest.raises(hvd.CommunicationError, match=r"rank 2 \(node2\) has ended"):
             hvd.barrier()
         assert not handle.is_ended()
+        both_have_heard.wait(20)
         may_end.set()
         assert handle.wait() is True
 

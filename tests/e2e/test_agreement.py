@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 
 import pytest
+from e2e.conftest import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
 IMPORTS = "import os, signal, time, torch, hvdlite as hvd\nhvd.init()\n"
 
 
-def run(launch, program: str, *, size: int = 2, **env: str) -> tuple[int, str, str]:
+def run(launch, program: str, *, size: int = 2, timeout_s: float = PATIENCE_S, **env: str) -> tuple[int, str, str]:
     job = launch("-np", str(size), "python", "-c", IMPORTS + program, env=env)
-    code, out, err = job.ended()
+    code, out, err = job.ended(timeout_s)
     job.assert_gone()
     return code, out.decode(), err.decode()
 
@@ -125,3 +126,57 @@ def test_the_check_can_be_turned_off_and_must_be_on_all_ranks(launch):
     code, _, err = job.ended()
     assert code == 1
     assert b"HVDLITE_CHECK (0 or 1) is False on rank 0 (localhost) and True on rank 1 (localhost)" in err
+
+
+# Rank `frozen` stops itself at a point where all others are known to be past the last thing that they did together.
+FREEZES = {
+    "in an operation that all have begun": """
+from hvdlite.agreement.request import Request
+from hvdlite.world import current_world
+world = current_world()
+def body(turn):
+    if hvd.rank() == frozen:
+        freeze()
+    turn.group.all_reduce(torch.ones(1), turn.what).wait()
+world.conductor.submit(world.group, Request('halves', 'a'), body).wait()
+""",
+    "before a step": """
+param = torch.nn.Parameter(torch.zeros(2))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1), [('fc.weight', param)])
+param.sum().backward(); optimizer.step(); optimizer.zero_grad()
+if hvd.rank() == frozen:
+    freeze()
+param.sum().backward(); optimizer.step()
+""",
+    "while another thread goes on": """
+import threading
+others = hvd.add_process_set([rank for rank in range(3) if rank != frozen])
+param = torch.nn.Parameter(torch.zeros(2))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1), [('fc.weight', param)])
+param.sum().backward(); optimizer.step(); optimizer.zero_grad()
+if hvd.rank() == frozen:
+    freeze()
+def go_on():
+    while True:
+        hvd.allreduce(torch.ones(1), name='on', process_set=others)
+threading.Thread(target=go_on, daemon=True).start()
+param.sum().backward(); optimizer.step()
+""",
+    "before an operation": "if hvd.rank() == frozen: freeze()\nhvd.allreduce(torch.ones(1), name='a')",
+}
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("where", FREEZES)
+def test_a_rank_that_is_frozen_is_named_and_the_job_ended_whatever_the_others_wait_in(launch, where, frozen):
+    program = f"frozen = {frozen}\ndef freeze(): os.kill(os.getpid(), signal.SIGSTOP)\n" + FREEZES[where]
+    limits = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "3", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "6"}
+    code, _, err = run(launch, program, size=3, timeout_s=100, **limits, HVDLITE_LOG_LEVEL="warning")
+    assert code != 0
+    assert re.search(rf"stalled: .*rank {frozen} \(localhost, pid \d+\)", err), err
+    assert "After 6 s (HVDLITE_STALL_SHUTDOWN_S) that ends the job" in err
+    if frozen == 0:
+        assert re.search(r"rank 0 \(localhost, pid \d+\) has not answered for \d+ s", err), err
+    what = {"in an": "halves of 'a'", "before an": "allreduce of 'a'"}
+    said = next((words for start, words in what.items() if where.startswith(start)), "(bucket 0 of optimizer 1)")
+    assert said in err

@@ -2,11 +2,13 @@
 
 import json
 import re
+from dataclasses import asdict
 
 import pytest
 from hvdlite_launcher import cli
 from hvdlite_launcher.check import ways_in
 from hvdlite_launcher.inquiry import Reply
+from hvdlite_launcher.probe import Facts
 
 
 def _said(*words, trouble=None):
@@ -34,7 +36,12 @@ def test_a_host_that_says_nothing_is_in_trouble_with_all():
     assert troubles == {("a", "b"): "it is down", ("b", "c"): "it is down"}
 
 
-@pytest.mark.parametrize("line", ["", "[]", "3", '{"peer": 9, "us": 1}', '{"peer": 1}', '{"peer": "x", "us": 1}', "{"])
+NESTED, HUGE = "[" * 100_000, '{"peer": 1, "us": 1%s}' % ("0" * 400)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "[]", "3", '{"peer": 9, "us": 1}', '{"peer": 1}', '{"peer": "x", "us": 1}', "{", NESTED, HUGE]
+)
 def test_lines_of_others_are_passed_over(line):
     assert _ways(Reply((line, '{"peer": 1, "us": 10}')), _said()) == ({("a", "b"): 10.0}, {})
 
@@ -64,3 +71,14 @@ def test_a_config_file_may_say_of_workers_what_it_likes(capsys, tmp_path, monkey
     assert cli.main(["--check", "--config-file", str(tmp_path / "job.yaml")]) == 0
     assert [host.label for host in asked[0].hosts] == ["localhost", "b"]
     assert capsys.readouterr().err == ""
+
+
+def test_no_word_of_a_host_s_makes_a_line_that_nobody_said(capsys, monkeypatch):
+    odd = "3.11\nnode2  fine\x1b[2J"
+    facts = Facts(odd, odd, 1, True, torch="9" * 100_000, gloo=True, interfaces=(odd,), hvdlite_error=odd)
+    reply = Reply((json.dumps(asdict(facts)),))
+    monkeypatch.setattr("hvdlite_launcher.check.inquire", lambda *_, **__: {"localhost": reply})
+    assert cli.main(["--check"]) == 1
+    out = capsys.readouterr().out
+    assert "3.11 node2 fine\\x1b[2J" in out
+    assert not re.search(r"^node2|\x1b", out, re.MULTILINE)

@@ -68,3 +68,9 @@ def test_a_signal_ends_it():
     with pytest.raises(SignalledError) as caught:
         _collect(Interrupted(signal.SIGINT))
     assert (caught.value.exit_code, str(caught.value)) == (130, "SIGINT before the check was done")
+
+
+def test_of_an_answer_without_end_no_more_is_kept_than_an_answer_has():
+    flood = [Output(0, "stdout", b"x" * 300_000)] * 10
+    replies, *_ = _collect(*flood, Exited(0, 0), *OTHERS)
+    assert len(replies["a"].lines[0]) == 1 << 20
