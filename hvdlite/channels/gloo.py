@@ -145,7 +145,7 @@ class _Doors:
 
     Which of them belongs to whom cannot be told, and one that is closed too early would leave its ranks waiting.
     Meanwhile this process may have as many open files as the system allows it: gloo aborts it where strangers have
-    connected so often that there are no more. It keeps their connections, so the limit stays higher where they are many.
+    connected so often that there are no more. It keeps their connections: the limit stays higher where they are many.
     """
 
     def __init__(self) -> None:

