@@ -75,28 +75,41 @@ class _Meeting:
 
 
 def enter(timeout: timedelta, environment: Environment) -> World:
-    """The world that this process is in. Every rank must call it; it waits for all."""
+    """The world that this process is in. Every rank must call it; it waits for all.
+
+    Where it fails, whatever it has made by then is given back.
+    """
+    with contextlib.ExitStack() as undo:
+        world = _enter(timeout, environment, undo)
+        undo.pop_all()
+    return world
+
+
+def _enter(timeout: timedelta, environment: Environment, undo: contextlib.ExitStack) -> World:
+    """``undo`` is given what is to be done if it fails, as soon as it has to be."""
     if dist.is_available() and dist.is_initialized():
-        return _adopt(timeout, environment)
+        return _adopt(timeout, environment, undo)
     seat = read_seat(os.environ)
     if seat is None:
         refuse_place_of_horovods(os.environ)
-        return _alone(environment)
-    return _connect(seat, timeout, environment)
+        return _alone(environment, undo)
+    return _connect(seat, timeout, environment, undo)
 
 
-def _alone(environment: Environment) -> World:
+def _alone(environment: Environment, undo: contextlib.ExitStack) -> World:
     seat = Seat(rank=0, size=1, node="", host=socket.gethostname(), local_rank=0)
     meeting = _meet_all(seat, HashStore(), None, timedelta(seconds=1), environment)
-    return _world_of(seat, AloneChannels(), meeting, environment, leave=lambda: None)
+    return _world_of(seat, AloneChannels(), meeting, environment, undo, leave=lambda: None)
 
 
-def _connect(seat: Seat, timeout: timedelta, environment: Environment) -> World:
+def _connect(seat: Seat, timeout: timedelta, environment: Environment, undo: contextlib.ExitStack) -> World:
     backend = _GLOO_AND_NCCL if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     client = None if seat.store_url is None else StoreClient.from_url(seat.store_url)
+    if client is not None:
+        undo.callback(client.close)
     _tell_launcher(client, Operation.JOINING, seat, timeout)
     try:
-        world = _connect_all(seat, backend, client, timeout, environment)
+        world = _connect_all(seat, backend, client, timeout, environment, undo)
     except BaseException:
         with contextlib.suppress(CommunicationError):
             _tell_launcher(client, Operation.GAVE_UP, seat, _GIVING_UP)
@@ -106,8 +119,15 @@ def _connect(seat: Seat, timeout: timedelta, environment: Environment) -> World:
 
 
 def _connect_all(
-    seat: Seat, backend: str, client: StoreClient | None, timeout: timedelta, environment: Environment
+    seat: Seat,
+    backend: str,
+    client: StoreClient | None,
+    timeout: timedelta,
+    environment: Environment,
+    undo: contextlib.ExitStack,
 ) -> World:
+    # It was not initialised before, so whatever there is of it by then is ours.
+    undo.callback(_leave, client)
     try:
         store, secret = _meeting_place(seat, client, timeout)
         meeting = _meet_all(seat, store, secret, timeout, environment)
@@ -126,7 +146,7 @@ def _connect_all(
             f"{timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
         ) from error
     channels = TorchChannels(backend, meeting.ranks, default)
-    return _world_of(seat, channels, meeting, environment, leave=partial(_leave, client))
+    return _world_of(seat, channels, meeting, environment, undo, leave=partial(_leave, client))
 
 
 def _tell_launcher(client: StoreClient | None, what: Operation, seat: Seat, timeout: timedelta) -> None:
@@ -161,7 +181,7 @@ def _store_at_given_address(rank: int, size: int, address: str, port: str, timeo
     return found[0]
 
 
-def _adopt(timeout: timedelta, environment: Environment) -> World:
+def _adopt(timeout: timedelta, environment: Environment, undo: contextlib.ExitStack) -> World:
     """Groups of our own beside the program's: its collectives cannot get between ours."""
     configured = str(dist.get_backend_config())
     # The program's choice for CUDA tensors stays (gloo lets two ranks share a GPU); CPU tensors need gloo.
@@ -178,7 +198,7 @@ def _adopt(timeout: timedelta, environment: Environment) -> World:
     )
     store = PrefixStore(f"hvdlite.init{next(_generation)}", _get_default_store())
     meeting = _meet_all(seat, store, None, timeout, environment)
-    return _world_of(seat, TorchChannels(backend, meeting.ranks), meeting, environment, leave=lambda: None)
+    return _world_of(seat, TorchChannels(backend, meeting.ranks), meeting, environment, undo, leave=lambda: None)
 
 
 def _meet_all(seat: Seat, store: Store, secret: bytes | None, timeout: timedelta, environment: Environment) -> _Meeting:
@@ -213,13 +233,19 @@ def _stay_on_loopback() -> None:
 
 
 def _world_of(
-    seat: Seat, channels: Channels, meeting: _Meeting, environment: Environment, leave: Callable[[], None]
+    seat: Seat,
+    channels: Channels,
+    meeting: _Meeting,
+    environment: Environment,
+    undo: contextlib.ExitStack,
+    leave: Callable[[], None],
 ) -> World:
     open_log(environment, seat.rank)
     introductions, ranks = meeting.introductions, meeting.ranks
     seats = [introduced.seat for introduced in introductions]
     topology = seats_to_topology(seat.rank, seats)
     group = Group(channels, seat.rank, seat.size, topology.hosts, signer=ranks.signer)
+    undo.callback(group.close)
     for remark in environment.remarks if seat.rank == 0 else ():
         log.warning(remark)
     for name in ("HVDLITE_CHECK", "HVDLITE_SHM"):
@@ -228,6 +254,7 @@ def _world_of(
     within = None
     if environment.shm and topology.local_size == len(seats) > 1:
         group = _over_shared_memory(group, channels, ranks)
+        undo.callback(group.close)
     elif environment.shm and topology.local_size > 1:
         within = _between_neighbours(seat, nodes, channels, ranks)
     # Rank 0's word counts, as its measurements do.
@@ -235,9 +262,11 @@ def _world_of(
     gpu = _own_gpu(group, topology) if hierarchical is None else None
     choose_levels(group, channels, within, nodes, hierarchical, gpu)
     conductor = make_conductor(group, nodes, environment, ranks.timeout.total_seconds())
+    undo.callback(conductor.close)
     # Rank 0 is the one to write it, so its variable counts.
     timeline_path = introductions[0].settings["timeline"]
     if timeline_path not in (None, DYNAMIC):
+        undo.callback(group.recorder.forget)
         timeline.start(group, conductor, timeline_path)
     return World(topology, group, conductor, environment, Registry(group, conductor), leave, os.getpid())
 

@@ -9,6 +9,7 @@ Only this module knows that there is a current world; everything below is handed
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 from collections.abc import Iterable
@@ -90,12 +91,13 @@ def shutdown() -> None:
     """
     global _world
     leaving, _world = _world, None
-    if leaving is not None:
+    if leaving is None:
+        return
+    # The last first: one that raises, or is interrupted, does not keep the others from being left.
+    with contextlib.ExitStack() as steps:
+        for step in (leaving.leave, leaving.group.close, leaving.sets.close, leaving.conductor.close):
+            steps.callback(step)
         timeline.leave(leaving.group, leaving.conductor)
-        leaving.conductor.close()
-        leaving.sets.close()
-        leaving.group.close()
-        leaving.leave()
 
 
 def is_initialized() -> bool:

@@ -82,9 +82,10 @@ def attempt_threads(size: int, function: Callable[[int], Any]) -> list[Any]:
         except BaseException as error:  # noqa: BLE001 - it is handed to the test
             outcomes[rank] = error
 
+    # Of one name, as the main threads of processes are: names tell threads apart that call what has none itself.
     # Intra-op threads of several ranks would fight over the cores.
     torch.set_num_threads(1)
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    threads = [threading.Thread(target=run, args=(rank,), name="rank", daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:

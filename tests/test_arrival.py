@@ -384,3 +384,34 @@ def test_after_an_error_on_the_way_the_groups_are_whole_and_nothing_was_changed_
         assert len(optimizer.param_groups[0]["params"]) == 3
 
     run_ranks(2, rank)
+
+
+def test_where_a_part_of_the_step_fails_the_rest_still_comes_home_and_the_next_step_is_right():
+    """The failing rank takes the others' step to its end: else its next gradients would meet this step's."""
+
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure=None):
+            if self.fails:
+                raise ArithmeticError("in the midst of it")
+            return super().step(closure)
+
+    def rank(group: Group) -> list[list[float]]:
+        params = [nn.Parameter(torch.zeros(64)) for _ in range(4)]
+        own = Failing(params, lr=1.0)
+        optimizer = wrap(group, own, step_on_arrival=True)
+        own.fails = group.rank == 0
+        sum(param.sum() for param in params).backward()
+        if group.rank == 0:
+            with pytest.raises(ArithmeticError, match="in the midst"):
+                optimizer.step()
+        else:
+            optimizer.step()
+        own.fails = False
+        optimizer.zero_grad()
+        (sum(param.sum() for param in params) * (2 + 2 * group.rank)).backward()
+        optimizer.step()
+        return [param.unique().tolist() for param in params]
+
+    assert run_ranks(2, rank) == [[[-3.0]] * 4, [[-4.0]] * 4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import random
@@ -19,11 +20,12 @@ import torch
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
-from hvdlite.agreement import coordinator, frames, handle, negotiation, negotiator, vigil
+from hvdlite.agreement import coordinator, frames, handle, mailbox, negotiation, negotiator, vigil
 from hvdlite.agreement.handle import Handle
 from hvdlite.agreement.request import Request, Turn
 from hvdlite.channels.work import Watch, Work
 from hvdlite.environment import Environment
+from hvdlite.signing import Signer
 from hvdlite.world import World, current_world
 
 
@@ -441,10 +443,30 @@ def test_without_the_check_operations_are_carried_out_at_once():
     def rank(own: int) -> list[object]:
         assert add_up("a", own).is_ended()
         with pytest.raises(RuntimeError, match="HVDLITE_CHECK"):
-            current_world().conductor.join(average_of_active=False, stand_in=lambda kind, same: lambda turn: None)
+            current_world().conductor.join(
+                average_of_active=False, stand_in=lambda kind, same: lambda turn: None, sit_out=lambda *_: None
+            )
         return [add_up("a", own).wait(), hvd.barrier()]
 
     assert run_worlds(3, rank, Environment(check=False)) == [[3, None]] * 3
+
+
+def test_connections_that_come_and_go_leave_no_hook_and_are_not_remembered(monkeypatch):
+    hooks = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **hook: hooks.append(hook))
+    before = set(mailbox._open)
+    for closes in (True, False):
+        ends = list(mailbox.mailbox_pair(Signer(b"a session")))
+        assert len(set(mailbox._open) - before) == 2
+        for end in ends:
+            if closes:
+                end.close()
+        del ends, end
+    gc.collect()
+    for end in mailbox.mailbox_pair(Signer(b"a session")):
+        end.close()
+    assert not hooks
+    assert set(mailbox._open) <= before
 
 
 def test_a_forked_child_does_not_hold_the_connections():

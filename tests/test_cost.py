@@ -48,8 +48,8 @@ def test_a_parameter_costs_two_calls_of_python_in_a_step_and_a_few_of_c(size):
 
     for few, many in run_ranks(size, rank):
         assert many["call"] - few["call"] <= 2 * 200
-        # Its slot is looked up, its backward pass, and it is scaled into the bucket.
-        assert many["c_call"] - few["c_call"] <= 3 * 200
+        # Its slot is looked up, its backward pass, it is scaled into the bucket, and a lock is given back.
+        assert many["c_call"] - few["c_call"] <= 4 * 200
 
 
 class LiveBytes(TorchDispatchMode):

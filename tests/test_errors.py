@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from ranks import attempt_ranks, run_ranks, set_of
@@ -411,3 +414,98 @@ def test_an_optimizer_with_ranks_of_its_own_refuses_to_be_pickled():
 def test_a_root_that_is_no_rank_is_an_error(root):
     with pytest.raises(ValueError, match="is not one of the 2 ranks, 0 to 1"):
         run_ranks(2, lambda group: hvd.broadcast_object(1, root, process_set=set_of(group)))
+
+
+class NeverEnding:
+    """An engine that has all-reduces begun, and lets nobody wait for them: as where the wait is interrupted."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.begun: list[torch.Tensor] = []
+        self.interrupts = True
+
+    def allreduce(self, tensors, options):
+        work = self._engine.allreduce(tensors, options)
+        if tensors[0].is_floating_point() and self.interrupts:
+            self.begun += tensors
+            return self
+        return work
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        raise KeyboardInterrupt
+
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
+
+
+def test_what_is_under_way_when_a_step_is_given_up_writes_into_no_later_gradient():
+    def rank(group: Group) -> list[float]:
+        params = [nn.Parameter(torch.zeros(64)) for _ in range(3)]
+        optimizer = wrap(group, params, bucket_cap_mb=1e-4)
+        sum(param.sum() for param in params).backward()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        engine = optimizer._reducer._group.engine
+        assert len(engine.begun) == 3
+        engine.interrupts = False
+        optimizer.zero_grad()
+        (sum(param.sum() for param in params) * 2.0).backward()
+        for late in engine.begun:
+            late.fill_(float("nan"))
+        optimizer.step()
+        return [param.unique().item() for param in params]
+
+    assert run_ranks(2, rank, lambda: NeverEnding) == [[-2.0] * 3] * 2
+
+
+class TellingLock:
+    """A lock that says when somebody has to wait for it."""
+
+    def __init__(self, lock: Any, waits: threading.Event) -> None:
+        self._lock, self._waits = lock, waits
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            self._waits.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_gradients_that_come_at_once_from_two_devices_are_taken_one_after_the_other():
+    def rank(group: Group) -> None:
+        first, second = weight(), weight()
+        optimizer = wrap(group, [first, second])
+        for param in (first, second):
+            param.grad = torch.ones(2)
+        reducer = optimizer._reducer
+        waits, order, other = threading.Event(), [], None
+        reducer._lock = TellingLock(reducer._lock, waits)
+        begin_step = reducer._begin_step
+
+        def begin() -> None:
+            # In the midst of the first one's, the second one's comes.
+            nonlocal other
+            assert other is None, "two gradients begin the same step"
+            other = threading.Thread(target=come, args=("second", second))
+            other.start()
+            assert waits.wait(30), "it need not wait"
+            begin_step()
+
+        def come(name: str, param: nn.Parameter) -> None:
+            reducer._on_gradient(param)
+            order.append(name)
+
+        reducer._begin_step = begin
+        come("first", first)
+        other.join(30)
+        assert sorted(order) == ["first", "second"]
+        reducer._begin_step = begin_step
+        optimizer.step()
+        assert first.tolist() == second.tolist() == [-1.0, -1.0]
+
+    run_ranks(2, rank)

@@ -178,6 +178,15 @@ def test_where_strangers_keep_files_open_there_is_room_for_more(on_loopback):
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
+def test_groups_that_are_gone_leave_no_file_open(on_loopback):
+    def open_one() -> int:
+        store = dist.HashStore()
+        attempt_threads(2, lambda rank: open_group(store, ranks_of(store, rank, 2)) and None)
+        return len(os.listdir("/proc/self/fd"))
+
+    assert open_one() == open_one() == open_one()
+
+
 def test_ranks_that_do_not_come_to_connect_are_named():
     names = ("rank 0 (a)", "rank 1 (b)", "rank 2 (c)")
     store = dist.HashStore()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+
 import pytest
 import torch
 from models import Plain, batches, build, part_loss
@@ -9,6 +12,11 @@ from torch import nn
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
+from hvdlite import world as world_module
+from hvdlite.channels import collected
+from hvdlite.channels.collective import Group
+from hvdlite.channels.roster import Roster, SitsOut
+from hvdlite.gradients.reducer import Reducer
 
 SIZES = [1, 2, 3, 4]
 
@@ -196,3 +204,231 @@ def test_arguments_that_mean_nothing_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ValueError, match="join: device=2 is none of"):
         run_worlds(1, lambda own: hvd.join(device=2))
+
+
+# -- optimizers that come and go: what the garbage collector has taken differs by rank
+
+
+def wrap(value: torch.Tensor, **options) -> tuple[nn.Parameter, hvd.DistributedOptimizer]:
+    param = nn.Parameter(value)
+    return param, hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), [("w", param)], **options)
+
+
+def take_steps(param: nn.Parameter, optimizer: hvd.DistributedOptimizer, count: int) -> None:
+    for _ in range(count):
+        optimizer.zero_grad()
+        param.sum().backward()
+        optimizer.step()
+
+
+OPTIONS = [{}, {"op": hvd.Adasum}]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("size", "keepers"), [(2, {0}), (2, {1}), (3, {0, 1}), (4, {3}), (1, {0})])
+def test_an_optimizer_that_only_some_ranks_still_have_is_not_waited_for(size, keepers, options):
+    def rank(own: int) -> tuple[int, float]:
+        kept = [wrap(torch.zeros(2), **options) for _ in range(2)]
+        for each in kept:
+            take_steps(*each, 1)
+        if own not in keepers:
+            kept.clear()
+        param, optimizer = wrap(torch.zeros(2), **options)
+        take_steps(param, optimizer, own + 1)
+        return hvd.join(average="active"), param[0].item()
+
+    outcomes = run_worlds(size, rank)
+    assert [last for last, _ in outcomes] == [size - 1] * size
+    if not options:
+        assert [value for _, value in outcomes] == [-1.0 - own for own in range(size)]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("how", ["del", "close"])
+def test_an_optimizer_that_goes_while_others_sit_out_its_steps_still_takes_the_last_one(how, options):
+    stepped = threading.Barrier(2)
+
+    def rank(own: int) -> int:
+        param, optimizer = wrap(torch.zeros(2), **options)
+        take_steps(param, optimizer, 1)
+        if own == 1:
+            # Rank 0 takes part in it: it has joined, and both have pinned the optimizer.
+            stepped.wait()
+            take_steps(param, optimizer, 1)
+            if how == "close":
+                optimizer.close()
+            del optimizer
+            gc.collect()
+            collected.wait_until_closed()
+            return hvd.join()
+        stepped.wait()
+        return hvd.join()
+
+    assert run_worlds(2, rank) == [1, 1]
+
+
+def test_gradients_on_their_way_in_an_optimizer_that_is_closed_meanwhile_bring_the_join_to_its_end():
+    def rank(own: int) -> int:
+        param, optimizer = wrap(torch.zeros(2))
+        if own == 1:
+            take_steps(param, optimizer, 1)
+            param.sum().backward()
+            optimizer.close()
+        return hvd.join()
+
+    assert run_worlds(2, rank) == [1, 1]
+
+
+def test_a_join_that_is_over_keeps_no_optimizer_also_where_it_has_failed(monkeypatch):
+    failed, looked = threading.Barrier(3), threading.Barrier(3)
+    pin, has_failed = Roster.pin, threading.Event()
+
+    def pin_late(roster: Roster) -> dict[int, SitsOut]:
+        if threading.current_thread().name == "hvdlite-listener":
+            has_failed.wait()
+        return pin(roster)
+
+    monkeypatch.setattr(Roster, "pin", pin_late)
+
+    def rank(own: int) -> tuple[list[int], bool]:
+        param, optimizer = wrap(torch.zeros(2))
+        reducer = optimizer._reducer
+        if own < 2:
+            # Those who are asked what lives there, rank 2 among them, answer when it is over.
+            with pytest.raises(hvd.MismatchError):
+                hvd.join(average=("active", "all")[own])
+            has_failed.set()
+        failed.wait()
+        # What rank 2 was told before is done by then.
+        hvd.barrier()
+        pins = [reducer._pins]
+        looked.wait()
+        for _ in range(2):
+            take_steps(param, optimizer, own)
+            hvd.join()
+            pins.append(reducer._pins)
+            looked.wait()
+        optimizer.close()
+        return pins, reducer._group is None
+
+    assert run_worlds(3, rank) == [([0, 0, 0], True)] * 3
+
+
+def test_after_a_join_that_failed_while_a_step_was_sat_out_the_optimizer_says_so(monkeypatch):
+    sitting = threading.Event()
+    sit_out = Reducer.sit_out
+
+    def sit_out_and_tell(reducer: Reducer, average_of_active: bool) -> bool:
+        sitting.set()
+        return sit_out(reducer, average_of_active)
+
+    monkeypatch.setattr(Reducer, "sit_out", sit_out_and_tell)
+
+    def rank(own: int) -> str:
+        _, optimizer = wrap(torch.zeros(2))
+        if own == 1:
+            sitting.wait()
+        with pytest.raises(hvd.MismatchError):
+            hvd.join(average=("active", "all")[own])
+        if own == 1:
+            return ""
+        with pytest.raises(hvd.GradientError) as error:
+            optimizer.step()
+        return str(error.value)
+
+    told, _ = run_worlds(2, rank)
+    assert told.startswith("this DistributedOptimizer takes no more steps: this rank was sitting out a step")
+
+
+def test_ranks_of_a_process_set_that_have_not_joined_make_optimizers_meanwhile():
+    made = threading.Barrier(3)
+
+    def rank(own: int) -> float:
+        process_set = hvd.add_process_set([0, 1])
+        if own == 2:
+            everyone = wrap(torch.zeros(2))
+            made.wait()
+            assert hvd.join() == 1
+            return everyone[0][0].item()
+        everyone = wrap(torch.zeros(2))
+        made.wait()
+        # Rank 2 sits out a step: it has joined.
+        take_steps(*everyone, 1)
+        param, optimizer = wrap(torch.zeros(2), process_set=process_set)
+        earlier = wrap(torch.zeros(2), process_set=process_set) if own else None
+        if own == 0:
+            wrap(torch.zeros(2), process_set=process_set)
+        take_steps(param, optimizer, 1 + own)
+        assert hvd.join() == 1
+        del earlier
+        return param[0].item()
+
+    assert run_worlds(3, rank) == [-1.0, -1.5, 0.0]
+
+
+def test_an_optimizer_is_known_to_the_others_before_any_of_them_is_through_with_making_it(monkeypatch):
+    # The last moment at which a rank can be asked while it makes one that the others have made: its channel is open.
+    joined = threading.Event()
+    asked = threading.Event()
+    duplicate, pin = Group.duplicate, Roster.pin
+
+    def duplicate_slowly(group: Group) -> Group:
+        made = duplicate(group)
+        if group.rank == 1 and joined.is_set():
+            asked.wait()
+        return made
+
+    def pin_and_tell(roster: Roster) -> dict:
+        pinned = pin(roster)
+        if joined.is_set():
+            asked.set()
+        return pinned
+
+    def rank(own: int) -> tuple[int, float]:
+        hvd.barrier()
+        if own == 0:
+            joined.set()
+        else:
+            joined.wait()
+        hvd.barrier()
+        param, optimizer = wrap(torch.zeros(2))
+        take_steps(param, optimizer, own)
+        return hvd.join(), param[0].item()
+
+    monkeypatch.setattr(Group, "duplicate", duplicate_slowly)
+    monkeypatch.setattr(Roster, "pin", pin_and_tell)
+    assert run_worlds(2, rank) == [(1, 0.0), (1, -0.5)]
+
+
+def test_two_threads_that_make_optimizers_at_once_are_an_error_that_names_both(monkeypatch):
+    inside, refused = threading.Event(), threading.Event()
+    agree = Group.require_agreement
+
+    def agree_slowly(group: Group, *arguments) -> None:
+        if group.rank == 0:
+            inside.set()
+            refused.wait()
+        agree(group, *arguments)
+
+    monkeypatch.setattr(Group, "require_agreement", agree_slowly)
+
+    def rank(own: int) -> str:
+        told = []
+
+        def second() -> None:
+            inside.wait()
+            with pytest.raises(RuntimeError) as error:
+                wrap(torch.zeros(1))
+            told.append(str(error.value))
+            refused.set()
+
+        thread = world_module._world.starts(second, "the second")
+        if own == 0:
+            thread.start()
+        wrap(torch.zeros(2))
+        if own == 0:
+            thread.join()
+        return "".join(told)
+
+    told, _ = run_worlds(2, rank)
+    assert told.startswith("hvd.DistributedOptimizer: called by thread 'the second' while thread '")

@@ -243,8 +243,9 @@ def test_the_first_end_is_told_to_all_others():
     play.negotiation.end(1, True, 0.0)
     play.negotiation.end(2, False, 0.0)
     assert [each for each in play.negotiation.outbox if each[1][0] == "left"] == [
-        (0, ["left", 1, True]),
         (2, ["left", 1, True]),
+        # The last: it may end of this itself.
+        (0, ["left", 1, True]),
     ]
 
 
@@ -382,6 +383,69 @@ def test_who_has_joined_learns_that_a_rank_it_waits_for_has_ended():
     play.negotiation.join(0, False, 0.0)
     play.negotiation.end(1, False, 0.0)
     assert one_error(play.said(), [0])[0] == "PeerLostError"
+
+
+def test_only_what_lives_on_all_members_is_sat_out_and_who_joins_later_is_told_the_same():
+    play = Play(3)
+    play.negotiation.join(0, False, 0.0, [[0, None, [1, 2, 4]], [7, [0, 2], [1, 2]]])
+    assert play.said() == [(1, ["pin", 0, 0]), (2, ["pin", 0, 0]), (2, ["pin", 0, 7])]
+    play.negotiation.pinned(2, 0, 0, [1, 4])
+    play.negotiation.pinned(2, 0, 7, [2])
+    assert play.said() == [(0, ["sit_out", 7, [2]])]
+    play.negotiation.pinned(1, 0, 0, [2, 4])
+    assert play.said() == [(0, ["sit_out", 0, [4]])]
+    # What has been said before counts: an optimizer of a set may be made until a member has joined, and not after.
+    play.negotiation.join(1, False, 0.0, [[0, None, [2, 4]], [8, [1, 2], [1]]])
+    assert play.said() == [(1, ["sit_out", 0, [4]]), (2, ["pin", 0, 8])]
+    play.negotiation.join(2, False, 0.0, [[0, None, [4]], [7, [0, 2], []], [8, [1, 2], [1, 3]]])
+    assert play.said() == [
+        (2, ["sit_out", 0, [4]]),
+        (2, ["sit_out", 7, [2]]),
+        (1, ["sit_out", 8, [1]]),
+        (2, ["sit_out", 8, [1]]),
+        *((rank, ["joined", 2]) for rank in range(3)),
+    ]
+
+
+def test_a_rank_that_joins_before_it_is_asked_has_answered():
+    play = Play(2)
+    play.negotiation.join(1, False, 0.0, [[0, None, [1, 2]]])
+    play.negotiation.join(0, False, 0.0, [[0, None, [2]]])
+    play.negotiation.pinned(0, 0, 0, [])
+    assert play.said() == [
+        (0, ["pin", 0, 0]),
+        (1, ["sit_out", 0, [2]]),
+        (0, ["sit_out", 0, [2]]),
+        (1, ["joined", 0]),
+        (0, ["joined", 0]),
+    ]
+
+
+def test_an_answer_of_a_join_that_failed_is_not_taken_for_that_of_the_next():
+    play = Play(3)
+    play.negotiation.join(0, False, 0.0, [[0, None, [1]]])
+    play.negotiation.join(1, True, 0.0, [[0, None, [1]]])
+    said = play.said()
+    assert [entry for entry in said if entry[1][0] != "not_joined"] == [
+        (1, ["pin", 0, 0]),
+        (2, ["pin", 0, 0]),
+        (2, ["unpin"]),
+    ]
+    play.negotiation.join(0, False, 0.0, [[0, None, [1]]])
+    play.negotiation.pinned(2, 0, 0, [1])
+    play.negotiation.pinned(1, 1, 0, [1])
+    assert play.said() == [(1, ["pin", 1, 0]), (2, ["pin", 1, 0])]
+    play.negotiation.pinned(2, 1, 0, [])
+    assert play.said() == [(0, ["sit_out", 0, []])]
+
+
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_a_rank_that_ends_instead_of_saying_what_lives_there_leaves_nobody_waiting(by_itself):
+    play = Play(3)
+    play.negotiation.join(0, False, 0.0, [[0, None, [1]]])
+    play.said()
+    play.negotiation.end(2, by_itself, 0.0)
+    assert kinds(play.said()) == [(0, "not_joined"), (1, "unpin")]
 
 
 # -- stalls

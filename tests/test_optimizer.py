@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ranks import attempt_ranks, counting, run_ranks, set_of
 from torch import nn
 
 import hvdlite as hvd
+from hvdlite.channels import collected
 from hvdlite.channels.collective import Group
 
 
@@ -504,9 +506,80 @@ def test_after_deletion_no_hook_remains():
         hooked = len(param._post_accumulate_grad_hooks)
         del optimizer
         gc.collect()
+        collected.wait_until_closed()
         return hooked, len(param._post_accumulate_grad_hooks or {})
 
     assert run_ranks(2, rank) == [(1, 0)] * 2
+
+
+def test_an_optimizer_that_the_collector_finds_is_closed_by_no_thread_of_the_program(monkeypatch):
+    closing = []
+    close = Group.close
+
+    def close_and_tell(group: Group) -> None:
+        closing.append(threading.current_thread().name)
+        close(group)
+
+    monkeypatch.setattr(Group, "close", close_and_tell)
+
+    def rank(group: Group):
+        param = weight()
+        optimizer = wrap(group, [param])
+        reducer = optimizer._reducer
+        # The collector comes in the middle of what closing would wait for.
+        with reducer._pinning:
+            del optimizer
+            assert reducer._group is not None
+        backward(param, 1.0)
+        collected.wait_until_closed()
+        return reducer._group, len(param._post_accumulate_grad_hooks or {}), param.grad.tolist()
+
+    assert run_ranks(2, rank) == [(None, 0, [1.0, 1.0])] * 2
+    assert closing == ["hvdlite-collected"] * 2
+
+
+def test_who_leaves_while_another_thread_closes_the_same_waits_for_it():
+    # Else the program could end while that thread still holds the engine, which gloo does not survive.
+    is_inside, may_go_on = threading.Event(), threading.Event()
+    done = []
+
+    def rank(group: Group):
+        duplicate = group.duplicate()
+        close = duplicate._channels.close
+
+        def close_slowly(engine) -> None:
+            if threading.current_thread().name == "closer":
+                is_inside.set()
+                may_go_on.wait()
+                done.append("closed")
+            close(engine)
+
+        duplicate._channels.close = close_slowly
+        closer = threading.Thread(target=duplicate.close, name="closer")
+        closer.start()
+        is_inside.wait()
+        leaver = threading.Thread(target=lambda: (group.close(), done.append("left")))
+        leaver.start()
+        # Long enough to be through, if it did not wait.
+        leaver.join(0.2)
+        may_go_on.set()
+        closer.join()
+        leaver.join()
+        return duplicate in group._duplicates
+
+    assert run_ranks(1, rank) == [False]
+    assert done == ["closed", "left"]
+
+
+def test_what_cannot_be_closed_is_told_and_keeps_nothing_else_open(caplog):
+    collected.prepare()
+    closed = []
+    with caplog.at_level("WARNING", "hvdlite"):
+        collected.close_later(lambda: 1 / 0)
+        collected.close_later(lambda: closed.append(1))
+        collected.wait_until_closed()
+    assert closed == [1]
+    assert "what was no longer referred to could not be closed: division by zero" in caplog.text
 
 
 def test_wrapping_again_after_deletion_averages_once():

@@ -7,11 +7,21 @@ import copy
 import pytest
 import torch
 from models import Plain, adamw, build, sgd
-from ranks import attempt_ranks, counting, run_ranks, set_of
+from ranks import counting
 from torch import nn
+from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
 from hvdlite.channels.collective import Group
+from hvdlite.world import current_world
+
+
+def run_ranks(size, function, make_wrapper=None):
+    return run_worlds(size, lambda own: function(current_world().group), make_wrapper=make_wrapper)
+
+
+def attempt_ranks(size, function):
+    return attempt_worlds(size, lambda own: function(current_world().group))
 
 
 @pytest.mark.parametrize("form", ["state_dict", "named_parameters", "list of parameters", "list of pairs"])
@@ -28,7 +38,7 @@ def test_different_initial_weights_are_the_roots_after_broadcast(form, root):
             "list of parameters": list(model.parameters()),
             "list of pairs": list(model.named_parameters()),
         }
-        hvd.broadcast_parameters(forms[form], root_rank=root, process_set=set_of(group))
+        hvd.broadcast_parameters(forms[form], root_rank=root)
         return all(torch.equal(a, b) for a, b in zip(model.parameters(), wanted.parameters(), strict=True))
 
     assert run_ranks(2, rank) == [True, True]
@@ -52,7 +62,7 @@ def test_entries_of_every_dtype_and_layout_are_broadcast():
 
     def rank(group: Group):
         mine = entries(1 + group.rank)
-        hvd.broadcast_parameters(mine, root_rank=1, process_set=set_of(group))
+        hvd.broadcast_parameters(mine, root_rank=1)
         return [name for name, tensor in entries(2).items() if not torch.equal(mine[name].float(), tensor.float())]
 
     assert run_ranks(2, rank) == [[], []]
@@ -61,7 +71,8 @@ def test_entries_of_every_dtype_and_layout_are_broadcast():
 def test_a_model_of_300_tensors_is_a_handful_of_broadcasts():
     def rank(group: Group):
         tensors = [torch.full((100,), float(group.rank)) for _ in range(300)]
-        hvd.broadcast_parameters(tensors, process_set=set_of(group))
+        group.engine.calls.clear()
+        hvd.broadcast_parameters(tensors)
         assert all(tensor.sum() == 0 for tensor in tensors)
         return len(group.engine.calls)
 
@@ -74,7 +85,7 @@ def test_packs_larger_than_one_buffer_arrive_whole(monkeypatch):
 
     def rank(group: Group):
         tensors = [torch.arange(size) + group.rank for size in (1, 40, 3, 7, 0, 20)]
-        hvd.broadcast_parameters(tensors, process_set=set_of(group))
+        hvd.broadcast_parameters(tensors)
         return all(torch.equal(tensor, torch.arange(len(tensor))) for tensor in tensors)
 
     assert run_ranks(2, rank) == [True, True]
@@ -84,7 +95,7 @@ def test_dictionaries_built_in_different_orders_agree_by_name():
     def rank(group: Group):
         names = ["a", "b"] if group.rank else ["b", "a"]
         params = {name: torch.tensor([float(ord(name) + group.rank)]) for name in names}
-        hvd.broadcast_parameters(params, process_set=set_of(group))
+        hvd.broadcast_parameters(params)
         return params["a"].item(), params["b"].item()
 
     assert run_ranks(2, rank) == [(97.0, 98.0)] * 2
@@ -92,9 +103,7 @@ def test_dictionaries_built_in_different_orders_agree_by_name():
 
 def test_tensors_that_differ_between_ranks_are_named_with_both_shapes_and_ranks():
     def rank(group: Group):
-        hvd.broadcast_parameters(
-            {"same": torch.zeros(2), "wide": torch.zeros(3 + group.rank)}, process_set=set_of(group)
-        )
+        hvd.broadcast_parameters({"same": torch.zeros(2), "wide": torch.zeros(3 + group.rank)})
 
     for outcome in attempt_ranks(2, rank):
         assert isinstance(outcome, hvd.MismatchError)
@@ -105,7 +114,7 @@ def test_tensors_that_differ_between_ranks_are_named_with_both_shapes_and_ranks(
 def test_a_tensor_missing_on_one_rank_is_named():
     def rank(group: Group):
         params = {"a": torch.zeros(2)} | ({"b": torch.zeros(1)} if group.rank else {})
-        hvd.broadcast_parameters(params, process_set=set_of(group))
+        hvd.broadcast_parameters(params)
 
     for outcome in attempt_ranks(2, rank):
         assert isinstance(outcome, hvd.MismatchError)
@@ -114,7 +123,7 @@ def test_a_tensor_missing_on_one_rank_is_named():
 
 def test_roots_that_differ_between_ranks_are_an_error_on_all():
     def rank(group: Group):
-        hvd.broadcast_parameters([torch.zeros(1)], root_rank=group.rank, process_set=set_of(group))
+        hvd.broadcast_parameters([torch.zeros(1)], root_rank=group.rank)
 
     for outcome in attempt_ranks(2, rank):
         assert isinstance(outcome, hvd.MismatchError)
@@ -124,13 +133,13 @@ def test_roots_that_differ_between_ranks_are_an_error_on_all():
 @pytest.mark.parametrize("params", [3, torch.zeros(2)])
 def test_things_that_hold_no_tensors_are_refused(params):
     with pytest.raises(ValueError, match="invalid params of type"):
-        run_ranks(1, lambda group: hvd.broadcast_parameters(params, process_set=set_of(group)))
+        run_ranks(1, lambda group: hvd.broadcast_parameters(params))
 
 
 def test_an_entry_that_is_no_tensor_is_named_and_none_is_left_out():
     with pytest.raises(TypeError, match="'extra' is dict"):
-        run_ranks(1, lambda g: hvd.broadcast_parameters({"extra": {}}, process_set=set_of(g)))
-    run_ranks(1, lambda g: hvd.broadcast_parameters({"none": None}, process_set=set_of(g)))
+        run_ranks(1, lambda g: hvd.broadcast_parameters({"extra": {}}))
+    run_ranks(1, lambda g: hvd.broadcast_parameters({"none": None}))
 
 
 @pytest.mark.parametrize("make", [sgd, adamw])
@@ -147,7 +156,7 @@ def test_optimizer_state_is_the_roots_without_a_step_and_without_changing_a_para
                 optimizer.zero_grad()
             optimizer.param_groups[0]["lr"] = 0.77
         before = copy.deepcopy(list(model.parameters()))
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0, process_set=set_of(group))
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
         assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         return optimizer.state_dict()
 
@@ -164,8 +173,8 @@ def test_optimizer_state_is_the_roots_without_a_step_and_without_changing_a_para
 def test_an_optimizer_that_has_no_state_yet_stays_without():
     def rank(group: Group):
         optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], lr=0.1 * (1 + group.rank), weight_decay=0.1)
-        wrapped = hvd.DistributedOptimizer(optimizer, process_set=set_of(group))
-        hvd.broadcast_optimizer_state(wrapped, process_set=set_of(group))
+        wrapped = hvd.DistributedOptimizer(optimizer)
+        hvd.broadcast_optimizer_state(wrapped)
         return dict(optimizer.state), optimizer.param_groups[0]["lr"]
 
     assert run_ranks(2, rank) == [({}, 0.1)] * 2
@@ -174,18 +183,18 @@ def test_an_optimizer_that_has_no_state_yet_stays_without():
 def test_optimizers_of_different_shapes_and_lbfgs_are_errors():
     def rank(group: Group):
         params = [nn.Parameter(torch.ones(2 + group.rank))]
-        hvd.broadcast_optimizer_state(torch.optim.SGD(params, lr=1.0), process_set=set_of(group))
+        hvd.broadcast_optimizer_state(torch.optim.SGD(params, lr=1.0))
 
     for outcome in attempt_ranks(2, rank):
         assert isinstance(outcome, hvd.MismatchError)
     with pytest.raises(ValueError, match=r"cannot broadcast torch\.optim\.LBFGS state"):
-        run_ranks(1, lambda g: hvd.broadcast_optimizer_state(torch.optim.LBFGS([torch.ones(1)]), process_set=set_of(g)))
+        run_ranks(1, lambda g: hvd.broadcast_optimizer_state(torch.optim.LBFGS([torch.ones(1)])))
 
 
 def test_optimizers_of_different_classes_are_an_error_on_every_rank():
     def rank(group: Group):
         kind = torch.optim.Adam if group.rank else torch.optim.SGD
-        hvd.broadcast_optimizer_state(kind([nn.Parameter(torch.ones(2))], lr=1.0), process_set=set_of(group))
+        hvd.broadcast_optimizer_state(kind([nn.Parameter(torch.ones(2))], lr=1.0))
 
     for outcome in attempt_ranks(2, rank):
         assert isinstance(outcome, hvd.MismatchError)
@@ -196,8 +205,8 @@ def test_objects_travel_whole(size):
     def rank(group: Group):
         mine = {"rank": group.rank, "text": "ä" * 1000 * group.rank}
         return (
-            hvd.broadcast_object(mine, root_rank=size - 1, process_set=set_of(group))["rank"],
-            [item["rank"] for item in hvd.allgather_object(mine, process_set=set_of(group))],
+            hvd.broadcast_object(mine, root_rank=size - 1)["rank"],
+            [item["rank"] for item in hvd.allgather_object(mine)],
         )
 
     assert run_ranks(size, rank) == [(size - 1, list(range(size)))] * size
@@ -214,10 +223,9 @@ def test_an_object_that_cannot_be_pickled_is_an_error_on_all_ranks_that_names_th
         return None
 
     def rank(group: Group):
-        own = set_of(group)
         return [
-            share(lambda obj: hvd.broadcast_object(obj, rank_of_it, name="settings", process_set=own), group),
-            share(lambda obj: hvd.allgather_object(obj, name="settings", process_set=own), group),
+            share(lambda obj: hvd.broadcast_object(obj, rank_of_it, name="settings"), group),
+            share(lambda obj: hvd.allgather_object(obj, name="settings"), group),
         ]
 
     for number, outcomes in enumerate(run_ranks(2, rank)):
@@ -233,7 +241,7 @@ def test_optimizer_state_that_cannot_be_pickled_is_an_error_on_all_ranks():
     def rank(group: Group):
         optimizer = sgd([nn.Parameter(torch.zeros(1))])
         optimizer.param_groups[0]["schedule"] = lambda step: step
-        hvd.broadcast_optimizer_state(optimizer, process_set=set_of(group))
+        hvd.broadcast_optimizer_state(optimizer)
 
     for outcome in attempt_ranks(2, rank):
         assert isinstance(outcome, TypeError)
@@ -243,8 +251,8 @@ def test_optimizer_state_that_cannot_be_pickled_is_an_error_on_all_ranks():
 def test_what_is_no_optimizer_and_what_has_no_values_is_refused():
     def rank(group: Group):
         with pytest.raises(TypeError, match="broadcast_optimizer_state: optimizer=3 is not"):
-            hvd.broadcast_optimizer_state(3, process_set=set_of(group))
+            hvd.broadcast_optimizer_state(3)
         with pytest.raises(ValueError, match="'w' is on the meta device"):
-            hvd.broadcast_parameters({"w": torch.ones(2, device="meta")}, process_set=set_of(group))
+            hvd.broadcast_parameters({"w": torch.ones(2, device="meta")})
 
     run_ranks(1, rank)

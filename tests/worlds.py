@@ -9,6 +9,7 @@ from typing import Any
 from ranks import attempt_ranks
 
 from hvdlite import world
+from hvdlite.agreement import labels
 from hvdlite.agreement.connect import make_conductor
 from hvdlite.channels.collective import Group
 from hvdlite.entry import World
@@ -24,9 +25,18 @@ class WorldOfThread:
 
     def __init__(self) -> None:
         self._here = threading.local()
+        self._threads: list[tuple[World, threading.Thread]] = []
 
     def enter(self, own: World) -> None:
         self._here.world = own
+        self._threads.append((own, threading.current_thread()))
+
+    def names_beside(self, thread: threading.Thread) -> list[str]:
+        """Of the other threads of the rank whose thread it is, which here are not all of the process."""
+        owners = [own for own, other in self._threads if other is thread]
+        return [
+            other.name for own, other in self._threads if own in owners and other is not thread and other.is_alive()
+        ]
 
     @property
     def here(self) -> World:
@@ -34,22 +44,48 @@ class WorldOfThread:
         own: World = self._here.world
         return own
 
+    def starts(self, function: Callable[[], Any], name: str) -> threading.Thread:
+        """A thread of the rank's own, which has the rank's world; it is to be started."""
+        own = self.here
+
+        def run() -> None:
+            self._here.world = own
+            function()
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append((own, thread))
+        return thread
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._here.world, name)
 
 
-def run_worlds(size: int, function: Callable[[int], Any], environment: Environment = PLAIN) -> list[Any]:
-    """``function(rank)`` on every rank, after an `init`; results by rank. The first rank's exception is raised."""
-    outcomes = attempt_worlds(size, function, environment)
+def run_worlds(
+    size: int,
+    function: Callable[[int], Any],
+    environment: Environment = PLAIN,
+    make_wrapper: Callable[[], Callable[[Any], Any]] | None = None,
+) -> list[Any]:
+    """``function(rank)`` on every rank, after an `init`; results by rank. The first rank's exception is raised.
+
+    ``make_wrapper`` is as in `run_ranks`.
+    """
+    outcomes = attempt_worlds(size, function, environment, make_wrapper)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if errors:
         raise errors[0]
     return outcomes
 
 
-def attempt_worlds(size: int, function: Callable[[int], Any], environment: Environment = PLAIN) -> list[Any]:
+def attempt_worlds(
+    size: int,
+    function: Callable[[int], Any],
+    environment: Environment = PLAIN,
+    make_wrapper: Callable[[], Callable[[Any], Any]] | None = None,
+) -> list[Any]:
     """Like `run_worlds`, but an exception is the rank's outcome."""
     earlier, shared = world._world, WorldOfThread()
+    names_beside = labels.names_beside
 
     def run(group: Group) -> Any:
         conductor = make_conductor(group, ["here"] * group.size, environment, timeout_s=10.0)
@@ -63,10 +99,12 @@ def attempt_worlds(size: int, function: Callable[[int], Any], environment: Envir
             sets.close()
 
     world._world = shared  # type: ignore[assignment]  # it has all that a world has
+    labels.names_beside = shared.names_beside
     try:
-        return attempt_ranks(size, run)
+        return attempt_ranks(size, run, make_wrapper)
     finally:
         world._world = earlier
+        labels.names_beside = names_beside
 
 
 def _topology(group: Group) -> Topology:

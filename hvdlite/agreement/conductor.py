@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ..channels.collective import Group
+from ..channels.roster import SitsOut
 from .handle import Handle
 from .request import Request, Turn
 
@@ -19,6 +20,9 @@ Body = Callable[[Turn], Any]
 
 # For a rank that has joined: what it does in an operation of this kind, with what is the same on all ranks.
 StandIn = Callable[[str, Mapping[str, Any]], Body]
+
+# For a rank that has joined: begins to sit out the steps of an optimizer, and returns. The handle is the join's.
+SitOut = Callable[[SitsOut, Handle], None]
 
 
 class Conductor(Protocol):
@@ -40,8 +44,11 @@ class Conductor(Protocol):
         """
         ...
 
-    def join(self, *, average_of_active: bool, stand_in: StandIn) -> Handle:
-        """Take part with nothing to give until all ranks have joined; the handle's result is the last one's rank."""
+    def join(self, *, average_of_active: bool, stand_in: StandIn, sit_out: SitOut) -> Handle:
+        """Take part with nothing to give until all ranks have joined; the handle's result is the last one's rank.
+
+        ``sit_out`` is called, before the handle succeeds, for each optimizer that lives on all ranks of its set.
+        """
         ...
 
     def close(self) -> None:

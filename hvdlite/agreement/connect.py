@@ -38,38 +38,52 @@ _AGAIN_S = 0.2
 
 def make_conductor(group: Group, nodes: Sequence[str], environment: Environment, timeout_s: float) -> Conductor:
     """This rank's conductor; every rank must call it. ``nodes`` tells the ranks' hosts apart."""
-    if group.size == 1 or not environment.check:
-        return InOrder(group.size)
+    if group.size == 1:
+        return InOrder(1)
     if group.rank == 0:
-        warn_after_s = environment.stall_warning_s if environment.stall_check else None
-        return _lead(group, nodes, StallRules(warn_after_s, environment.stall_shutdown_s, timeout_s))
-    mailbox, welcome, early = _reach(_exchange_address(group, None), group, timeout_s)
-    return _start(mailbox, group, None, welcome, early)
+        negotiator, early = _lead(group, nodes, _rules(environment, timeout_s))
+    else:
+        mailbox, welcome, early = _reach(_exchange_address(group, None), group, timeout_s)
+        negotiator = Negotiator(mailbox, group, None, welcome)
+    try:
+        if environment.check:
+            negotiator.open_channel(group)
+        negotiator.start(early)
+    except BaseException:
+        negotiator.close()
+        raise
+    # Where nothing is negotiated, the negotiator hears who has ended nevertheless.
+    return negotiator if environment.check else InOrder(group.size, negotiator)
 
 
-def _lead(group: Group, nodes: Sequence[str], stall: StallRules) -> Negotiator:
+def _rules(environment: Environment, timeout_s: float) -> StallRules:
+    if not environment.check:
+        return StallRules(None, None, timeout_s)
+    return StallRules(
+        environment.stall_warning_s if environment.stall_check else None, environment.stall_shutdown_s, timeout_s
+    )
+
+
+def _lead(group: Group, nodes: Sequence[str], stall: StallRules) -> tuple[Negotiator, list[list[Any]]]:
     listener = _listen(group, nodes)
+    address = listener.getsockname()
     coordinator = Coordinator(Negotiation(group.hosts, stall), group.size, stall, listener, group.signer)
     own_end, other_end = mailbox_pair(Signer(secrets.token_bytes(32)))
     coordinator.add(0, other_end)
-    welcome, *early = own_end.receive()
-    _exchange_address(group, listener.getsockname())
     coordinator.start()
-    return _start(own_end, group, coordinator, Welcome.read(welcome), early)
+    try:
+        welcome, *early = own_end.receive()
+        _exchange_address(group, address)
+        return Negotiator(own_end, group, coordinator, Welcome.read(welcome)), early
+    except BaseException:
+        own_end.close()
+        coordinator.close()
+        raise
 
 
 def _exchange_address(group: Group, own: Any) -> Any:
     """Rank 0's address, which it alone has; every rank must call it."""
     return group.all_gather_json(own, "hvd.init()")[0]
-
-
-def _start(
-    mailbox: Mailbox, group: Group, coordinator: Coordinator | None, welcome: Welcome, early: list[list[Any]]
-) -> Negotiator:
-    negotiator = Negotiator(mailbox, group, coordinator, welcome)
-    negotiator.open_channel(group)
-    negotiator.start(early)
-    return negotiator
 
 
 def _listen(group: Group, nodes: Sequence[str]) -> socket.socket:

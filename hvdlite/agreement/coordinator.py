@@ -1,17 +1,21 @@
 """
 Rank 0's end of the connections to all ranks: what they ask goes into the negotiation, and its answers back.
 
-    rank ──  ask | wait | join | busy | alive | bye  ──► Coordinator ──►  go | no | joined | left | end  ── rank
+    rank ──  ask | wait | join | busy | alive | bye  ──► Coordinator ──►  go | no | joined | pin | left | end  ── rank
 
     ["here", pid]                       the first word of a rank
-    ["ask", ticket, set_id, kind, name, what, members, same, own]
-                                        an operation, and the rank's own number for it; members is null for all ranks
+    ["ask", ticket, set_id, kind, name, what, members, same, own, caller]
+                                        an operation, and the rank's own number for it; members is null for all ranks,
+                                        caller (see `labels`) where a name of the user's says what is meant
     ["wait", ticket]                    blocked until it is done
-    ["join", average_of_active]
+    ["join", average_of_active, [[set_id, members, numbers], ...]]
+                                        and which optimizers live there, by process set
+    ["pinned", join, set_id, numbers]   these optimizers live here, and will as long as that join is under way
     ["busy", [[what, waited_s, is_operation], ...], is_stuck]
                                         what its threads are blocked in, such as a bucket, when that has changed
     ["alive", count]                    about once a second while it waits for something: so many of the operations
                                         that it was told to carry out are over
+    ["lost"]                            has met an error that another rank's end is the cause of
     ["bye"]                             takes part in nothing any more, by itself
 
     ["welcome", pid, warn_after_s, end_after_s]
@@ -20,11 +24,15 @@ Rank 0's end of the connections to all ranks: what they ask goes into the negoti
     ["stand_in", set_id, owns, divisor, kind, what, same]
                                         ... for a rank that has joined and did not ask
     ["no", ticket, error, words]        it will not be; ``error`` names a class of `errors`
+    ["pin", join, set_id]               tell which optimizers live there; can be answered while operations are under way
+    ["unpin"]                           those may go: the join has failed
+    ["sit_out", set_id, numbers]        to who has joined: sit out the steps of these
     ["joined", last_rank]               all ranks have called join
     ["not_joined", error, words]        they cannot
     ["left", rank, by_itself]           this rank was the first to take part in nothing any more
     ["alive"]                           the answer to this word
     ["end", words]                      end this process: it waits for what will not come
+    ["lost", 0]                         rank 0 has lost another rank: if it ends, it was not the first
     ["over", words]                     rank 0 has ended by itself; the words name who did so first
 
 A connection that closes without a bye is a rank that has gone, and so is one over which something else comes. The rules

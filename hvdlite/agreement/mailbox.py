@@ -49,7 +49,7 @@ class Mailbox:
         # What the socket had no room for.
         self._outgoing = bytearray()
         self._is_broken = False
-        _close_in_forks(self)
+        _remember(self)
 
     def send(self, message: list[Any]) -> None:
         """Let the other end know. Never blocks, and never fails because the other end is gone: `receive` tells that."""
@@ -122,6 +122,7 @@ class Mailbox:
         self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        _open.pop(id(self), None)
         self._connection.close()
 
 
@@ -131,13 +132,22 @@ def mailbox_pair(session: Signer) -> tuple[Mailbox, Mailbox]:
     return Mailbox(own_end, session, of_rank_0=False), Mailbox(other_end, session, of_rank_0=True)
 
 
-def _close_in_forks(mailbox: Mailbox) -> None:
-    """A forked child, such as a DataLoader's, must not keep the connection open when this process is gone."""
-    of_parent = weakref.ref(mailbox)
+# One hook for all of them, since none can be taken back.
+_open: dict[int, weakref.ref[Mailbox]] = {}
 
-    def close() -> None:
-        mailbox = of_parent()
+
+def _remember(mailbox: Mailbox) -> None:
+    for number in [number for number, known in list(_open.items()) if known() is None]:
+        _open.pop(number, None)
+    _open[id(mailbox)] = weakref.ref(mailbox)
+
+
+def _close_in_child() -> None:
+    """A forked child, such as a DataLoader's, must not keep the connections open when this process is gone."""
+    for known in list(_open.values()):
+        mailbox = known()
         if mailbox is not None:
             mailbox.close()
 
-    os.register_at_fork(after_in_child=close)
+
+os.register_at_fork(after_in_child=_close_in_child)

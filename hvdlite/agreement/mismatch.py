@@ -10,6 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+Hosts = Sequence[str] | Mapping[int, str]
+"""The host of each rank, by its global number."""
+
+# What all ranks are to start equal by: those functions have words of their own, Horovod has none for them.
+_STARTING = ("broadcast_parameters", "broadcast_optimizer_state", "broadcast_object")
+
 
 def first_difference(values: Sequence[Mapping[str, Any]]) -> str | None:
     """The first key, in the order in which ranks have them, whose values differ between the ranks; None if none do."""
@@ -18,12 +24,18 @@ def first_difference(values: Sequence[Mapping[str, Any]]) -> str | None:
     return next((key for key in keys if len({repr(same.get(key)) for same in values}) > 1), None)
 
 
-def words_of_difference(kind: str, what: str, asked: Mapping[int, Mapping[str, Any]], hosts: Sequence[str]) -> str:
+def words_of_difference(kind: str, what: str, asked: Mapping[int, Mapping[str, Any]], hosts: Hosts) -> str:
     """What is wrong with an operation that ranks have asked for with different values."""
     key = first_difference(list(asked.values()))
     assert key is not None, "called only where they differ"
+    if key == "tensors":
+        return _words_of_tensors(what, {rank: same[key] for rank, same in sorted(asked.items())}, hosts)
     values = {rank: _words(same.get(key)) for rank, same in sorted(asked.items())}
     one, another = list(dict.fromkeys(values.values()))[:2]
+    if kind in _STARTING:
+        places = {value: next(rank for rank in values if values[rank] == value) for value in (one, another)}
+        where = " and ".join(f"{value} on {name_ranks([rank], hosts)}" for value, rank in places.items())
+        return f"{what}: {key} is {where}: every rank must pass the same"
     operation = kind.upper()
     counts = {rank: len(same[key]) for rank, same in asked.items() if kind.startswith("grouped_") and key in same}
     if len(set(counts.values())) > 1:
@@ -47,6 +59,40 @@ def words_of_difference(kind: str, what: str, asked: Mapping[int, Mapping[str, A
     return f"{first} ({what}: {_by_value(values, hosts)})"
 
 
+def words_of_callers(what: str, names: Mapping[int, str], hosts: Hosts) -> str:
+    """What is wrong where several threads call something that pairs up by order; ``names`` are the callers' by rank."""
+    quoted = {rank: f"thread {name!r}" for rank, name in sorted(names.items())}
+    return (
+        f"Mismatched threads: {what} was called by different threads on different ranks, and by several on some. Calls "
+        "without a name pair up in their order, which several threads do not have: pass a name, equal on all ranks and "
+        f"different in each thread, or call it in one thread. ({what}: {_by_value(quoted, hosts)})"
+    )
+
+
+def _words_of_tensors(what: str, asked: Mapping[int, Sequence[Sequence[Any]]], hosts: Hosts) -> str:
+    """Which tensor, on which ranks, and how: for the first rank that differs from the lowest one."""
+    (lowest, first), *others = asked.items()
+    ours = name_ranks([lowest], hosts)
+    for rank, other in others:
+        theirs = name_ranks([rank], hosts)
+        here = {entry[0]: entry[1:] for entry in first}
+        there = {entry[0]: entry[1:] for entry in other}
+        for name in [*here, *there]:
+            if here.get(name) != there.get(name):
+                return (
+                    f"{what}: {name!r} is {_words_of_tensor(here.get(name))} on {ours} and "
+                    f"{_words_of_tensor(there.get(name))} on {theirs}: every rank must build the same model; check the "
+                    "arguments that size it"
+                )
+        if [entry[0] for entry in first] != [entry[0] for entry in other]:
+            return f"{what}: {ours} and {theirs} pass the same tensors in different orders"
+    raise AssertionError("called only where they differ")
+
+
+def _words_of_tensor(entry: Sequence[Any] | None) -> str:
+    return "missing" if entry is None else f"{tuple(entry[0])} {entry[1]} on {entry[2]}"
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     """What a rank is blocked in: a function's name, the operation, and among which ranks."""
@@ -59,7 +105,7 @@ class Wait:
         return self.what if self.of_set is None else f"{self.what} in {self.of_set}"
 
 
-def words_of_deadlock(waits: Mapping[int, Sequence[Wait]], hosts: Sequence[str]) -> str:
+def words_of_deadlock(waits: Mapping[int, Sequence[Wait]], hosts: Hosts) -> str:
     """What is wrong where ranks wait for each other; ``waits`` by rank."""
     seen = list(dict.fromkeys(wait for rank in sorted(waits) for wait in waits[rank]))
     one, another = seen[0], next((wait for wait in seen if wait != seen[0]), seen[0])
@@ -73,14 +119,14 @@ def words_of_deadlock(waits: Mapping[int, Sequence[Wait]], hosts: Sequence[str])
     return f"{first} These ranks wait for each other: {_by_value(by_rank, hosts)}"
 
 
-def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+def name_ranks(ranks: Sequence[int], hosts: Hosts) -> str:
     """Such as ``rank 0 (node1)``, or for many ``ranks 0 (node1), 1 (node1) and 14 more``."""
     shown = [f"{rank} ({hosts[rank]})" for rank in ranks[:8]]
     more = f" and {len(ranks) - len(shown)} more" if len(ranks) > len(shown) else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(shown)}{more}"
 
 
-def _by_value(values: Mapping[int, str], hosts: Sequence[str]) -> str:
+def _by_value(values: Mapping[int, str], hosts: Hosts) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, value in values.items():
         ranks.setdefault(value, []).append(rank)

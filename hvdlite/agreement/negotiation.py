@@ -12,11 +12,20 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from .mismatch import Wait, first_difference, name_ranks, words_of_deadlock, words_of_difference
+from .endings import Endings
+from .mismatch import (
+    Wait,
+    first_difference,
+    name_ranks,
+    words_of_callers,
+    words_of_deadlock,
+    words_of_difference,
+)
 from .pending import Alike, Ask, Id, Pending, Refusal, stuck_ranks
+from .sittings import Sittings
 from .stall import Blocked, Scene, StallRules, StallWatch
 
 # Between a difference and its error, so that the error can tell what all ranks did; and between the time that ranks
@@ -43,13 +52,17 @@ class Negotiation:
         # Those of the pending ones that ranks have asked for with different values.
         self._differing: dict[Id, Pending] = {}
         self._alike: dict[tuple[int, str, str | None], Alike] = {}
+        # Those that threads have called which differ by rank.
+        self._contested: set[tuple[int, str, str | None]] = set()
         self._id_of: dict[tuple[int, int], Id] = {}  # by rank and ticket
         # What each rank is blocked in. One that is waits for nothing else, and will ask for nothing else.
         self._waiting: dict[int, set[Id]] = {}
         self._stuck_since_s: tuple[frozenset[int], float] | None = None
         # By rank, in the order of their coming: whether averages are to be over the others alone.
         self._joined: dict[int, bool] = {}
+        self._sittings = Sittings(lambda rank, message: self.outbox.append((rank, message)))
         self._joined_since_s: dict[int, float] = {}
+        self._endings = Endings()
         self._ended: dict[int, str] = {}
         # The first of them, as it was told to the others.
         self.first_left: list[Any] | None = None
@@ -65,12 +78,12 @@ class Negotiation:
     @property
     def needs_ticks(self) -> bool:
         """Whether something can happen by the mere passing of time."""
-        return bool(self._pending or self._joined) or not self._stall.is_idle
+        return bool(self._pending or self._joined) or not (self._stall.is_idle and self._endings.is_idle)
 
     @property
     def first_end(self) -> str:
         """Which rank has ended first of those that have, and how."""
-        return next(iter(self._ended.values()))
+        return next(iter(self._ended.values()), "another rank has gone")
 
     # -- what ranks say
 
@@ -84,6 +97,8 @@ class Negotiation:
             pending = alike.add(next(self._ids), ask, rank, now_s)
             self._pending[pending.id_] = pending
         pending.asks[rank] = ask
+        if ask.caller is not None and ask.caller.is_doubtful:
+            pending.is_doubtful = True
         if ask.same != pending.first.same and first_difference([pending.first.same, ask.same]) is not None:
             pending.differs = True
             if pending.refusal is None:
@@ -102,11 +117,23 @@ class Negotiation:
         if id_ is not None:
             self._waiting.setdefault(rank, set()).add(id_)
 
-    def join(self, rank: int, average_of_active: bool, now_s: float) -> None:
-        """``rank`` takes part in all-reduces from now on, with nothing to give, until all ranks say so."""
+    def join(
+        self,
+        rank: int,
+        average_of_active: bool,
+        now_s: float,
+        living: Iterable[tuple[int, Sequence[int] | None, Sequence[int]]] = (),
+    ) -> None:
+        """``rank`` takes part in all-reduces from now on, with nothing to give, until all ranks say so.
+
+        ``living`` are the optimizers there: by process set its number, its members, or None for all, and theirs.
+        """
         others = {mode for mode in self._joined.values() if mode != average_of_active}
         self._joined[rank] = average_of_active
         self._joined_since_s[rank] = now_s
+        if not others:
+            everybody = range(len(self._hosts))
+            self._sittings.joined(rank, [(each[0], each[1] or everybody, each[2]) for each in living])
         if others:
             words = "Mismatched join: One rank called join() with average='active', but another rank without. " + (
                 f"({name_ranks(sorted(self._joined), self._hosts)} joined)"
@@ -118,6 +145,10 @@ class Negotiation:
             self._end_join(["not_joined", *self._words_of_end(gone[0], "join", "join")])
         for pending in [*self._pending.values(), *self._refused.values()]:
             self._consider(pending, now_s)
+
+    def pinned(self, rank: int, join: int, set_id: int, numbers: Sequence[int]) -> None:
+        """``rank`` was asked, in that join, which optimizers live there, and keeps these."""
+        self._sittings.pinned(rank, join, set_id, numbers)
 
     def introduce(self, rank: int, pid: int) -> None:
         """``rank`` is the process of this number on its host."""
@@ -141,12 +172,25 @@ class Negotiation:
             under_way.popleft()
             self._over_count[rank] += 1
 
+    def lost(self, rank: int) -> None:
+        """``rank`` has met an error that another rank's end is the cause of: if it ends, it was not the first."""
+        self._endings.lost(rank)
+        if rank == 0:
+            # When rank 0 ends there is nobody any more to tell whose end that follows from.
+            self.outbox += [(other, ["lost", 0]) for other in range(1, len(self._hosts))]
+
     def end(self, rank: int, by_itself: bool, now_s: float) -> None:
         """``rank`` takes part in nothing any more."""
+        for ended, its_own_doing in self._endings.ended(rank, by_itself, now_s):
+            self._tell_end(ended, its_own_doing, now_s)
+
+    def _tell_end(self, rank: int, by_itself: bool, now_s: float) -> None:
         if self.first_left is None:
             # Who waits for it elsewhere, for a bucket, learns from the engine that somebody has gone; from this, who.
             self.first_left = ["left", rank, by_itself]
-            self.outbox += [(other, self.first_left) for other in range(len(self._hosts)) if other != rank]
+            # Rank 0 last: it may end of this, and nobody would tell the others.
+            others = [other for other in [*range(1, len(self._hosts)), 0] if other != rank]
+            self.outbox += [(other, self.first_left) for other in others]
         how = "has ended" if by_itself else "has gone"
         self._ended.setdefault(rank, f"{name_ranks([rank], self._hosts)} {how}")
         self._waiting.pop(rank, None)
@@ -185,7 +229,11 @@ class Negotiation:
         # The first question is the usual answer, and costs nothing.
         is_complete = len(pending.asks) + len(self._joined) >= len(first.members) and not pending.missing(self._joined)
         if not pending.differs:
-            if is_complete:
+            if is_complete and not self._fits(pending):
+                self._contested.add(first.pairs_with)
+                names = {rank: caller.name for rank, caller in pending.callers().items()}
+                self._refuse(pending, "MismatchError", words_of_callers(first.what, names, self._hosts))
+            elif is_complete:
                 self._begin(pending)
             return
         if pending.differs_since_s is None:
@@ -194,6 +242,17 @@ class Negotiation:
             asked = {rank: ask.same for rank, ask in pending.asks.items()}
             words = words_of_difference(first.kind, first.what, asked, self._hosts)
             self._refuse(pending, "MismatchError", words)
+
+    def _fits(self, pending: Pending) -> bool:
+        """Whether the same thread has called it on all ranks, or there is but one on each that does."""
+        is_contested = pending.first.pairs_with in self._contested
+        if not (is_contested or pending.is_doubtful):
+            return True
+        callers = pending.callers().values()
+        if is_contested:
+            # What is left of several threads, where others have ended with that error, may be another one by rank.
+            return len({caller.name for caller in callers}) == 1
+        return all(one.may_be(another) for one, another in itertools.combinations(dict.fromkeys(callers), 2))
 
     def _begin(self, pending: Pending) -> None:
         first = pending.first
@@ -281,10 +340,25 @@ class Negotiation:
         asks = {rank: [self._pending[id_].first for id_ in sorted(self._waiting.get(rank, ()))] for rank in stuck}
         waits = {rank: [Wait(ask.kind, ask.what, ask.of_set) for ask in asks[rank]] for rank in stuck}
         waits |= {rank: [Wait(what, what)] for rank, what in elsewhere.items() if not waits.get(rank)}
+        words = self._words_of_pairing(stuck) or words_of_deadlock(waits, self._hosts)
         refused = sorted({id_ for rank in stuck for id_ in self._waiting.get(rank, ())})
-        self._refuse_all(
-            [self._pending[id_] for id_ in refused], "MismatchError", words_of_deadlock(waits, self._hosts)
-        )
+        self._refuse_all([self._pending[id_] for id_ in refused], "MismatchError", words)
+
+    def _words_of_pairing(self, stuck: Collection[int]) -> str | None:
+        """The words for ranks that have asked for the same, but for what it is paired by; None if it is not that."""
+        waits = {rank: [self._pending[id_] for id_ in self._waiting.get(rank, ())] for rank in stuck}
+        if any(len(each) != 1 for each in waits.values()):
+            return None
+        asks = {rank: pending.asks[rank] for rank, (pending,) in waits.items()}
+        first = next(iter(asks.values()))
+        if any(ask.caller is None or ask.name is None for ask in asks.values()):
+            return None
+        if any((ask.set_id, ask.kind) != (first.set_id, first.kind) for ask in asks.values()):
+            return None
+        asked = {rank: ask.same for rank, ask in sorted(asks.items())}
+        if first_difference(list(asked.values())) is None:
+            return None
+        return words_of_difference(first.kind, first.what, asked, self._hosts)
 
     def _blocked_elsewhere(self, now_s: float) -> dict[int, str]:
         """Waits that are no operation's, if they and those that are hold up each and every rank."""
@@ -328,5 +402,6 @@ class Negotiation:
         for rank in self._joined:
             if rank not in self._ended:
                 self.outbox.append((rank, message))
+        self._sittings.end(self._joined.keys() | self._ended.keys())
         self._joined.clear()
         self._joined_since_s.clear()

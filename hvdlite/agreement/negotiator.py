@@ -19,20 +19,22 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from ..channels.collective import Group
+from ..channels.roster import SitsOut, unpin
 from ..errors import CommunicationError, HvdliteError, MismatchError, PeerLostError
 from ..log import log
 from .callers import Callers
-from .conductor import Body, StandIn
+from .conductor import Body, SitOut, StandIn
 from .coordinator import Coordinator
 from .executor import Agreed, Executor
 from .frames import FrameError
 from .handle import Handle
+from .labels import Labels
 from .mailbox import Mailbox
 from .request import Request, Turn
 from .stall import JOIN, Blocked, StallRules
@@ -75,6 +77,19 @@ class _Asked:
     since_ns: int = field(default_factory=time.monotonic_ns)
 
 
+_Pinned = dict[int, dict[int, SitsOut]]  # by process set and number
+
+
+@dataclass(frozen=True, slots=True)
+class _Joining:
+    """A join that is under way, with what lives here."""
+
+    handle: Handle
+    stand_in: StandIn
+    sit_out: SitOut
+    pinned: _Pinned
+
+
 class Negotiator:
     """Has what all ranks have asked for carried out, on a thread of its own."""
 
@@ -90,8 +105,12 @@ class Negotiator:
         self._asked: dict[int, _Asked] = {}  # by ticket, the handle's number
         self._names: set[_Name] = set()
         self._channels: dict[int, Group] = {}
-        self._joining: tuple[Handle, StandIn] | None = None
+        self._groups: dict[int, Group] = {}
+        self._joining: _Joining | None = None
+        # What lives here and was asked for, for a join of other ranks.
+        self._pinned: _Pinned = {}
         self._pid = os.getpid()
+        self._labels = Labels()
         self._callers = Callers(lambda ticket: self._say(["wait", ticket]))
         self._vigil = Vigil(welcome.rules)
         self._pid_of_rank_0 = welcome.pid
@@ -99,6 +118,9 @@ class Negotiator:
         # Why nothing can be carried out any more.
         self._over: str | None = None
         self._is_closing = False
+        # Whether rank 0 has lost another rank: then its own end is not the first.
+        self._rank_0_follows = False
+        self._has_said_lost = False
         self._executor = Executor()
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
@@ -115,6 +137,7 @@ class Negotiator:
         self._thread.start()
 
     def open_channel(self, group: Group) -> None:
+        self._groups[group.set_id] = group
         self._channels[group.set_id] = group.duplicate()
 
         def exchange(what: str, digest: str) -> list[str]:
@@ -125,6 +148,7 @@ class Negotiator:
 
     def close_channel(self, group: Group) -> None:
         group.exchange = None
+        del self._groups[group.set_id]
         self._channels.pop(group.set_id).close()
 
     # -- from any thread
@@ -136,6 +160,9 @@ class Negotiator:
             Agreed(handle, body, Turn(group, what, [request.own], 1)).carry_out()
             return handle
         name = None if request.name is None else (group.set_id, request.kind, request.name)
+        caller = None
+        if request.name is None or not request.has_users_name:
+            caller = self._labels.of_call((group.set_id, request.kind, request.name)).pack()
         with self._lock:
             if name in self._names:
                 # Horovod's words.
@@ -152,18 +179,21 @@ class Negotiator:
         members = None if group.set_id == 0 else group.ranks
         same, own = request.same, request.own
         try:
-            self._say(["ask", int(handle), group.set_id, request.kind, request.name, what, members, same, own])
+            self._say(["ask", int(handle), group.set_id, request.kind, request.name, what, members, same, own, caller])
         except ValueError as error:
             self._pop(int(handle)).handle.fail(CommunicationError(f"{what} cannot be asked for: {error}"))
         return handle
 
-    def join(self, *, average_of_active: bool, stand_in: StandIn) -> Handle:
+    def join(self, *, average_of_active: bool, stand_in: StandIn, sit_out: SitOut) -> Handle:
         handle = Handle("join")
+        groups = [group for group in list(self._groups.values()) if group.size > 1]
         with self._lock:
             if self._joining is not None:
                 raise RuntimeError("hvd.join() has been called already, and all ranks have not joined yet")
-            self._joining = (handle, stand_in)
-        self._say(["join", average_of_active])
+            pinned = {group.set_id: group.roster.pin() for group in groups}
+            self._joining = _Joining(handle, stand_in, sit_out, pinned)
+        living = [[each.set_id, None if each.set_id == 0 else each.ranks, list(pinned[each.set_id])] for each in groups]
+        self._say(["join", average_of_active, living])
         return handle
 
     def close(self) -> None:
@@ -172,10 +202,15 @@ class Negotiator:
         self._mailbox.send(["bye"])
         self._is_closing = True
         self._wake_up()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-        # Not for long: it may be in an operation that another rank has left.
-        self._executor.ended_within(LOOK_S)
+        if self._thread.ident is None:
+            # Never started: nobody else closes them.
+            for each in (self._mailbox, self._wake, self._woken):
+                each.close()
+        else:
+            if threading.current_thread() is not self._thread:
+                self._thread.join()
+            # Not for long: it may be in an operation that another rank has left.
+            self._executor.ended_within(LOOK_S)
         if self._coordinator is not None:
             self._coordinator.close()
 
@@ -196,8 +231,9 @@ class Negotiator:
     # -- the thread that listens
 
     def _run(self) -> None:
-        self._group.watch.listener = threading.get_ident()
-        why = f"{self._group.describe_rank(0)} has gone"
+        watch = self._group.watch
+        watch.listener, watch.say_lost = threading.get_ident(), self._say_lost
+        why, left_by_itself = "", False
         try:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._woken, selectors.EVENT_READ)
@@ -205,14 +241,15 @@ class Negotiator:
                 self._listen(selector)
                 self._part(selector)
         except EOFError as error:
-            why = str(error) or why
+            why, left_by_itself = str(error), bool(str(error))
         except FrameError as error:
             why = f"what comes over the connection to {self._group.describe_rank(0)} is not what it says: {error}"
         except OSError:
             pass
         finally:
+            self._hear_of_rank_0(left_by_itself=left_by_itself)
             with self._lock:
-                self._over = self._over or why
+                self._over = self._over or why or self._words_of_first_end()
             self._fail_all()
             if self._is_closing:
                 self._executor.give_up(self._error_of_end)
@@ -269,6 +306,34 @@ class Negotiator:
                 raise EOFError(message[1])
             self._take(message)
 
+    def _say_lost(self) -> None:
+        """This rank has lost another one, and may end of that: so that nobody takes its end for the first."""
+        if not self._has_said_lost:
+            self._has_said_lost = True
+            self._mailbox.send(["lost"])
+
+    def _hear_of_ranks(self, message: list[Any]) -> None:
+        """Which rank was the first to end, or that rank 0 would not be."""
+        if message[0] == "left":
+            self._group.watch.hear_of_end(message[1], message[2])
+        else:
+            self._rank_0_follows = True
+
+    def _hear_of_rank_0(self, *, left_by_itself: bool) -> None:
+        """The connection to rank 0 is at its end."""
+        if self._group.rank == 0 or self._is_closing:
+            return
+        if self._rank_0_follows:
+            self._group.watch.hear_of_nobody()
+        else:
+            self._group.watch.hear_of_end(0, left_by_itself)
+
+    def _words_of_first_end(self) -> str:
+        first = self._group.watch.known_end
+        if first is None:
+            return "another rank has gone" if self._rank_0_follows else f"{self._group.describe_rank(0)} has gone"
+        return f"{self._group.describe_rank(first[0])} has {'ended' if first[1] else 'gone'}"
+
     def _take(self, message: list[Any]) -> None:
         match message:
             case ["alive"]:
@@ -281,13 +346,19 @@ class Negotiator:
                 self._stand_in(Turn(self._channels[set_id], what, owns, divisor), kind, same)
             case ["no", ticket, error, words]:
                 self._pop(ticket).handle.fail(_ERRORS[error](words))
+            case ["pin", join, set_id]:
+                self._pin(join, set_id)
+            case ["unpin"]:
+                self._unpin(None)
+            case ["sit_out", set_id, numbers]:
+                self._sit_out(set_id, numbers)
             case ["joined", last_rank]:
                 # After those operations in which this rank stands in.
                 self._executor.put_word(partial(self._end_join().succeed, last_rank))
             case ["not_joined", error, words]:
                 self._executor.put_word(partial(self._end_join().fail, _ERRORS[error](words)))
-            case ["left", rank, by_itself]:
-                self._group.watch.hear_of_end(rank, by_itself)
+            case ["left", int(), bool()] | ["lost", 0]:
+                self._hear_of_ranks(message)
             case ["end", words]:
                 self._end_process(words)
             case _:
@@ -295,7 +366,7 @@ class Negotiator:
 
     def _stand_in(self, turn: Turn, kind: str, same: Mapping[str, Any]) -> None:
         assert self._joining is not None, "only who has joined is told of what it has not asked for"
-        stand_in = self._joining[1]
+        stand_in = self._joining.stand_in
 
         def body(turn: Turn) -> Any:
             # Made only here: if that is an error, it is the operation's.
@@ -313,19 +384,45 @@ class Negotiator:
     def _end_join(self) -> Handle:
         with self._lock:
             assert self._joining is not None, "rank 0 answers what was asked"
-            (handle, _), self._joining = self._joining, None
-        return handle
+            joining, self._joining = self._joining, None
+        self._unpin(joining)
+        return joining.handle
+
+    def _pin(self, join: int, set_id: int) -> None:
+        """Answer what lives here, in whatever the program is just now, and keep that."""
+        group = self._groups.get(set_id)
+        pinned = {} if group is None else group.roster.pin()
+        self._pinned[set_id] = pinned
+        self._mailbox.send(["pinned", join, set_id, list(pinned)])
+
+    def _sit_out(self, set_id: int, numbers: Sequence[int]) -> None:
+        joining = self._joining
+        assert joining is not None, "only who has joined is told what to sit out"
+        # Rank 0 may know of what lived here when it asked, or of what did when this rank joined.
+        members = {**self._pinned.get(set_id, {}), **joining.pinned.get(set_id, {})}
+        for number in numbers:
+            joining.sit_out(members[number], joining.handle)
+
+    def _unpin(self, joining: _Joining | None) -> None:
+        """By the executor, since channels may be closed by that, and before whoever waits for the join goes on."""
+        self._executor.put_word(partial(_unpin_all, self._take_pinned(joining)))
+
+    def _take_pinned(self, joining: _Joining | None) -> list[dict[int, SitsOut]]:
+        with self._lock:
+            asked, self._pinned = self._pinned, {}
+        return [*asked.values(), *(joining.pinned.values() if joining is not None else ())]
 
     def _fail_all(self) -> None:
         with self._lock:
             asked, self._asked = list(self._asked.values()), {}
             self._names.clear()
             joining, self._joining = self._joining, None
-        for handle in [*(each.handle for each in asked), *([joining[0]] if joining else [])]:
+        _unpin_all(self._take_pinned(joining))
+        for handle in [*(each.handle for each in asked), *([joining.handle] if joining else [])]:
             handle.fail(self._error_of_end(handle.what))
 
     def _error_of_end(self, what: str) -> CommunicationError:
-        why = self._over or f"{self._group.describe_rank(0)} has gone"
+        why = self._over or self._words_of_first_end()
         error = PeerLostError if why.endswith("has gone") else CommunicationError
         # The first words are Horovod's.
         return error(f"Horovod has been shut down. {what} cannot be done, since {why}")
@@ -379,3 +476,8 @@ class Negotiator:
         print(f"hvdlite: {own} is ended: {words}", file=sys.stderr, flush=True)
         logging.shutdown()
         os._exit(1)
+
+
+def _unpin_all(everything: Iterable[Mapping[int, SitsOut]]) -> None:
+    for pinned in everything:
+        unpin(pinned)

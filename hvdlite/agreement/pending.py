@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from .labels import Caller
+
 Id = int
 """An operation that is pending; never used again."""
 
@@ -16,7 +18,8 @@ Id = int
 class Ask:
     """What one rank has said of an operation; `kind`, `name`, `same` and `own` as in `Request`.
 
-    ``ticket`` is the rank's own number for it, by which it is answered.
+    ``ticket`` is the rank's own number for it, by which it is answered. ``caller`` is the thread, where no name of the
+    user's says what is meant.
     """
 
     ticket: int
@@ -27,6 +30,7 @@ class Ask:
     members: tuple[int, ...]
     same: dict[str, Any]
     own: Any
+    caller: Caller | None = None
 
     @property
     def pairs_with(self) -> tuple[int, str, str | None]:
@@ -61,12 +65,17 @@ class Pending:
     place: int
     asks: dict[int, Ask] = field(default_factory=dict)
     differs: bool = False
+    is_doubtful: bool = False
     differs_since_s: float | None = None
     refusal: Refusal | None = None
 
     def waits_for(self, rank: int) -> bool:
         """Whether the rank is still to ask for it, or to be told that it will not be."""
         return rank not in self.asks and (self.refusal is None or rank not in self.refusal.told)
+
+    def callers(self) -> dict[int, Caller]:
+        """By rank, where no name of the user's says what is meant."""
+        return {rank: ask.caller for rank, ask in self.asks.items() if ask.caller is not None}
 
     def missing(self, joined: Collection[int]) -> set[int]:
         """The members that have neither asked nor joined."""

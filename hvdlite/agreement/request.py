@@ -25,16 +25,21 @@ class Request:
     ``same`` must be equal on all ranks; its keys are dtype, shape, device, op, prescale_factor, postscale_factor,
     root_rank and whatever else the kind has, in the order in which differences are to be told. ``own`` may differ,
     and reaches all ranks. Both are made of JSON's types: a dtype is its str, a shape a list.
+
+    ``has_users_name`` is False for a name that only serves to pair up, of which messages say nothing: whether it pairs
+    up rightly is then looked at as if there were none. ``is_compared``: also by a conductor that trusts the program.
     """
 
     kind: str
     name: str | None = None
     same: Mapping[str, Any] = field(default_factory=dict)
     own: Any = None
+    has_users_name: bool = True
+    is_compared: bool = False
 
     def describe(self) -> str:
         """Such as ``allreduce of 'loss'``."""
-        return self.kind if self.name is None else f"{self.kind} of {self.name!r}"
+        return self.kind if self.name is None or not self.has_users_name else f"{self.kind} of {self.name!r}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .labels import Caller
 from .negotiation import Negotiation
 from .pending import Ask
 from .stall import Blocked
@@ -25,21 +26,38 @@ def take_word(
 ) -> None:
     """Let the negotiation hear what ``rank`` says; a WordError, before it has heard any of it, if that is nothing."""
     match message:
-        case ["ask", int(ticket), int(set_id), str(kind), None | str(), str(what), None | list(), dict(same), own]:
+        case [
+            "ask",
+            int(ticket),
+            int(set_id),
+            str(kind),
+            None | str(),
+            str(what),
+            None | list(),
+            dict(same),
+            own,
+            caller,
+        ]:
             if negotiation.has_asked(rank, ticket):
                 raise WordError(f"it asks for number {ticket} twice")
             members = _members(message[6], rank, set_id, everybody)
-            negotiation.ask(rank, Ask(ticket, set_id, kind, message[4], what, members, same, own), now_s)
+            negotiation.ask(
+                rank, Ask(ticket, set_id, kind, message[4], what, members, same, own, _caller(caller)), now_s
+            )
         case ["wait", int(ticket)]:
             negotiation.wait(rank, ticket)
-        case ["join", bool(average_of_active)]:
-            negotiation.join(rank, average_of_active, now_s)
+        case ["join", bool(average_of_active), list(living)]:
+            negotiation.join(rank, average_of_active, now_s, [_living(each, rank, everybody) for each in living])
+        case ["pinned", int(join), int(set_id), list(numbers)]:
+            negotiation.pinned(rank, join, set_id, _numbers(numbers))
         case ["busy", list(blocked), bool(is_stuck)] if len(blocked) <= _MOST_BLOCKED:
             negotiation.busy(rank, [_blocked(each, now_s) for each in blocked], is_stuck=is_stuck)
         case ["alive", int(count)]:
             negotiation.over(rank, count)
         case ["here", int(pid)]:
             negotiation.introduce(rank, pid)
+        case ["lost"]:
+            negotiation.lost(rank)
         case ["bye"]:
             negotiation.end(rank, by_itself=True, now_s=now_s)
         case _:
@@ -54,6 +72,32 @@ def _members(ranks: list[Any] | None, rank: int, set_id: int, everybody: tuple[i
     if not all(type(each) is int and 0 <= each < len(everybody) for each in ranks) or rank not in ranks:
         raise WordError(f"{str(ranks)[:200]} are no ranks that it is one of")
     return tuple(ranks)
+
+
+def _caller(said: object) -> Caller | None:
+    match said:
+        case None:
+            return None
+        case [str(label), str(name)]:
+            return Caller(label, name)
+        case [str(label), str(name), bool(has_rivals), bool(has_twins), list(others)]:
+            return Caller(label, name, has_rivals, has_twins, tuple(map(str, others)))
+        case _:
+            raise WordError(f"{str(said)[:200]} is no thread that can call")
+
+
+def _living(said: object, rank: int, everybody: tuple[int, ...]) -> tuple[int, tuple[int, ...], list[int]]:
+    match said:
+        case [int(set_id), None | list() as ranks, list(numbers)]:
+            return set_id, _members(ranks, rank, set_id, everybody), _numbers(numbers)
+        case _:
+            raise WordError(f"{str(said)[:200]} is nothing that can live in a process set")
+
+
+def _numbers(said: list[Any]) -> list[int]:
+    if not all(type(each) is int for each in said):
+        raise WordError(f"{str(said)[:200]} are no numbers of optimizers")
+    return said
 
 
 def _blocked(said: object, now_s: float) -> Blocked:

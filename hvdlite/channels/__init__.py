@@ -5,5 +5,5 @@ Ranks that communicate together, and what carries it: groups over `torch.distrib
 
 Modules import only what stands before them:
 
-    gloo < engine < hierarchy < gpuwatch < recorder < reduce_op < flat < work < collective < choice
+    gloo < engine < hierarchy < gpuwatch < recorder < reduce_op < flat < work < roster < collected < collective < choice
 """

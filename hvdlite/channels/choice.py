@@ -55,9 +55,13 @@ def choose_levels(
     (token, *_) = group.all_gather_json(uuid.uuid4().hex, "hvd.init()")
     levels = HierarchicalChannels(channels, within, places, group.rank, token, {*devices, "cuda"})
     engine = levels.around(group.engine)
-    if wanted is None and (device is None or fastest([group.engine, engine], group, device) == 0):
-        # None made of them now takes tensors of GPUs.
-        levels.restrict(engine, devices)
+    try:
+        if wanted is None and (device is None or fastest([group.engine, engine], group, device) == 0):
+            # None made of them now takes tensors of GPUs.
+            levels.restrict(engine, devices)
+    except BaseException:
+        levels.abandon(engine)
+        raise
     if engine.devices:
         group.change_engines(levels, engine)
     else:

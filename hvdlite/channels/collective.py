@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import ctypes
 import json
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-from weakref import WeakSet
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,18 +28,13 @@ from .engine import AloneChannels, Channels, ClosedEngine, Engine, EngineWork, H
 from .flat import as_bytes, pieces_of
 from .recorder import Recorder
 from .reduce_op import OP_OF_ENGINE, ReduceOp, Sum
+from .roster import OneThread, Roster
 from .work import Watch, Work
 
 MAX_JSON_BYTES = 64 << 20
 """What one rank may tell the others of itself at most, as JSON."""
 
 _LENGTH_BYTES = 8
-
-
-class SitsOut(Protocol):
-    """Takes part in the steps of other ranks with nothing to give."""
-
-    def sit_out(self, average_of_active: bool) -> bool: ...
 
 
 class Group:
@@ -70,7 +65,10 @@ class Group:
         self._duplicate_count = 0
         self._channels = channels
         self.engine: Engine = channels.open()
-        self._duplicates: WeakSet[Group] = WeakSet()
+        # Those that have not been closed. Not by weak references, which go when the collector comes.
+        self._duplicates: set[Group] = set()
+        self._duplicate_of: Group | None = None
+        self._closing = threading.RLock()
         self.rank = rank
         self.size = size
         self.hosts = tuple(hosts)
@@ -87,7 +85,9 @@ class Group:
         self.recorder = Recorder()
 
         # Who averages gradients among these ranks; `join` sits out steps for them.
-        self.reducers: WeakSet[SitsOut] = WeakSet()
+        self.roster = Roster()
+        # For making those, and whatever else has channels of its own.
+        self.opening = OneThread(size)
 
     def duplicate(self) -> Group:
         """The same ranks over an engine of its own (as MPI's Comm_dup). Every rank must call it.
@@ -101,6 +101,7 @@ class Group:
             self._channels, self.rank, self.size, self.hosts, signer=signer, set_id=self.set_id, ranks=self.ranks
         )
         self._share_with(group)
+        group._duplicate_of = self
         self._duplicates.add(group)
         return group
 
@@ -139,12 +140,16 @@ class Group:
 
         No reference to an engine may outlive this: gloo aborts if the interpreter goes before its threads.
         """
-        if isinstance(self.engine, ClosedEngine):
-            return
         for duplicate in list(self._duplicates):
             duplicate.close()
-        self._channels.close(self.engine)
-        self.engine = ClosedEngine()
+        # Of two threads that close, one closes the engine, and the other returns when that is done.
+        with self._closing:
+            engine, self.engine = self.engine, ClosedEngine()
+            if not isinstance(engine, ClosedEngine):
+                self._channels.close(engine)
+            del engine
+        if self._duplicate_of is not None:
+            self._duplicate_of._duplicates.discard(self)
 
     def require_open(self, what: str) -> None:
         """Raise a CommunicationError if the group has been left, where no collective would say so."""

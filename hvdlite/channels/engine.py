@@ -181,7 +181,7 @@ class TorchChannels:
 
     def close(self, engine: Engine, /) -> None:
         # Gone already where the default group has been destroyed, and all others with it.
-        for group in [group for group in self._open if group is engine]:
+        for group in [group for group in list(self._open) if group is engine]:
             self._open.remove(group)
             if dist.is_initialized():
                 dist.destroy_process_group(group)
@@ -226,7 +226,7 @@ class SubsetChannels:
         return group
 
     def close(self, engine: Engine, /) -> None:
-        for group in [group for group in self._open if group is engine]:
+        for group in [group for group in list(self._open) if group is engine]:
             self._open.remove(group)
             group.shutdown()
 

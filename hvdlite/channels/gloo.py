@@ -199,9 +199,20 @@ def _close_door(loop: int) -> None:
         watched = [line.split() for line in info if line.startswith("tfd:")]
     for _, fd, _, events, *_ in watched:
         if int(events, 16) == _EPOLL_EVENTS_OF_GLOO:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(fd))) as watched_socket:
-                if watched_socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    _drop_all(watched_socket)
+            with contextlib.suppress(OSError):
+                _close_listener(os.dup(int(fd)))
+
+
+def _close_listener(fd: int) -> None:
+    """Do so if that is what it is; ``fd`` is taken charge of."""
+    try:
+        watched = socket.socket(fileno=fd)
+    except OSError:
+        os.close(fd)  # a pipe, by which gloo wakes its loop
+        return
+    with watched:
+        if watched.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            _drop_all(watched)
 
 
 def _drop_all(listener: socket.socket) -> None:

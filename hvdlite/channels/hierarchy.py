@@ -286,8 +286,17 @@ class HierarchicalChannels:
 
     def around(self, flat: Engine) -> HierarchicalEngine:
         """An engine of two levels over a flat one, which it takes charge of; every rank must call it."""
-        scatter, gather = (cast("HostEngine", self._within.open()) for _ in range(2))
-        return HierarchicalEngine(flat, scatter, self._across.open(), gather, self._places.within, self._devices)
+        with contextlib.ExitStack() as undo:
+            scatter, gather = (cast("HostEngine", self._open_of(self._within, undo)) for _ in range(2))
+            across = self._open_of(self._across, undo)
+            undo.pop_all()
+        return HierarchicalEngine(flat, scatter, across, gather, self._places.within, self._devices)
+
+    @staticmethod
+    def _open_of(channels: Channels, undo: contextlib.ExitStack) -> Engine:
+        engine = channels.open()
+        undo.callback(channels.close, engine)
+        return engine
 
     def restrict(self, engine: HierarchicalEngine, devices: set[str]) -> None:
         """Have this engine and all further ones take tensors on such devices alone."""

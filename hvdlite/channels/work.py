@@ -12,7 +12,7 @@ from ..errors import CommunicationError, MismatchError
 from .engine import EngineWork
 
 # An engine may know that a rank has gone a little earlier than who tells which.
-_WORD_S = 1.0
+_WORD_S = 3.0
 
 
 class Watch:
@@ -24,6 +24,8 @@ class Watch:
         self.waits: dict[int, tuple[str, float]] = {}
         # The thread that hears of other ranks' ends, if there is one.
         self.listener: int | None = None
+        # Lets those know who watch that this rank has lost another, and may end of it.
+        self.say_lost: Callable[[], None] = lambda: None
         self._heard = threading.Event()
         self._first_end: tuple[int, bool] | None = None
 
@@ -34,11 +36,26 @@ class Watch:
 
     def hear_of_end(self, rank: int, by_itself: bool) -> None:
         """This global rank was the first to end, or, unless ``by_itself``, to go."""
-        self._first_end = (rank, by_itself)
+        if self._first_end is None:
+            self._first_end = (rank, by_itself)
         self._heard.set()
 
+    def hear_of_nobody(self) -> None:
+        """Who was the first is not to be known any more."""
+        self._heard.set()
+
+    @property
+    def known_end(self) -> tuple[int, bool] | None:
+        """Who was the first, as far as that is known now."""
+        return self._first_end
+
     def first_end(self) -> tuple[int, bool] | None:
-        """Who was the first, after a moment in which word of it may still come; None if there is none."""
+        """Who was the first, after a moment in which word of it may still come; None if there is none.
+
+        To be asked by a rank that has lost another.
+        """
+        # Before anything of this rank is closed: so no other takes its end for the first.
+        self.say_lost()
         if self.listener not in (None, threading.get_ident()):
             self._heard.wait(_WORD_S)
         return self._first_end

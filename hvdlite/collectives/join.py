@@ -4,6 +4,9 @@ Ranks with fewer batches than others: they join, and take part in the others' st
     join ── all-reduces of the others: stand in, by the conductor          ──┐
          ── steps of the others: one thread for each optimizer sits them out ┴─ until all have joined
 
+Which optimizers these are the ranks agree on, see `agreement.sittings`: those that live on all ranks of their set. When
+the garbage collector comes to one that nobody refers to any more differs by rank.
+
 A step that is sat out costs no collective of its own: every bucket carries the count of ranks that take part (see
 `gradients.plan`), and one in which nobody does is the last.
 """
@@ -18,7 +21,7 @@ import torch
 
 from ..agreement.handle import Handle
 from ..agreement.request import Turn
-from ..channels.collective import SitsOut
+from ..channels.roster import SitsOut
 from ..world import current_world
 from .combining import stand_in
 
@@ -42,17 +45,16 @@ def join(device: int = -1, average: str = _OF_ALL) -> int:
         raise ValueError(f"join: average={average!r} is neither {_OF_ALL!r} nor {_OF_ACTIVE!r}")
     _check_device(device)
     world = current_world()
-    average_of_active = average == _OF_ACTIVE
-    handle = world.conductor.join(average_of_active=average_of_active, stand_in=_StandIn(device))
-    threads = [
-        threading.Thread(target=_sit_out, args=(reducer, average_of_active, handle), daemon=True)
-        for group in (world.group, *world.sets.groups())
-        for reducer in (group.reducers if group.size > 1 else ())
-    ]
-    for thread in threads:
-        thread.start()
-    last_rank: int = handle.wait()
-    for thread in threads:
+    sitting = _Sitting(average_of_active=average == _OF_ACTIVE)
+    handle = world.conductor.join(
+        average_of_active=sitting.average_of_active, stand_in=_StandIn(device), sit_out=sitting.begin
+    )
+    try:
+        last_rank: int = handle.wait()
+    except Exception as error:
+        sitting.spoil(error)
+        raise
+    for thread in sitting.members:
         thread.join()
     # What has gone wrong in one of them, if anything.
     handle.wait()
@@ -67,12 +69,38 @@ def _check_device(device: object) -> None:
         raise ValueError(f"join: device={device} is none of this process's {gpus} GPUs, 0 to {gpus - 1}")
 
 
-def _sit_out(reducer: SitsOut, average_of_active: bool, handle: Handle) -> None:
-    try:
-        while reducer.sit_out(average_of_active):
-            pass
-    except Exception as error:  # noqa: BLE001 - it is raised by join
-        handle.fail(error)
+class _Sitting:
+    """Sits out steps, one thread for each optimizer."""
+
+    def __init__(self, *, average_of_active: bool) -> None:
+        self.average_of_active = average_of_active
+        self.members: dict[threading.Thread, SitsOut] = {}
+
+    def begin(self, member: SitsOut, handle: Handle) -> None:
+        """Sit out the steps of one optimizer until all ranks do; what goes wrong is the handle's error."""
+        # Its own pin: others end with the join, which may be before the last step is through.
+        member.pin()
+        thread = threading.Thread(target=self._run, args=(member, handle), name="hvdlite-join", daemon=True)
+        self.members[thread] = member
+        thread.start()
+
+    def spoil(self, error: Exception) -> None:
+        """The join has failed: who waits in a step of other ranks does so for ever, or until they are gone."""
+        for thread, member in list(self.members.items()):
+            if thread.is_alive():
+                member.spoil(
+                    "this rank was sitting out a step of the others when hvd.join() failed, and they may have gone on: "
+                    f"make it anew on every rank. ({error})"
+                )
+
+    def _run(self, member: SitsOut, handle: Handle) -> None:
+        try:
+            while member.sit_out(self.average_of_active):
+                pass
+        except Exception as error:  # noqa: BLE001 - it is raised by join
+            handle.fail(error)
+        finally:
+            member.unpin()
 
 
 class _StandIn:

@@ -3,6 +3,9 @@ Starting equal: what one rank has, given to all. Parameters, optimizer state, an
 
     named tensors ── packed as bytes into a few flat buffers, one per device and 64 MiB ── broadcast ── copied out
 
+Each call is one operation: all ranks compare what must be equal, then the bytes move in its turn. Objects are pickled
+and unpickled by who calls, since their own methods may do anything, other operations included.
+
 All functions must be called by every rank of the process set, and wait for all of them. ``root_rank`` is a global
 rank, in a process set too.
 """
@@ -10,6 +13,7 @@ rank, in a process set too.
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..agreement.request import Request, Turn
 from ..channels.collective import Group
 from ..channels.flat import as_bytes
-from ..errors import MismatchError
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
-from .submission import check_has_values
+from ..signing import digest
+from .submission import check_has_values, submit, title
 
 # Large enough for a handful of broadcasts per model, small beside the model itself.
 PACK_BYTES = 64 * 2**20
@@ -39,11 +44,19 @@ def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: Pro
     ``params`` is a ``state_dict()``, a list of tensors, or ``named_parameters()``, the generator included;
     entries of any dtype and layout. Every rank must pass tensors of the same names, shapes and dtypes, in
     any order if they have names; where they differ, all ranks get a `MismatchError` that names the first.
+
+    Several threads may call it at once for models whose tensors have different names.
     """
-    what = "broadcast_parameters"
-    group = group_of(process_set, what)
-    root = group.place_of_root(root_rank)
-    broadcast_tensors(_named_tensors(params), root, group, what)
+    kind = "broadcast_parameters"
+    root = group_of(process_set, kind).place_of_root(root_rank)
+    named = _named_tensors(params)
+    tensors = [tensor for _, tensor in named]
+    same = {
+        "root_rank": root_rank,
+        "tensors": [[name, list(tensor.shape), str(tensor.dtype), tensor.device.type] for name, tensor in named],
+    }
+    request = Request(kind, _digest([name for name, _ in named]), same, has_users_name=False, is_compared=True)
+    submit(request, process_set, tensors, lambda turn: _broadcast_tensors(tensors, root, turn)).wait()
 
 
 def broadcast_optimizer_state(
@@ -57,30 +70,43 @@ def broadcast_optimizer_state(
 
     Takes no step and changes no parameter; an optimizer that has no state yet stays without. ``model`` is needed for
     nothing, and may be given as to Horovod.
+
+    Several threads may call it at once for optimizers whose parameters have different shapes.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         # Horovod's words.
         raise ValueError("cannot broadcast torch.optim.LBFGS state: it is not averaged by hvdlite either")
-    what = "broadcast_optimizer_state"
+    kind = "broadcast_optimizer_state"
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{what}: optimizer={optimizer!r} is not a torch.optim.Optimizer")
-    group = group_of(process_set, what)
+        raise TypeError(f"{kind}: optimizer={optimizer!r} is not a torch.optim.Optimizer")
+    group = group_of(process_set, kind)
     root = group.place_of_root(root_rank)
-    shapes = [[tuple(param.shape) for param in entry["params"]] for entry in optimizer.param_groups]
     # Under the wrapper, whose class says nothing, the state's shape is that of the optimizer it wraps.
-    kind = sorted(optimizer.defaults)
-    group.require_agreement((kind, shapes), what, "(settings, parameter shapes by parameter group)")
-    own_state = optimizer.state_dict() if group.rank == root else None
-    skeleton, tensors = _take_tensors_out(own_state)
-    skeleton, metas = _broadcast_object((skeleton, [_Meta.of(t) for t in tensors]), root, group, what)
-    if group.rank != root:
-        params = [param for entry in optimizer.param_groups for param in entry["params"]]
-        device = params[0].device if params else torch.device("cpu")
-        tensors = [meta.empty(device) for meta in metas]
-    names = [f"state tensor {number}" for number in range(len(tensors))]
-    broadcast_tensors(list(zip(names, tensors, strict=True)), root, group, what)
-    if group.rank != root:
-        optimizer.load_state_dict(_put_tensors_back(skeleton, tensors))
+    about = [
+        sorted(optimizer.defaults),
+        [[list(param.shape) for param in entry["params"]] for entry in optimizer.param_groups],
+    ]
+    same = {"root_rank": root_rank, "(settings, parameter shapes by parameter group)": about}
+    is_root = group.rank == root
+    skeleton, tensors = _take_tensors_out(optimizer.state_dict() if is_root else None)
+    data, error = _pickled(skeleton) if is_root else (None, None)
+    params = [param for entry in optimizer.param_groups for param in entry["params"]]
+    device = params[0].device if params else torch.device("cpu")
+
+    def body(turn: Turn) -> tuple[bytes, list[Tensor]]:
+        received = turn.group.broadcast_signed(data, root, turn.what)
+        metas = json.dumps([_Meta.of(tensor).pack() for tensor in tensors]).encode() if is_root else None
+        packed = json.loads(turn.group.broadcast_signed(metas, root, turn.what))
+        room = tensors if is_root else [_Meta.unpack(each).empty(device) for each in packed]
+        _broadcast_tensors(room, root, turn)
+        return received, room
+
+    request = Request(kind, _digest(about), same, has_users_name=False, is_compared=True)
+    received, tensors = submit(request, process_set, [*params, *tensors], body).wait()
+    # Where the root's cannot be pickled, the error is told on the root too.
+    state = _unpickled(received, group.describe_rank(root), kind, error)
+    if not is_root:
+        optimizer.load_state_dict(_put_tensors_back(state, tensors))
 
 
 def broadcast_object(
@@ -88,47 +114,52 @@ def broadcast_object(
 ) -> Any:
     """The root's picklable object, on every rank; on the root the object itself.
 
-    Other ranks may pass anything. ``name`` is what messages call it. A TypeError on every rank if it cannot be pickled.
+    Other ranks may pass anything. Calls with a ``name`` pair up by it, others by their order: where several threads
+    call it, each needs a name. A TypeError on every rank if the object cannot be pickled.
     """
-    what = "broadcast_object" if name is None else f"broadcast_object of {name!r}"
+    kind = "broadcast_object"
+    what = title(kind, name)
     group = group_of(process_set, what)
     root = group.place_of_root(root_rank)
-    group.require_agreement(root_rank, what, "root_rank")
-    return _broadcast_object(obj, root, group, what)
+    is_root = group.rank == root
+    data, error = _pickled(obj) if is_root else (None, None)
+    request = Request(kind, name, {"root_rank": root_rank}, is_compared=True)
+    received = submit(request, process_set, [], lambda turn: turn.group.broadcast_signed(data, root, turn.what)).wait()
+    if is_root and error is None:
+        return obj
+    return _unpickled(received, group.describe_rank(root), what, error)
 
 
 def allgather_object(
     obj: object, name: str | None = None, *, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Every rank's picklable object, as a list in rank order. ``name`` is what messages call it.
+    """Every rank's picklable object, as a list in rank order.
 
-    A TypeError on every rank if one of them cannot be pickled.
+    Calls with a ``name`` pair up by it, others by their order: where several threads call it, each needs a name. A
+    TypeError on every rank if one of the objects cannot be pickled.
     """
-    what = "allgather_object" if name is None else f"allgather_object of {name!r}"
+    kind = "allgather_object"
+    what = title(kind, name)
     group = group_of(process_set, what)
-    group.agree(None, what)
     data, error = _pickled(obj)
-    gathered = group.all_gather_signed(data, what)
+    gathered = submit(
+        Request(kind, name, is_compared=True),
+        process_set,
+        [],
+        lambda turn: turn.group.all_gather_signed(data, turn.what),
+    ).wait()
     return [_unpickled(part, group.describe_rank(rank), what, error) for rank, part in enumerate(gathered)]
 
 
-def broadcast_tensors(named: list[tuple[str, Tensor]], root: int, group: Group, what: str) -> None:
+def _digest(value: object) -> str:
+    """What calls on all ranks pair up by; it is equal where the values are."""
+    return digest(repr(value).encode()).hex()
+
+
+def _broadcast_tensors(tensors: list[Tensor], root: int, turn: Turn) -> None:
     """Overwrite these tensors in place with those at place ``root``, in as few broadcasts as their devices allow."""
-    signature = [(name, tuple(t.shape), str(t.dtype), t.device.type) for name, t in named]
-    signatures = group.agree((signature, group.ranks[root]), what)
-    if signatures is not None:
-        raise MismatchError(_first_difference(signatures, group, what))
-    with torch.no_grad():
-        for pack in _packs([tensor for _, tensor in named]):
-            _broadcast_pack(pack, root, group, what)
-
-
-def _broadcast_object(obj: object, root: int, group: Group, what: str) -> Any:
-    data, error = _pickled(obj) if group.rank == root else (None, None)
-    received = group.broadcast_signed(data, root, what)
-    if group.rank == root and error is None:
-        return obj
-    return _unpickled(received, group.describe_rank(root), what, error)
+    for pack in _packs(tensors):
+        _broadcast_pack(pack, root, turn.group, turn.what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +198,15 @@ class _Meta:
     @classmethod
     def of(cls, tensor: Tensor) -> _Meta:
         return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu")
+
+    def pack(self) -> list[Any]:
+        """For a message; see `unpack`."""
+        return [list(self.shape), str(self.dtype), self.on_cpu]
+
+    @classmethod
+    def unpack(cls, packed: Sequence[Any]) -> _Meta:
+        shape, dtype, on_cpu = packed
+        return cls(tuple(shape), getattr(torch, dtype.removeprefix("torch.")), on_cpu)
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device="cpu" if self.on_cpu else device)
@@ -231,30 +271,6 @@ def _broadcast_pack(pack: list[Tensor], root: int, group: Group, what: str) -> N
     if group.rank != root:
         for place, tensor in zip(places, pack, strict=True):
             tensor.copy_(place.view(tensor.dtype).view(tensor.shape))
-
-
-def _first_difference(signatures: list[Any], group: Group, what: str) -> str:
-    """Which tensor, on which ranks, and how: for the first rank that differs from rank 0."""
-    first, first_root = signatures[0]
-    for rank, (other, other_root) in enumerate(signatures):
-        ours, theirs = group.describe_rank(0), group.describe_rank(rank)
-        if other_root != first_root:
-            return f"{what}: root_rank is {first_root} on {ours} and {other_root} on {theirs}"
-        here = {entry[0]: entry[1:] for entry in first}
-        there = {entry[0]: entry[1:] for entry in other}
-        for name in [*here, *there]:
-            if here.get(name) != there.get(name):
-                return (
-                    f"{what}: {name!r} is {_words(here.get(name))} on {ours} and {_words(there.get(name))} on "
-                    f"{theirs}: every rank must build the same model; check the arguments that size it"
-                )
-        if [entry[0] for entry in first] != [entry[0] for entry in other]:
-            return f"{what}: {ours} and {theirs} pass the same tensors in different orders"
-    raise AssertionError("called only where the signatures differ")
-
-
-def _words(entry: Sequence[Any] | None) -> str:
-    return "missing" if entry is None else f"{tuple(entry[0])} {entry[1]} on {entry[2]}"
 
 
 @dataclass(frozen=True, slots=True)

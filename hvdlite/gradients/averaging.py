@@ -42,7 +42,7 @@ class AveragingOptimizer(OptimizerProxy):
         self._skipping = False
         reducer.add_params(named, groups)
         # Parameters outlive their optimizer; the hooks on them must not.
-        finalizer = weakref.finalize(self, reducer.close)
+        finalizer = weakref.finalize(self, reducer.abandon)
         finalizer.atexit = False
 
     def close(self) -> None:

@@ -181,6 +181,15 @@ class Bucket:
             for slot in self.slots:
                 slot.view = None
 
+    def abandon(self) -> None:
+        """Leave the memory to what is under way, with its gradients: the next one to come has memory of its own."""
+        for slot in self.slots:
+            if slot.param.grad is slot.view:
+                slot.param.grad = None
+            slot.view = None
+        self._buffer = None
+        self._version = None
+
     def require_same(self) -> None:
         """Raise a GradientError if the user has changed, replaced or dropped a gradient that is on its way."""
         if not self._is_wanted:

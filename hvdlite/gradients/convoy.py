@@ -48,7 +48,9 @@ class Convoy:
         self._mixed: list[str] = []
 
     def disperse(self) -> None:
-        """The step is over, or is given up."""
+        """The step is over, or is given up: nobody waits for what is still under way, and it writes where it lies."""
+        for in_flight in self._in_flight:
+            in_flight.bucket.abandon()
         self._launched.clear()
         self._in_flight.clear()
         self._presence = None
@@ -67,13 +69,18 @@ class Convoy:
         """Launch what is full, as far as everything before it in the plan is."""
         # Those that are done give their wires back, so that memory holds few of them at a time.
         while self._in_flight and self._in_flight[0].is_completed():
-            self._in_flight.popleft().finish()
+            self._finish_first()
         # In plan order, not as buckets fill: ranks may fill them in different orders, and collectives
         # pair up by the order of their launch alone.
         for bucket in self._layout.awake()[len(self._launched) :]:
             if not (bucket.full and self._has_room):
                 break
             self._launch(bucket, group)
+
+    def _finish_first(self) -> None:
+        # It is under way until it is finished: a wait may be interrupted.
+        self._in_flight[0].finish()
+        self._in_flight.popleft()
 
     @property
     def _has_room(self) -> bool:
@@ -110,7 +117,7 @@ class Convoy:
                 bucket.require_same()
             checked = len(self._launched)
             if back + len(self._in_flight) == len(self._launched):
-                self._in_flight.popleft().finish()
+                self._finish_first()
             bucket = self._launched[back]
             back += 1
             called += self._calls_of(bucket)

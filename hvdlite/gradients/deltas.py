@@ -50,7 +50,7 @@ class Deltas(ParamListener):
     # -- backward passes, which here are only counted
 
     def _on_gradient(self, param: Tensor) -> None:
-        if self._only_accumulating:
+        if self._only_accumulating or self._is_closed:
             return
         passes = self._passes[param] = self._passes.get(param, 0) + 1
         if passes > self.backward_passes_per_step:

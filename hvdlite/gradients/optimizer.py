@@ -48,7 +48,8 @@ class DistributedOptimizer(AveragingOptimizer):
     """Wraps an optimizer so that ``step()`` uses gradients averaged over all ranks.
 
     Every rank must construct it, with the same arguments and a model of the same shapes (a `MismatchError`
-    names the first parameter that differs), and must call ``step()`` equally often.
+    names the first parameter that differs), and must call ``step()`` equally often. Of several, all ranks construct
+    one after the other, in the same order: two threads at once are a RuntimeError.
 
     ``optimizer``: any of `torch.optim` but LBFGS, or a subclass of `torch.optim.Optimizer`. It is wrapped,
     not copied: its state, its LR schedulers and its hooks go on working.
@@ -139,18 +140,19 @@ class DistributedOptimizer(AveragingOptimizer):
         self._uses_the_world = process_set is global_process_set
         reducer = _reducer_of(group, settings, backward_passes_per_step)
         try:
-            group.require_agreement(
-                (*settings.signature(), backward_passes_per_step, named_groups, tunes),
-                "hvd.DistributedOptimizer",
-                "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, step_on_arrival, passes per step, "
-                "groups, autotune)",
-            )
-            if tunes:
-                assert isinstance(reducer, Reducer), "with Adasum it is refused"
-                path = environment.autotune_log
-                reducer.set_cap(tuned_cap(reducer.meet(), settings, named, named_groups, path=path))
-            self._connect(reducer, named, named_groups)
-            reducer.meet()
+            with group.opening.only("hvd.DistributedOptimizer"):
+                group.require_agreement(
+                    (*settings.signature(), backward_passes_per_step, named_groups, tunes),
+                    "hvd.DistributedOptimizer",
+                    "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, step_on_arrival, passes per "
+                    "step, groups, autotune)",
+                )
+                if tunes:
+                    assert isinstance(reducer, Reducer), "with Adasum it is refused"
+                    path = environment.autotune_log
+                    reducer.set_cap(tuned_cap(reducer.meet(), settings, named, named_groups, path=path))
+                self._connect(reducer, named, named_groups)
+                reducer.meet()
         except BaseException:
             reducer.close()
             raise

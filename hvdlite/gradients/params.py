@@ -6,6 +6,7 @@ What is done with them is in `reducer` and `deltas`.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from ..channels import collected
 from ..channels.collective import Group
 from ..errors import GradientError, MismatchError
 from .plan import Description, first_difference
@@ -37,6 +39,10 @@ class ParamListener(ABC):
         self._uncompared: list[Description] = []
         self._hooks: list[RemovableHandle] = []
         self._is_closed = False
+        self._spoilt_by: str | None = None
+        # How many count on the channel, closed or not; held to look at that, never by a finalizer.
+        self._pins = 0
+        self._pinning = threading.Lock()
         # Whether something is under way on that channel.
         self._collecting = False
         self._only_accumulating = False
@@ -62,25 +68,67 @@ class ParamListener(ABC):
         Every rank must call it before the first gradient, or leave it to that. A MismatchError on every
         rank if one has other parameters than another.
         """
+        if self._group is None or self._uncompared:
+            with self._ranks.opening.only("hvd.DistributedOptimizer"):
+                self._open()
+        assert self._group is not None, "it has just been opened"
+        return self._group
+
+    def _open(self) -> None:
         while self._uncompared:
             require_same_model(self._ranks, self._uncompared.pop(0))
         if self._group is None:
+            collected.prepare()
+            self._ranks.roster.enter(self)
             self._group = self._ranks.duplicate()
-            self._ranks.reducers.add(self)
-        return self._group
 
     def close(self) -> None:
-        """Listen no more. Gradients stay where they are; what is under way is not waited for."""
+        """Listen no more. Gradients stay where they are; what is under way is not waited for.
+
+        While it is pinned the channel stays, for the last steps of ranks that have joined.
+        """
         self._is_closed = True
-        self._ranks.reducers.discard(self)
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        if self._group is not None and not self._collecting:
-            self._group.close()
-            self._group = None
+        self._give_back()
+
+    def abandon(self) -> None:
+        """`close`, called by the garbage collector: in any thread, in the middle of whatever that does."""
+        self._is_closed = True
+        collected.close_later(self.close)
+
+    def spoil(self, why: str) -> None:
+        """Something is under way on the channel that will not come to its end: no step may be taken any more."""
+        self._spoilt_by = why
+        self._is_closed = True
+
+    def pin(self) -> bool:
+        """Keep the channel to the other ranks until `unpin`, closed or not; False if it is given back already."""
+        with self._pinning:
+            if self._is_closed and not self._pins:
+                return False
+            self._pins += 1
+            return True
+
+    def unpin(self) -> None:
+        """Undo one `pin`."""
+        with self._pinning:
+            self._pins -= 1
+        self._give_back()
+
+    def _give_back(self) -> None:
+        with self._pinning:
+            # A channel that something is under way on stays until the group is closed.
+            if not self._is_closed or self._pins or self._collecting:
+                return
+            group, self._group = self._group, None
+        if group is not None:
+            group.close()
 
     def _require_not_closed(self) -> None:
+        if self._spoilt_by is not None:
+            raise GradientError(f"this DistributedOptimizer takes no more steps: {self._spoilt_by}")
         if self._is_closed:
             raise GradientError(
                 "this DistributedOptimizer averages nothing any more: it was closed, or another one was made over "

@@ -15,6 +15,7 @@ nothing is checked here, since only here is known what is under way.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -56,6 +57,8 @@ class Reducer(ParamListener):
         self._synchronized = False
         # Whether a backward pass too many has added to gradients that were on their way.
         self._is_spoilt = False
+        # Held while a gradient is taken; again by the same thread, where that needs a backward pass of its own.
+        self._lock = threading.RLock()
         # Autograd's numbers of the backward passes since the last step.
         self._backwards: set[int] = set()
 
@@ -78,26 +81,31 @@ class Reducer(ParamListener):
     # -- inside backward
 
     def _on_gradient(self, param: Tensor) -> None:
-        # Once for each parameter in each pass: what is the same for all of them is elsewhere.
-        slot = self._layout.slots[id(param)]
-        if not self._collecting:
-            self._begin_step()
-        elif slot.arrived:
-            self._require_surplus(slot)
-            self._discard()
-            self._begin_step()
-        backward = _number_of_backward()
-        if backward not in self._backwards:
-            self._backwards.add(backward)
-        if param.grad is not slot.view:
-            # A gradient that was None before: what earlier passes left in it, the user has thrown away.
-            slot.passes = 0
-        last_pass = False
-        if not self._only_accumulating:
-            slot.passes += 1
-            last_pass = slot.passes >= self.backward_passes_per_step
-        if slot.home.take(slot, last_pass):
-            self._convoy.launch_full_buckets(self.meet())
+        # Autograd has a thread for each device, and gradients of several may come at once.
+        with self._lock:
+            # Once for each parameter in each pass: what is the same for all of them is elsewhere.
+            if self._is_closed:
+                # Its hooks go soon, and nobody will step with what they would begin.
+                return
+            slot = self._layout.slots[id(param)]
+            if not self._collecting:
+                self._begin_step()
+            elif slot.arrived:
+                self._require_surplus(slot)
+                self._discard()
+                self._begin_step()
+            backward = _number_of_backward()
+            if backward not in self._backwards:
+                self._backwards.add(backward)
+            if param.grad is not slot.view:
+                # A gradient that was None before: what earlier passes left in it, the user has thrown away.
+                slot.passes = 0
+            last_pass = False
+            if not self._only_accumulating:
+                slot.passes += 1
+                last_pass = slot.passes >= self.backward_passes_per_step
+            if slot.home.take(slot, last_pass):
+                self._convoy.launch_full_buckets(self.meet())
 
     # -- between backward and step
 
@@ -112,6 +120,9 @@ class Reducer(ParamListener):
         gradients then is good for nothing: see `require_sound`.
         """
         self._require_not_closed()
+        self._synchronize(update)
+
+    def _synchronize(self, update: Callable[[list[Tensor]], None] | None) -> None:
         if self._synchronized:
             return
         if not self._collecting:
@@ -129,12 +140,20 @@ class Reducer(ParamListener):
         group = self.meet()
         if not self._is_spoilt:
             self._layout.require_same()
+        failure: Exception | None = None
         for bucket in self._convoy.arriving(group):
             gathered = self._convoy.settle(bucket)
-            if update is not None:
-                update([slot.param for slot in bucket.slots if slot not in gathered])
-                bucket.drop(gathered)
+            if update is not None and failure is None:
+                try:
+                    update([slot.param for slot in bucket.slots if slot not in gathered])
+                except Exception as error:  # noqa: BLE001 - raised below
+                    # The other ranks wait for the rest, and the next step is to begin where theirs does.
+                    failure = error
+                else:
+                    bucket.drop(gathered)
         self._convoy.gather(group)
+        if failure is not None:
+            raise failure
 
     def drop_gradients(self) -> None:
         """Leave no parameter a gradient, and give the memory of the buckets back, until the next one comes."""
@@ -157,7 +176,8 @@ class Reducer(ParamListener):
         Gradients that are complete already go with that step. For `join`; afterwards no parameter has a gradient.
         """
         if self.has_arrivals:
-            self.synchronize()
+            # Also where it has been closed since: other ranks are in that step.
+            self._synchronize(None)
             self.stepped()
             return True
         self._begin_step()

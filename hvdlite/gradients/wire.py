@@ -77,7 +77,7 @@ class InFlight:
         name: str = "a bucket",
     ) -> None:
         """``name`` is the bucket's, by which errors and stalls tell it from others."""
-        self._bucket = bucket
+        self.bucket = bucket
         self._group = group
         self._track = track
         self._compression = settings.compression
@@ -119,7 +119,7 @@ class InFlight:
         """Block until done; leave the average in the bucket, and so in every gradient that is a view of it."""
         with self._track.waiting():
             self._work.wait()
-        self._bucket.accept()
+        self.bucket.accept()
         if self._cast is not None:
             self._cast.convert(self._wire, self._scale_after, self._gradients.numel(), self._out)
             self._wires.give_back(self._memory)
@@ -129,11 +129,11 @@ class InFlight:
                 self._gradients.mul_(self._scale_after)
         if self._averages:
             self._weigh()
-        self._bucket.hold()
+        self.bucket.hold()
 
     def _weigh(self) -> None:
         """Make it the average over those that count, where ranks sit out (`join` with average="active")."""
-        presence, gradients = self._bucket.presence, self._gradients
+        presence, gradients = self.bucket.presence, self._gradients
         if presence.device.type == "cpu":
             weight = weight_of(presence, self._group.size)
             if weight != 1.0:

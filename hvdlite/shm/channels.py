@@ -89,11 +89,21 @@ class ShmChannels:
         try:
             station = meet(store, self._place, self._size, self._segment, self._timeout)
         except NoMemoryError as error:
+            self._close_unused()
             self._warn(error)
             return self._torchs.open()
+        except BaseException:
+            self._close_unused()
+            raise
         engine = ShmEngine(station, "hvdlite shm")
         self._engines.add(engine)
-        return DeviceEngine(engine, self._torchs.open()) if self._for_gpus else engine
+        if not self._for_gpus:
+            return engine
+        try:
+            return DeviceEngine(engine, self._torchs.open())
+        except BaseException:
+            self._close_shm(engine)
+            raise
 
     def close(self, engine: Engine, /) -> None:
         if isinstance(engine, DeviceEngine):
@@ -107,6 +117,9 @@ class ShmChannels:
     def _close_shm(self, engine: ShmEngine) -> None:
         engine.close()
         self._engines.discard(engine)
+        self._close_unused()
+
+    def _close_unused(self) -> None:
         if not self._engines and isinstance(self._segment, Segment):
             self._segment.close()
             self._segment = None

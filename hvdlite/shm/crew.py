@@ -7,6 +7,7 @@ The ranks of an engine as one of them sees them: how far everybody is, waiting f
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import time
@@ -17,7 +18,7 @@ import torch
 
 from ..channels.engine import PeerGoneError
 from .board import FAILED, LEFT, OPEN, Board
-from .futex import fence, sleep_while, wake
+from .futex import fence, reads_in_order, sleep_while, wake
 
 # How long a rank that has a core for itself looks before it sleeps; what two ranks that are in step need.
 _SPIN_S = 100e-6
@@ -26,6 +27,8 @@ _LOOKS_PER_CLOCK = 50
 _YIELDS = 4
 # While asleep: how often to look for ranks that have gone, and so for a signal that came just before the sleep.
 _WATCH_S = 0.1
+
+_READS_IN_ORDER = reads_in_order()
 
 
 class Crew:
@@ -67,9 +70,12 @@ class Crew:
 
     def reached(self, counter: int, value: int) -> bool:
         """Whether every other rank is so far."""
-        for words in self._others:  # noqa: SIM110 - a generator would take longer than all else here
+        for words in self._others:  # a generator would take longer than all else here
             if words[counter] < value:
                 return False
+        if not _READS_IN_ORDER:
+            # What the others have written before their counters is about to be read.
+            fence()
         return True
 
     def has_reached(self, counter: int, value: int) -> bool:
@@ -166,6 +172,7 @@ class Crew:
 
 
 def _close_all(fds: dict[int, int]) -> None:
-    for fd in fds.values():
-        os.close(fd)
-    fds.clear()
+    # One by one: of two threads that close, each closes what the other has not, and no file that was opened since.
+    while fds:
+        with contextlib.suppress(KeyError):
+            os.close(fds.popitem()[1])

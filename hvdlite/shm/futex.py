@@ -29,6 +29,14 @@ def is_available() -> bool:
     return _NUMBER_OF_FUTEX is not None and hasattr(os, "pidfd_open") and os.path.isdir("/proc/self/fd")
 
 
+def reads_in_order() -> bool:
+    """Whether this machine never does a later read before an earlier one, so that a reader needs no `fence`.
+
+    So it is on x86; ARM may read what a counter stands for before the counter itself.
+    """
+    return platform.machine() == "x86_64"
+
+
 def fence() -> None:
     """Let no later read or write be seen before an earlier one."""
     # A lock is taken by an atomic read-modify-write, and given back by a release: on x86 the former alone is a full

@@ -16,13 +16,14 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from ..errors import CommunicationError
 from .board import BOARD_BYTES, Board
 from .crew import Crew
 from .futex import is_available
@@ -48,25 +49,34 @@ def meet(store: Store, rank: int, size: int, segment: Segment | NoMemoryError, t
     A NoMemoryError on every rank if one has no shared memory, or cannot see another's: it says which, and why.
     """
     own = _make_own(segment)
-    told_by = _exchange(
-        store, "board", rank, size, {"error": str(own)} if isinstance(own, Exception) else own.told, timeout
-    )
-    _require_all("has no shared memory", told_by, partial(_part, store, "board", rank, size))
-    station, seen = None, {}
-    try:
-        assert isinstance(own, _Own), "those who have none have raised"
-        pieces = [own.piece if place == rank else own.look_at(each) for place, each in enumerate(told_by)]
-        crew = Crew(
-            rank, [Board(piece) for piece in pieces], [each["pid"] for each in told_by], timeout.total_seconds()
+    with contextlib.ExitStack() as undo:
+        if isinstance(own, _Own):
+            undo.callback(own.close)
+        told_by = _exchange(
+            store, "board", rank, size, {"error": str(own)} if isinstance(own, Exception) else own.told, timeout
         )
-        addresses = [Address(each["pid"], each["fd"]) for each in told_by]
-        station = Station(crew, own.segment, addresses, [piece.tensor[BOARD_BYTES:] for piece in pieces])
-    except (NoMemoryError, OSError, ValueError) as error:
-        seen = {"error": str(error)}
-    seen_by = _exchange(store, "seen", rank, size, seen, timeout)
-    _require_all("cannot use what the others share", seen_by, partial(_part, store, "seen", rank, size))
-    assert station is not None, "no rank has an error"
+        _require_all("has no shared memory", told_by, partial(_part, store, "board", rank, size))
+        assert isinstance(own, _Own), "those who have none have raised"
+        station, seen = None, {}
+        try:
+            station = _make_station(own, rank, told_by, timeout)
+            undo.callback(station.crew.close)
+        except (NoMemoryError, OSError, ValueError) as error:
+            seen = {"error": str(error)}
+        seen_by = _exchange(store, "seen", rank, size, seen, timeout)
+        _require_all("cannot use what the others share", seen_by, partial(_part, store, "seen", rank, size))
+        assert station is not None, "no rank has an error"
+        undo.pop_all()
+    # All have mapped it.
+    own.close()
     return station
+
+
+def _make_station(own: _Own, rank: int, told_by: list[dict[str, Any]], timeout: timedelta) -> Station:
+    pieces = [own.piece if place == rank else own.look_at(each) for place, each in enumerate(told_by)]
+    crew = Crew(rank, [Board(piece) for piece in pieces], [each["pid"] for each in told_by], timeout.total_seconds())
+    addresses = [Address(each["pid"], each["fd"]) for each in told_by]
+    return Station(crew, own.segment, addresses, [piece.tensor[BOARD_BYTES:] for piece in pieces])
 
 
 class _Own:
@@ -85,6 +95,10 @@ class _Own:
             "file": self._file.address.fd,
             "token": token,
         }
+
+    def close(self) -> None:
+        """Let the file go; what is mapped of it stays."""
+        self._file.close()
 
     def look_at(self, told: dict[str, Any]) -> Piece:
         """Another rank's."""
@@ -113,7 +127,13 @@ def _exchange(
 ) -> list[dict[str, Any]]:
     store.set(f"{what}{rank}", json.dumps(value))
     keys = [f"{what}{place}" for place in range(size)]
-    store.wait(keys, timeout)
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"sharing memory failed on rank {rank} of these {size}: {_words_of_absence(store, keys)}; what ended or "
+            f"holds up that rank is the cause, look for its own error ({error})"
+        ) from error
     return [_read(store.get(key), place) for place, key in enumerate(keys)]
 
 
@@ -126,6 +146,15 @@ def _read(value: bytes, place: int) -> dict[str, Any]:
     if isinstance(told, dict) and all(isinstance(told.get(name, kind()), kind) for name, kind in _TOLD.items()):
         return told
     raise NoMemoryError(f"what rank {place} tells of its shared memory is not what hvdlite writes")
+
+
+def _words_of_absence(store: Store, keys: Sequence[str]) -> str:
+    """Who has not come, or, where the store does not answer any more, that somebody has not."""
+    try:
+        absent = [place for place, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:
+        return "the store that the ranks meet in is gone, with the rank that has it"
+    return f"rank {', '.join(map(str, absent))} did not come in time"
 
 
 def _part(store: Store, what: str, rank: int, size: int) -> None:

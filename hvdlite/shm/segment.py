@@ -10,12 +10,16 @@ memory is given back when nothing refers to it any more, or with the file, if ot
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import threading
 import weakref
 from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -68,9 +72,12 @@ class Segment:
         self.is_short = False
         self._fds = {self.address: self._fd}
         # Where this rank's pieces begin in its own memory, ascending: (pointer, offset, bytes). Made anew for each
-        # change, since `find` is called by any thread, and memory is given back in whatever is done at the moment.
+        # change, since `find` is called by any thread.
         self._pieces: list[tuple[int, int, int]] = []
-        self._lock = threading.RLock()
+        # What nothing refers to any more, until it is taken back: the collector finds it in the middle of anything.
+        self._returned: deque[tuple[int, int, int]] = deque()
+        # Not one that its holder can take again: the collector comes in the middle of what is done under it.
+        self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._fds).atexit = False
 
     def allocate(self, nbytes: int, *, stays: bool = False) -> Piece:
@@ -79,14 +86,14 @@ class Segment:
         What other ranks may look at after this one has gone on, or has ended, ``stays`` as long as the file does.
         """
         length = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        with self._lock:
+        with self._held():
             if not self._fds:
                 raise NoMemoryError("it was closed before")
             offset = self._size
             try:
                 # Taken now: memory that is missing when it is first written to would end the process by SIGBUS.
                 os.posix_fallocate(self._fd, offset, length)
-                piece = _map(self._fd, offset, length)
+                piece = _map(self._fd, offset, length, unmaps=stays)
             except (OSError, ValueError) as error:
                 os.ftruncate(self._fd, offset)
                 reason = getattr(error, "strerror", None) or str(error)
@@ -98,7 +105,7 @@ class Segment:
                 return piece
             known = (piece.tensor.data_ptr(), offset, length)
             self._pieces = sorted([*self._pieces, known])
-        weakref.finalize(piece.memory, self._free, known).atexit = False
+            weakref.finalize(piece.memory, self._give_back, known).atexit = False
         return piece
 
     def find(self, tensor: Tensor) -> tuple[int, int, int] | None:
@@ -113,7 +120,7 @@ class Segment:
 
     def see(self, address: Address, offset: int, nbytes: int) -> Piece:
         """A piece of another rank's file (or of this one's), as that rank has told it."""
-        with self._lock:
+        with self._held():
             fd = self._fds.get(address)
             if fd is None:
                 try:
@@ -128,22 +135,44 @@ class Segment:
             if os.fstat(fd).st_size < offset + nbytes:
                 # Reading what is not there would end this process by a signal.
                 raise NoMemoryError(f"the file {address.fd} of process {address.pid} has less than was told")
-        return _map(fd, offset, nbytes)
+            return _map(fd, offset, nbytes, unmaps=True)
 
     def close(self) -> None:
         """No more is to be allocated or looked at; what is mapped stays."""
-        with self._lock:
+        with self._held():
             _close_all(self._fds)
 
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        try:
+            with self._lock:
+                yield
+        finally:
+            # Whoever could not take it back meanwhile has left that to who held the lock.
+            self._take_back()
+
+    def _give_back(self, known: tuple[int, int, int]) -> None:
+        """Called when nothing refers to a piece any more: in any thread, in the middle of anything."""
+        self._returned.append(known)
+        self._take_back()
+
+    def _take_back(self) -> None:
+        while self._returned and self._lock.acquire(blocking=False):
+            try:
+                while self._returned:
+                    self._free(self._returned.popleft())
+            finally:
+                self._lock.release()
+
     def _free(self, known: tuple[int, int, int]) -> None:
-        # A forked child lets go of it too, and the memory is its parent's.
-        if os.getpid() != self.address.pid:
-            return
-        with self._lock:
-            self._pieces = [piece for piece in self._pieces if piece != known]
-            # To others who look at it, what is given back turns to zeros.
-            if self._fds:
-                _libc.fallocate(self._fd, _PUNCH_HOLE, known[1], known[2])
+        pointer, offset, length = known
+        # First, so that whatever is mapped there next is not taken for this piece.
+        self._pieces = [piece for piece in self._pieces if piece != known]
+        # To others who look at it, what is given back turns to zeros. A forked child lets go of it too, and the memory
+        # is its parent's.
+        if self._fds and os.getpid() == self.address.pid:
+            _libc.fallocate(self._fd, _PUNCH_HOLE, offset, length)
+        _libc.munmap(pointer, length)
 
 
 def _mib_in_all() -> float:
@@ -152,12 +181,14 @@ def _mib_in_all() -> float:
 
 
 def _close_all(fds: dict[Address, int]) -> None:
-    for fd in fds.values():
-        os.close(fd)
-    fds.clear()
+    # One by one: of two threads that close, each closes what the other has not, and no file that was opened since.
+    while fds:
+        with contextlib.suppress(KeyError):
+            os.close(fds.popitem()[1])
 
 
-def _map(fd: int, offset: int, length: int) -> Piece:
+def _map(fd: int, offset: int, length: int, *, unmaps: bool) -> Piece:
+    """A piece of a file, which ``unmaps`` itself when nothing refers to it any more; else that is for the caller."""
     # Its pages at once: faults one by one, in the first use, would take longer than that use. Not by Python's mmap,
     # which keeps a file descriptor for each piece of each rank.
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
@@ -166,5 +197,6 @@ def _map(fd: int, offset: int, length: int) -> Piece:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
     memory = (ctypes.c_ubyte * length).from_address(address)
-    weakref.finalize(memory, _libc.munmap, address, length).atexit = False
+    if unmaps:
+        weakref.finalize(memory, _libc.munmap, address, length).atexit = False
     return Piece(offset, memory, torch.frombuffer(memory, dtype=torch.uint8))

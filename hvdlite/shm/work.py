@@ -33,6 +33,8 @@ class ShmWork(dist.Work):
         # Taken, for ever, by who gives the future its result.
         self._telling = threading.Lock()
         self._is_seen_to = False
+        # There while somebody waits for no longer than so long.
+        self._bell: threading.Event | None = None
         self.is_done = False
         self.failure: BaseException | None = None
 
@@ -40,6 +42,10 @@ class ShmWork(dist.Work):
         """To be called once, by whoever carried it on; whether `tell` must be called afterwards."""
         self.failure = failure
         self.is_done = True
+        # Read after the flag is set, as whoever waits sets it before the flag is read.
+        bell = self._bell
+        if bell is not None:
+            bell.set()
         return self._future is not None
 
     def tell(self) -> None:
@@ -50,11 +56,26 @@ class ShmWork(dist.Work):
         self._over.set_result(None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return when the tensors may be read; raise what went wrong."""
+        """Return when the tensors may be read; raise what went wrong.
+
+        If it is not done within ``timeout``, unless that is 0, a RuntimeError, as of torch's own; it goes on, and
+        may be waited for again.
+        """
         if not self.is_done:
-            self._carry_on(self)
+            if timeout > timedelta(0):
+                self._wait_for(timeout)
+            else:
+                self._carry_on(self)
         self._outcome()
         return True
+
+    def _wait_for(self, timeout: timedelta) -> None:
+        # By a thread in the background: who carries on himself cannot leave in the midst of it.
+        bell = self._bell = self._bell or threading.Event()
+        self._is_seen_to = True
+        self._in_background(at_once=True)
+        if not self.is_done and not bell.wait(timeout.total_seconds()):
+            raise RuntimeError(f"Operation timed out! It was not done within {timeout.total_seconds():g} s")
 
     def is_completed(self) -> bool:
         """Whether it is done; it will be, even if nobody does anything but ask."""

@@ -6,6 +6,7 @@ import gc
 import random
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from shm.engines import (
     until,
 )
 
+from hvdlite.shm import crew
 from hvdlite.shm.board import PAYLOAD_BYTES, WINDOW
 from hvdlite.shm.engine import ShmEngine
 from hvdlite.shm.turn import CHUNK_BYTES
@@ -225,3 +227,51 @@ def test_a_rank_that_leaves_is_named() -> None:
     # Whoever sees it first tells; the other may see that one give up.
     assert any("rank 2 of this group" in str(outcome) and "has left" in str(outcome) for outcome in outcomes)
     assert all(isinstance(outcome, RuntimeError) for outcome in outcomes[:2])
+
+
+@pytest.mark.parametrize("numel", [SMALL, STAGED])
+def test_a_wait_may_be_given_up_and_begun_again(numel: int) -> None:
+    given_up = threading.Event()
+
+    def on_rank(engine: ShmEngine) -> None:
+        tensor = torch.ones(numel)
+        if engine.rank == 0:
+            work = begin_all_reduce(engine, tensor)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match=r"timed out! It was not done within 0\.01 s"):
+                    work.wait(timedelta(milliseconds=10))
+            given_up.set()
+        else:
+            assert given_up.wait(30)
+            work = begin_all_reduce(engine, tensor)
+        assert work.wait(timedelta(seconds=30))
+        assert tensor.unique().tolist() == [2.0]
+        # What is done is not waited for.
+        assert work.wait(timedelta(microseconds=1))
+
+    run_engines(2, on_rank)
+
+
+def test_where_reads_may_be_reordered_what_others_have_written_is_read_behind_a_fence(monkeypatch: Any) -> None:
+    """Not what a fence does, which only such a machine could show, but that there is one, after the counters."""
+    seen: list[bool] = []
+    fence = crew.fence
+    monkeypatch.setattr(crew, "_READS_IN_ORDER", False)
+
+    def on_rank(engine: ShmEngine) -> None:
+        monkeypatch.setattr(crew, "fence", lambda: (seen.append(True), fence()))
+        assert not engine._station.crew.reached(0, 1)
+        assert not seen
+        assert engine._station.crew.reached(0, 0)
+        assert len(seen) == 1
+
+    on_two = attempt_engines(2, lambda engine: on_rank(engine) if engine.rank == 0 else None)
+    assert on_two == [None, None]
+
+    def sums(engine: ShmEngine) -> None:
+        for numel in (SMALL, STAGED):
+            tensor = torch.ones(numel)
+            begin_all_reduce(engine, tensor).wait()
+            assert tensor.unique().tolist() == [2.0]
+
+    run_engines(2, sums)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import stat
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import torch
 import torch.distributed as dist
 from shm.engines import attempt_threads, begin_all_reduce, run_engines, until
 
+from hvdlite.shm import crew
+from hvdlite.shm import segment as segment_module
 from hvdlite.shm.engine import ShmEngine
 from hvdlite.shm.meeting import meet, open_segment
-from hvdlite.shm.segment import DIRECTORY, NoMemoryError, Segment
+from hvdlite.shm.segment import DIRECTORY, Address, NoMemoryError, Segment
 from hvdlite.shm.turn import CHUNK_BYTES
 
 MIB = 2**20
@@ -94,6 +97,74 @@ def test_a_file_that_is_shorter_than_was_told_is_refused() -> None:
     with pytest.raises(NoMemoryError, match="has less than was told"):
         ours.see(theirs.address, piece.offset, 2 * MIB)
     assert ours.see(theirs.address, piece.offset, MIB).tensor.numel() == MIB
+
+
+class Somewhere:
+    """What lies at an address, as `Segment.find` looks at a tensor."""
+
+    def __init__(self, pointer: int) -> None:
+        self.data_ptr = lambda: pointer
+        self.numel = self.element_size = lambda: 1
+
+
+@pytest.mark.parametrize("moment", ["sorted", "_map"])
+def test_memory_that_is_let_go_while_more_is_allocated_is_known_no_more(monkeypatch: Any, moment: str) -> None:
+    segment = Segment()
+    garbage = [segment.allocate(MIB).tensor]
+    pointer = garbage[0].data_ptr()
+    usual = getattr(segment_module, moment, sorted)
+
+    def with_collector(*arguments: Any, **more: Any) -> Any:
+        result = usual(*arguments, **more)
+        garbage.clear()
+        return result
+
+    monkeypatch.setattr(segment_module, moment, with_collector, raising=False)
+    kept = segment.allocate(MIB)
+    if kept.tensor.data_ptr() != pointer:
+        assert segment.find(Somewhere(pointer)) is None  # type: ignore[arg-type]  # as much as it looks at
+    assert segment.find(kept.tensor) == (kept.offset, MIB, 0)
+    assert used_bytes(segment) == MIB
+
+
+def test_memory_that_is_let_go_while_another_thread_allocates_is_given_back_by_that_one(monkeypatch: Any) -> None:
+    segment = Segment()
+    tensors = [segment.allocate(MIB).tensor]
+    is_inside, may_go_on = threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any) -> Any:
+        is_inside.set()
+        assert may_go_on.wait(30)
+        return sorted(*arguments)
+
+    monkeypatch.setattr(segment_module, "sorted", slowly, raising=False)
+    pieces: list[Any] = []
+    thread = threading.Thread(target=lambda: pieces.append(segment.allocate(MIB)))
+    thread.start()
+    assert is_inside.wait(30)
+    # Does not wait for the other one.
+    tensors.clear()
+    may_go_on.set()
+    thread.join()
+    assert len(pieces) == 1
+    assert used_bytes(segment) == MIB
+
+
+def test_files_are_closed_once_whoever_closes_them(monkeypatch: Any) -> None:
+    closed: list[int] = []
+    fds = {Address(1, number): number for number in range(5)}
+
+    def close(fd: int) -> None:
+        closed.append(fd)
+        # Another thread, or the collector, in the middle of it.
+        segment_module._close_all(fds)
+
+    monkeypatch.setattr(os, "close", close)
+    segment_module._close_all(fds)
+    lives = dict(enumerate(range(5, 8)))
+    monkeypatch.setattr(os, "close", lambda fd: (closed.append(fd), crew._close_all(lives)))
+    crew._close_all(lives)
+    assert sorted(closed) == list(range(8))
 
 
 def test_a_forked_child_that_lets_go_takes_nothing_from_its_parent() -> None:

@@ -1,0 +1,113 @@
+"""
+Which thread calls an operation, in words that mean the same on all ranks.
+
+Operations without a name of the user's pair up in the order of their calls. That is no order where several threads of a
+rank call them; so each says who calls, and whether that can be doubted, and `negotiation` refuses what does not fit.
+
+    the thread's name ── without its number ── label         "Thread-3 (serve)" ── "Thread (serve)"
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_NUMBER = re.compile(r"[-_]?\d+")
+# For all threads that Python has not made, as autograd's of a GPU: they come and go unseen, and are one caller.
+_FOREIGN = threading.Thread(name="autograd")
+# Those of hvdlite call no operations for themselves.
+_OWN_PREFIX = "hvdlite"
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A thread that calls an operation without a name.
+
+    ``has_rivals``: another living thread of the rank has called such operations. ``has_twins``: one that has, or may,
+    has the same label, so that threads are told apart by their whole names. ``others``: labels of threads that live
+    beside it when it calls for the first time.
+    """
+
+    label: str
+    name: str
+    has_rivals: bool = False
+    has_twins: bool = False
+    others: Sequence[str] = ()
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether this rank may have meant the operation of another thread."""
+        return self.has_rivals or self.has_twins or bool(self.others)
+
+    def pack(self) -> list[Any]:
+        """For a message. Short where nothing can be doubted."""
+        if not self.is_doubtful:
+            return [self.label, self.name]
+        return [self.label, self.name, self.has_rivals, self.has_twins, list(self.others)]
+
+    def may_be(self, other: Caller) -> bool:
+        """Whether it is the other rank's thread of the same part, as far as one can tell."""
+        if self.name == other.name:
+            return True
+        has_twins = self.has_twins or other.has_twins
+        if self.label == other.label and not has_twins:
+            return True
+        # Another one. Where each rank has but this, it is theirs.
+        return not (
+            has_twins or self.has_rivals or other.has_rivals or other.label in self.others or self.label in other.others
+        )
+
+
+class Labels:
+    """The threads of this process that have called operations without a name."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._callers: dict[Hashable, dict[int, threading.Thread]] = {}
+
+    def of_call(self, key: Hashable) -> Caller:
+        """The current thread, which calls an operation that pairs up with others of this key."""
+        thread = threading.current_thread()
+        if isinstance(thread, threading._DummyThread):
+            thread = _FOREIGN
+        name = thread.name
+        with self._lock:
+            callers = self._callers.setdefault(key, {})
+            is_first = callers.get(id(thread)) is not thread
+            callers[id(thread)] = thread
+            if not is_first and len(callers) == 1:
+                return Caller(_label_of(name), name)
+            for gone in [number for number, other in callers.items() if not _lives(other)]:
+                del callers[gone]
+            rivals = [other.name for other in callers.values() if other is not thread]
+        beside = names_beside(thread) if is_first else []
+        labels = [_label_of(other) for other in [*rivals, *beside]]
+        if name in rivals or name in beside:
+            # Not even their names tell them apart: on no rank is it known which of them is meant.
+            name = f"{name} ({threading.get_ident()})"
+        others = tuple(dict.fromkeys(labels)) if is_first else ()
+        return Caller(_label_of(thread.name), name, bool(rivals), _label_of(thread.name) in labels, others)
+
+
+def _lives(thread: threading.Thread) -> bool:
+    return thread is _FOREIGN or thread.is_alive()
+
+
+@functools.cache
+def _label_of(name: str) -> str:
+    return _NUMBER.sub("", name)
+
+
+def names_beside(thread: threading.Thread) -> list[str]:
+    """The names of the other living threads of this rank that may call operations."""
+    return [
+        other.name
+        for other in threading.enumerate()
+        if other is not thread
+        and not isinstance(other, threading._DummyThread)
+        and not other.name.startswith(_OWN_PREFIX)
+    ]
