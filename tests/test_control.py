@@ -428,12 +428,12 @@ class Ranks:
     [
         ["nothing that is known"],
         ["ask", 1],
-        ["ask", "one", 0, "allreduce", None, "what", None, {}, None],
-        ["ask", 1, 0, "allreduce", None, "what", [0, 1], {}, None],
-        ["ask", 1, 5, "allreduce", None, "what", None, {}, None],
-        ["ask", 1, 5, "allreduce", None, "what", [0], {}, None],
-        ["ask", 1, 5, "allreduce", None, "what", [1, 99], {}, None],
-        ["ask", 1, 5, "allreduce", None, "what", [1, {}], {}, None],
+        ["ask", "one", 0, "allreduce", None, "what", None, {}, None, None],
+        ["ask", 1, 0, "allreduce", None, "what", [0, 1], {}, None, None],
+        ["ask", 1, 5, "allreduce", None, "what", None, {}, None, None],
+        ["ask", 1, 5, "allreduce", None, "what", [0], {}, None, None],
+        ["ask", 1, 5, "allreduce", None, "what", [1, 99], {}, None, None],
+        ["ask", 1, 5, "allreduce", None, "what", [1, {}], {}, None, None],
         ["busy", [["what"]], True],
         ["busy", [["what", 0.0, False]] * 100, True],
         ["alive", []],
@@ -445,7 +445,7 @@ def test_a_rank_that_says_what_none_says_counts_as_gone_and_the_others_go_on(sai
     ranks.ends[1].send(said)
     for own in (0, 2):
         assert ranks.next_word(ranks.ends[own]) == ["left", 1, False]
-        ranks.ends[own].send(["ask", 9, 4, "allreduce", "a", "a", [0, 2], {}, None])
+        ranks.ends[own].send(["ask", 9, 4, "allreduce", "a", "a", [0, 2], {}, None, None])
     for own in (0, 2):
         assert ranks.next_word(ranks.ends[own]) == ["go", 9, [None, None], 2]
     ranks.coordinator.close()
@@ -454,7 +454,7 @@ def test_a_rank_that_says_what_none_says_counts_as_gone_and_the_others_go_on(sai
 
 def test_asking_twice_under_one_number_is_what_no_rank_does():
     negotiation = Negotiation(["a", "b"], StallRules())
-    ask = ["ask", 1, 0, "allreduce", "x", "x", None, {}, None]
+    ask = ["ask", 1, 0, "allreduce", "x", "x", None, {}, None, None]
     take_word(negotiation, 1, ask, (0, 1), 0.0)
     with pytest.raises(WordError, match="number 1 twice"):
         take_word(negotiation, 1, ask, (0, 1), 0.0)
@@ -493,7 +493,7 @@ def test_a_rank_that_reads_nothing_holds_up_no_other():
     own = "x" * 500_000
     for ticket in range(40):
         for rank in (1, 2):
-            ranks.ends[rank].send(["ask", ticket, 7, "look", str(ticket), "look", [1, 2], {}, own])
+            ranks.ends[rank].send(["ask", ticket, 7, "look", str(ticket), "look", [1, 2], {}, own, None])
             while ranks.ends[rank].has_outgoing:
                 ranks.ends[rank].flush()
         got: list = []
