@@ -153,6 +153,31 @@ def test_files_are_limited_as_before_once_all_are_connected(on_loopback):
     assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 
 
+def test_where_strangers_keep_files_open_there_is_room_for_more(on_loopback):
+    import resource  # noqa: PLC0415
+
+    def used() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    store = dist.HashStore()
+    ranks = ranks_of(store, 0, 1)
+    of_strangers: list[int] = []
+
+    def make():
+        of_strangers.extend(os.dup(0) for _ in range(600))
+        return dist.ProcessGroupGloo(store, 0, 1, PATIENCE)
+
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used() + 400, before[1]))
+        open_proven(make, lambda group: None, ranks, "x")
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= used() + 100
+    finally:
+        for each in of_strangers:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
 def test_groups_that_are_gone_leave_no_file_open(on_loopback):
     def open_one() -> int:
         store = dist.HashStore()

@@ -145,7 +145,7 @@ class _Doors:
 
     Which of them belongs to whom cannot be told, and one that is closed too early would leave its ranks waiting.
     Meanwhile this process may have as many open files as the system allows it: gloo aborts it where strangers have
-    connected so often that there are no more.
+    connected so often that there are no more. It keeps their connections: the limit stays higher where they are many.
     """
 
     def __init__(self) -> None:
@@ -153,6 +153,7 @@ class _Doors:
         self._connecting = 0
         self._before: set[int] = set()
         self._files = (0, 0)
+        self._room = 0  # how many files more the process could have opened
 
     @contextlib.contextmanager
     def open_meanwhile(self) -> Iterator[None]:
@@ -160,6 +161,7 @@ class _Doors:
             if self._connecting == 0:
                 self._before = _event_loops()
                 self._files = resource.getrlimit(resource.RLIMIT_NOFILE)
+                self._room = max(0, self._files[0] - _open_files())
                 _allow_files(self._files[1], self._files[1])
             self._connecting += 1
         try:
@@ -170,7 +172,8 @@ class _Doors:
                 if self._connecting == 0:
                     for loop in _event_loops() - self._before:
                         _close_door(loop)
-                    _allow_files(*self._files)
+                    soft, hard = self._files
+                    _allow_files(max(soft, min(hard, _open_files() + self._room // 2)), hard)
 
 
 _doors = _Doors()
@@ -223,6 +226,10 @@ def _drop_all(listener: socket.socket) -> None:
             listener.getsockname()[:2],
             error,
         )
+
+
+def _open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 def _allow_files(soft: int, hard: int) -> None:

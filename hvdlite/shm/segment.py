@@ -132,6 +132,9 @@ class Segment:
                     os.close(fd)
                     raise NoMemoryError(f"process {address.pid} belongs to another user")
                 self._fds[address] = fd
+            if os.fstat(fd).st_size < offset + nbytes:
+                # Reading what is not there would end this process by a signal.
+                raise NoMemoryError(f"the file {address.fd} of process {address.pid} has less than was told")
             return _map(fd, offset, nbytes, unmaps=True)
 
     def close(self) -> None:

@@ -90,6 +90,15 @@ def test_a_segment_that_others_see_is_the_same_memory() -> None:
     assert piece.tensor[8] == 6
 
 
+def test_a_file_that_is_shorter_than_was_told_is_refused() -> None:
+    """Who has told of it may be none of the job's ranks; reading beyond its end is a SIGBUS."""
+    theirs, ours = Segment(), Segment()
+    piece = theirs.allocate(MIB)
+    with pytest.raises(NoMemoryError, match="has less than was told"):
+        ours.see(theirs.address, piece.offset, 2 * MIB)
+    assert ours.see(theirs.address, piece.offset, MIB).tensor.numel() == MIB
+
+
 class Somewhere:
     """What lies at an address, as `Segment.find` looks at a tensor."""
 

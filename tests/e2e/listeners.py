@@ -1,0 +1,267 @@
+"""Who listens in a job: every listening socket of machines, as long as it is watched, with the process that has it.
+
+A thread asks the kernel (sock_diag) about each machine's network again and again. What listened there before the job,
+such as sshd, is not the job's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ipaddress
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import psutil
+from e2e.conftest import wait_until
+from e2e.machines import Machine
+
+_CLONE_NEWNET = 0x40000000
+_NETLINK_SOCK_DIAG = 4
+_SOCK_DIAG_BY_FAMILY = 20
+_REQUEST_DUMP = 0x301
+_NETLINK_HEAD = 16
+_ERROR, _DONE = 2, 3
+_LISTENS, _UNCONNECTED = 10, 7  # states
+_SHOW_NAME = 1
+_ANY = 0xFFFFFFFF
+_ETH_P_IP = 0x0800
+_SYN, _ACK = 0x02, 0x10
+
+_POLL_S = 0.001
+_MEMORY_EVERY = 50  # polls
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A socket that takes what strangers send; ``address`` is a path for Unix sockets, and ``port`` 0."""
+
+    machine: str
+    family: str  # tcp, tcp6, udp, udp6, unix
+    address: str
+    port: int
+    inode: int
+    pid: int = field(compare=False)
+    owner: str = field(compare=False)  # "rank 3", or the process's command line
+
+    @property
+    def is_of_rank(self) -> bool:
+        return self.owner.startswith("rank ")
+
+    @property
+    def takes_all_interfaces(self) -> bool:
+        return self.family != "unix" and ipaddress.ip_address(self.address).is_unspecified
+
+    def __str__(self) -> str:
+        where = self.address if self.family == "unix" else f"{self.address} {self.port}"
+        return f"{self.owner} on {self.machine} listens at {self.family} {where}"
+
+
+class Watcher:
+    """Records all that listens on some machines between `start` and `stop`, and how much memory ranks have had.
+
+    ``on_new`` hears of each listener, in the watcher's thread, within milliseconds after it has appeared.
+    """
+
+    def __init__(self, machines: Sequence[Machine], on_new: Callable[[Listener], None] = lambda _: None) -> None:
+        self._machines = list(machines)
+        self._on_new = on_new
+        self._over = threading.Event()
+        self._recorded: dict[tuple[str, int], Listener] = {}
+        self._asking = threading.Lock()
+        self._questions = [
+            _socket_in(machine, socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) for machine in self._machines
+        ]
+        self._before = {(name, found.inode) for name, found in self._sockets()}
+        self.peak_bytes: dict[int, int] = {}
+        """The most resident memory that each rank has had so far."""
+        self.polls = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Watcher:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        for questions in self._questions:
+            questions.close()
+
+    @property
+    def recorded(self) -> list[Listener]:
+        """All that have been seen so far, in the order of their appearance."""
+        return list(self._recorded.values())
+
+    def now(self) -> list[Listener]:
+        """Those that listen at this moment."""
+        return [
+            self._recorded.get((name, found.inode)) or _owned(found)
+            for name, found in list(self._sockets())
+            if (name, found.inode) not in self._before
+        ]
+
+    def wait_for(self, condition: Callable[[Listener], bool]) -> Listener:
+        """The first one of a kind, once there is one."""
+        wait_until(lambda: any(map(condition, self.recorded)), message=lambda: f"none among {self.recorded}")
+        return next(filter(condition, self.recorded))
+
+    def _run(self) -> None:
+        while not self._over.wait(_POLL_S):
+            self.polls += 1
+            for name, found in list(self._sockets()):
+                key = name, found.inode
+                if key not in self._before and key not in self._recorded:
+                    self._recorded[key] = _owned(found)
+                    self._on_new(self._recorded[key])
+            if self.polls % _MEMORY_EVERY == 0:
+                self._look_at_memory()
+
+    def _look_at_memory(self) -> None:
+        for pid in {listener.pid for listener in self.recorded if listener.is_of_rank}:
+            with contextlib.suppress(OSError, IndexError):
+                status = Path(f"/proc/{pid}/status").read_text()
+                peak = int(status.partition("VmHWM:")[2].split()[0]) << 10
+                self.peak_bytes[pid] = max(peak, self.peak_bytes.get(pid, 0))
+
+    def _sockets(self) -> Iterator[tuple[str, Listener]]:
+        with self._asking:
+            for machine, questions in zip(self._machines, self._questions, strict=True):
+                for found in _listening(machine.name, questions):
+                    yield machine.name, found
+
+
+class Recorder:
+    """Records what is sent over TCP on an interface of a machine, between `with` and its end."""
+
+    def __init__(self, machine: Machine, interface: str) -> None:
+        self._socket = _socket_in(machine, socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_ETH_P_IP))
+        self._socket.bind((interface, _ETH_P_IP))
+        self._socket.settimeout(0.1)
+        self._over = threading.Event()
+        self._begun: dict[bytes, int] = {}
+        self._parts: dict[bytes, dict[int, bytes]] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Recorder:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self._socket.close()
+
+    def sent_to(self, port: int) -> list[bytes]:
+        """What each connection to a port has carried there."""
+        streams = []
+        for flow, begun in self._begun.items():
+            if int.from_bytes(flow[-2:], "big") == port:
+                stream = b""
+                for place, data in sorted(self._parts.get(flow, {}).items()):
+                    if (place - begun - 1) % (1 << 32) == len(stream):
+                        stream += data
+                streams.append(stream)
+        return streams
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            try:
+                packet, address = self._socket.recvfrom(1 << 17)
+            except TimeoutError:
+                continue
+            # On loopback each packet is seen twice.
+            if address[2] != socket.PACKET_OUTGOING and packet[9] == socket.IPPROTO_TCP:
+                self._take(packet)
+
+    def _take(self, packet: bytes) -> None:
+        head = (packet[0] & 0xF) * 4
+        segment = packet[head : int.from_bytes(packet[2:4], "big") or len(packet)]
+        # From whom to whom; the port that it goes to is last.
+        flow = packet[12:20] + segment[:4]
+        place, flags = int.from_bytes(segment[4:8], "big"), segment[13]
+        if flags & _SYN and not flags & _ACK:
+            self._begun[flow] = place
+        elif data := segment[(segment[12] >> 4) * 4 :]:
+            self._parts.setdefault(flow, {})[place] = data
+
+
+def _socket_in(machine: Machine, *arguments: int) -> socket.socket:
+    """A socket in the machine's network, for whoever uses it: it stays where it was made."""
+    made: list[socket.socket] = []
+
+    def make() -> None:
+        with open(f"/proc/{machine.init_pid}/ns/net") as namespace:
+            # For this thread alone, which then ends.
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"no way into the network of {machine.name}")
+        made.append(socket.socket(*arguments))
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+def _listening(machine: str, questions: socket.socket) -> Iterator[Listener]:
+    # As linux/inet_diag.h and linux/unix_diag.h have them.
+    for name, protocol, state in (("tcp", socket.IPPROTO_TCP, _LISTENS), ("udp", socket.IPPROTO_UDP, _UNCONNECTED)):
+        for family, suffix, length in ((socket.AF_INET, "", 4), (socket.AF_INET6, "6", 16)):
+            question = struct.pack("=BBBBI48x", family, protocol, 0, 0, 1 << state)
+            for answer in _answers(questions, question):
+                (port,) = struct.unpack_from("!H", answer, 4)
+                (inode,) = struct.unpack_from("=I", answer, 68)
+                address = str(ipaddress.ip_address(answer[8 : 8 + length]))
+                yield Listener(machine, name + suffix, address, port, inode, 0, "")
+    question = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, 1 << _LISTENS, 0, _SHOW_NAME, _ANY, _ANY)
+    for answer in _answers(questions, question):
+        (inode,) = struct.unpack_from("=I", answer, 4)
+        (length,) = struct.unpack_from("=H", answer, 16) if len(answer) > 16 else (4,)
+        name = answer[20 : 16 + length].rstrip(b"\0").decode(errors="replace").replace("\0", "@")
+        yield Listener(machine, "unix", name, 0, inode, 0, "")
+
+
+def _answers(questions: socket.socket, question: bytes) -> Iterator[bytes]:
+    head = struct.pack("=IHHII", _NETLINK_HEAD + len(question), _SOCK_DIAG_BY_FAMILY, _REQUEST_DUMP, 0, 0)
+    questions.send(head + question)
+    while True:
+        data = questions.recv(1 << 16)
+        while data:
+            length, kind, *_ = struct.unpack_from("=IHHII", data)
+            if kind == _DONE:
+                return
+            assert kind != _ERROR, f"the kernel does not say who listens: {data[:length]!r}"
+            yield data[_NETLINK_HEAD:length]
+            data = data[(length + 3) & ~3 :]
+
+
+def _owned(found: Listener) -> Listener:
+    pid = _pid_of(found.inode)
+    return replace(found, pid=pid, owner=_name_of(pid))
+
+
+def _pid_of(inode: int) -> int:
+    """The process that has a socket; 0 if it is closed again."""
+    link = f"socket:[{inode}]"
+    # Those that were made last come first: the job's.
+    for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
+        with contextlib.suppress(OSError):
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{pid}/fd/{descriptor}") == link:
+                        return pid
+    return 0
+
+
+def _name_of(pid: int) -> str:
+    try:
+        process = psutil.Process(pid)
+        rank = process.environ().get("RANK")
+        return " ".join(process.cmdline()) if rank is None else f"rank {rank}"
+    except (psutil.Error, ValueError):
+        return "a process that has ended"
