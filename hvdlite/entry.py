@@ -30,7 +30,7 @@ from .agreement.connect import make_conductor
 from .channels.choice import choose_levels
 from .channels.collective import Group
 from .channels.engine import AloneChannels, Channels, TorchChannels
-from .channels.gloo import Ranks, open_proven
+from .channels.gloo import Connections, Ranks, open_proven
 from .environment import DYNAMIC, Environment
 from .errors import CommunicationError, LaunchEnvironmentError, MismatchError
 from .log import log, open_log
@@ -127,7 +127,7 @@ def _connect_all(
     undo: contextlib.ExitStack,
 ) -> World:
     # It was not initialised before, so whatever there is of it by then is ours.
-    undo.callback(_leave, client)
+    undo.callback(_leave, client, Connections())
     try:
         store, secret = _meeting_place(seat, client, timeout)
         meeting = _meet_all(seat, store, secret, timeout, environment)
@@ -137,7 +137,8 @@ def _connect_all(
             assert dist.group.WORLD is not None, "it has just been made"
             return dist.group.WORLD
 
-        default = open_proven(make, dist.destroy_process_group, meeting.ranks, "default")
+        default, connections = open_proven(make, dist.destroy_process_group, meeting.ranks, "default")
+        undo.callback(connections.cut)
     except (LaunchEnvironmentError, CommunicationError, MismatchError):
         raise
     except RuntimeError as error:
@@ -146,7 +147,7 @@ def _connect_all(
             f"{timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
         ) from error
     channels = TorchChannels(backend, meeting.ranks, default)
-    return _world_of(seat, channels, meeting, environment, undo, leave=partial(_leave, client))
+    return _world_of(seat, channels, meeting, environment, undo, leave=partial(_leave, client, connections))
 
 
 def _tell_launcher(client: StoreClient | None, what: Operation, seat: Seat, timeout: timedelta) -> None:
@@ -311,7 +312,8 @@ def _own_gpu(group: Group, topology: Topology) -> torch.device | None:
     return own if None not in numbers and len(set(numbers)) == group.size else None
 
 
-def _leave(client: StoreClient | None) -> None:
+def _leave(client: StoreClient | None, connections: Connections) -> None:
+    connections.cut()
     if dist.is_initialized():
         dist.destroy_process_group()
     if client is not None:

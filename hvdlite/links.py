@@ -84,7 +84,7 @@ def measure(store: Store, rank: int, peer: int, patience_s: float) -> float:
     def make() -> Any:
         return dist.ProcessGroupGloo(PrefixStore("gloo", shared), own, 2, timedelta(seconds=_TRY_S))
 
-    group = open_proven(make, lambda group: group.shutdown(), ranks, "link")
+    group, _ = open_proven(make, lambda group: group.shutdown(), ranks, "link")
     number = torch.zeros(1)
     times_s = []
     for _ in range(_WARM_UPS + _TRIPS):

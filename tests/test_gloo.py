@@ -29,7 +29,7 @@ def open_group(store: dist.Store, ranks: Ranks, label: str = "x", discard=lambda
     def make():
         return dist.ProcessGroupGloo(dist.PrefixStore(label, store), ranks.rank, ranks.size, PATIENCE)
 
-    return open_proven(make, discard, ranks, label)
+    return open_proven(make, discard, ranks, label)[0]
 
 
 def listening_ports() -> dict[int, str]:

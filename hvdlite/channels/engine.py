@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
 
 from ..errors import PeerLostError
-from .gloo import Ranks, open_proven, wait_for_all
+from .gloo import Connections, Ranks, open_proven, wait_for_all
 
 
 class PeerGoneError(PeerLostError):
@@ -162,7 +162,7 @@ class TorchChannels:
         self._ranks = ranks
         self._unused_default = unused_default
         self._opened = itertools.count()
-        self._open: list[dist.ProcessGroup] = []
+        self._open: list[tuple[dist.ProcessGroup, Connections]] = []
 
     def open(self) -> Engine:
         if self._unused_default is not None:
@@ -170,8 +170,8 @@ class TorchChannels:
             return default
         label = f"group{next(self._opened)}"
         wait_for_all(self._ranks, label)
-        group = open_proven(self._make, dist.destroy_process_group, self._ranks, label)
-        self._open.append(group)
+        group, connections = open_proven(self._make, dist.destroy_process_group, self._ranks, label)
+        self._open.append((group, connections))
         return group
 
     def _make(self) -> dist.ProcessGroup:
@@ -181,8 +181,9 @@ class TorchChannels:
 
     def close(self, engine: Engine, /) -> None:
         # Gone already where the default group has been destroyed, and all others with it.
-        for group in [group for group in list(self._open) if group is engine]:
-            self._open.remove(group)
+        for group, connections in [each for each in list(self._open) if each[0] is engine]:
+            self._open.remove((group, connections))
+            connections.cut()
             if dist.is_initialized():
                 dist.destroy_process_group(group)
 
@@ -205,13 +206,14 @@ class SubsetChannels:
         self._backend_of = _backend_by_device(backend)
         self._places = list(places)
         self._opened = itertools.count()
-        self._open: list[dist.ProcessGroup] = []
+        self._open: list[tuple[dist.ProcessGroup, Connections]] = []
 
     def open(self) -> Engine:
         label = f"channel{next(self._opened)}"
         wait_for_all(self._ranks, label)
-        group = open_proven(partial(self._make, label), lambda group: group.shutdown(), self._ranks, label)
-        self._open.append(group)
+        make = partial(self._make, label)
+        group, connections = open_proven(make, lambda group: group.shutdown(), self._ranks, label)
+        self._open.append((group, connections))
         return group
 
     def _make(self, label: str) -> dist.ProcessGroup:
@@ -226,8 +228,9 @@ class SubsetChannels:
         return group
 
     def close(self, engine: Engine, /) -> None:
-        for group in [group for group in list(self._open) if group is engine]:
-            self._open.remove(group)
+        for group, connections in [each for each in list(self._open) if each[0] is engine]:
+            self._open.remove((group, connections))
+            connections.cut()
             group.shutdown()
 
     def among(self, places: Sequence[int], place: int, token: str, /) -> Channels:

@@ -16,6 +16,7 @@ import ctypes
 import os
 import resource
 import socket
+import stat
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -87,20 +88,23 @@ def wait_for_all(ranks: Ranks, label: str) -> None:
 
 def open_proven(
     make: Callable[[], ProcessGroup], discard: Callable[[ProcessGroup], object], ranks: Ranks, label: str
-) -> ProcessGroup:
+) -> tuple[ProcessGroup, Connections]:
     """The process group that ``make`` gives, once all its connections between CPUs have proven to lead to these ranks.
+
+    With it, these connections, to be cut before the group is destroyed.
 
     Every rank must call it, soon after `wait_for_all`, with a label that it has not used for these ranks before. A
     CommunicationError names the ranks whose places others have taken; ``discard`` has been given the group then.
     """
-    with _doors.open_meanwhile():
+    with _doors.open_meanwhile() as connections:
         group = make()
     try:
         _prove(group, ranks, label)
     except BaseException:
+        connections.cut()
         discard(group)
         raise
-    return group
+    return group, connections
 
 
 def _prove(group: Any, ranks: Ranks, label: str) -> None:
@@ -140,6 +144,26 @@ def _words(
     )
 
 
+class Connections:
+    """The connections of one process group of gloo's, known by the numbers that the system gives to sockets."""
+
+    def __init__(self) -> None:
+        self.inodes: set[int] = set()
+
+    def cut(self) -> None:
+        """End what is under way on them with an error, here and on the other ranks.
+
+        Destroying a group waits for what is under way on it, which may be as long as its timeout where another rank
+        never comes. What has been sent still arrives.
+        """
+        for name in os.listdir("/proc/self/fd") if self.inodes else ():
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/self/fd/{name}").st_ino in self.inodes:
+                    with socket.socket(fileno=os.dup(int(name))) as connection:
+                        connection.shutdown(socket.SHUT_RDWR)
+        self.inodes.clear()
+
+
 class _Doors:
     """Closes gloo's listeners once nobody in this process is connecting any more.
 
@@ -151,13 +175,17 @@ class _Doors:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._connecting = 0
+        self._had_company = False
         self._before: set[int] = set()
         self._files = (0, 0)
         self._room = 0  # how many files more the process could have opened
 
     @contextlib.contextmanager
-    def open_meanwhile(self) -> Iterator[None]:
+    def open_meanwhile(self) -> Iterator[Connections]:
+        """What connects within. Gives the new connections, once it is over; none where others connected meanwhile."""
+        connections = Connections()
         with self._lock:
+            self._had_company = self._connecting > 0
             if self._connecting == 0:
                 self._before = _event_loops()
                 self._files = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -165,13 +193,14 @@ class _Doors:
                 _allow_files(self._files[1], self._files[1])
             self._connecting += 1
         try:
-            yield
+            yield connections
         finally:
             with self._lock:
                 self._connecting -= 1
                 if self._connecting == 0:
-                    for loop in _event_loops() - self._before:
-                        _close_door(loop)
+                    connected = {inode for loop in _event_loops() - self._before for inode in _close_door(loop)}
+                    if not self._had_company:
+                        connections.inodes |= connected
                     soft, hard = self._files
                     _allow_files(max(soft, min(hard, _open_files() + self._room // 2)), hard)
 
@@ -189,30 +218,26 @@ def _event_loops() -> set[int]:
     return found
 
 
-def _close_door(loop: int) -> None:
-    """Have the system drop what comes for the sockets that listen in this loop of gloo's; connections stay.
+def _close_door(loop: int) -> set[int]:
+    """Have the system drop what comes for the sockets that listen in this loop of gloo's; those that are connected.
 
     Closing them is gloo's, which aborts the process where it finds one closed.
     """
+    connected = set()
     watched = []
     with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{loop}", encoding="ascii") as info:
         watched = [line.split() for line in info if line.startswith("tfd:")]
     for _, fd, _, events, *_ in watched:
         if int(events, 16) == _EPOLL_EVENTS_OF_GLOO:
             with contextlib.suppress(OSError):
-                _close_listener(os.dup(int(fd)))
-
-
-def _close_listener(fd: int) -> None:
-    """Do so if that is what it is; ``fd`` is taken charge of."""
-    try:
-        watched = socket.socket(fileno=fd)
-    except OSError:
-        os.close(fd)  # a pipe, by which gloo wakes its loop
-        return
-    with watched:
-        if watched.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            _drop_all(watched)
+                if not stat.S_ISSOCK(os.fstat(int(fd)).st_mode):
+                    continue  # a pipe, by which gloo wakes its loop
+                with socket.socket(fileno=os.dup(int(fd))) as watched_socket:
+                    if watched_socket.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        _drop_all(watched_socket)
+                    else:
+                        connected.add(os.fstat(watched_socket.fileno()).st_ino)
+    return connected
 
 
 def _drop_all(listener: socket.socket) -> None:
