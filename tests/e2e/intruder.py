@@ -43,7 +43,7 @@ class Attack:
     """What is done to one listening socket; how often that was let in, and how many bytes came back."""
 
     def __init__(self, order: dict[str, object]) -> None:
-        self.connected = self.heard = self.frames = 0
+        self.connected = self.heard = self.frames = self.given = 0
         self.order = order
         self.name = str(order["attack"])
         self.dice = random.Random(str(order.get("seed", 0)))
@@ -178,8 +178,10 @@ class Attack:
             if opcode == _SEND_READY:
                 yield _FRAME.pack(_FRAME.size, _RECEIVE_READY, slot, 0, length, 0)
             elif opcode == _RECEIVE_READY:
-                # Eight bytes are how long is what follows.
-                data = len(said).to_bytes(8, "little") if length == 8 else said.ljust(length, b"\0")[:length]
+                # Eight bytes are how long is what follows; each may be asked for in two halves.
+                whole_answer = len(said).to_bytes(8, "little") if length in (4, 8) else said
+                data = whole_answer[self.given : self.given + length].ljust(length, b"\0")
+                self.given = self.given + length if self.given + length < len(whole_answer) else 0
                 yield _FRAME.pack(_FRAME.size + length, _SEND, slot, 0, length, 0) + data
 
     def _take_places(self, said: bytes, sequences: range | list[int] = SEQUENCES) -> None:
