@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -176,6 +179,71 @@ def test_where_strangers_keep_files_open_there_is_room_for_more(on_loopback):
         for each in of_strangers:
             os.close(each)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def open_with_connections(store: dist.Store, rank: int):
+    def make():
+        return dist.ProcessGroupGloo(dist.PrefixStore("x", store), rank, 2, PATIENCE)
+
+    return open_proven(make, lambda group: None, ranks_of(store, rank, 2), "x")
+
+
+def in_a_job_of_two_processes(program: str) -> list[subprocess.CompletedProcess[str]]:
+    """``program`` in two processes of their own, with ``store``, ``rank``, ``group`` and ``connections``."""
+    prelude = """
+import os, sys, time, torch, torch.distributed as dist
+sys.path.insert(0, {tests!r})
+from datetime import timedelta
+from test_gloo import open_with_connections
+rank = int(sys.argv[1])
+store = dist.FileStore(sys.argv[2], 2)
+group, connections = open_with_connections(store, rank)
+"""
+    with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, "-c", prelude.format(tests=str(Path(__file__).parent)) + program]
+        processes = [
+            subprocess.Popen([*command, str(rank), f"{directory}/store"], stdout=-1, stderr=-1, text=True)
+            for rank in range(2)
+        ]
+        ended = [process.communicate(timeout=60) for process in processes]
+    return [
+        subprocess.CompletedProcess(process.args, process.returncode, *texts)
+        for process, texts in zip(processes, ended, strict=True)
+    ]
+
+
+@pytest.mark.slow
+def test_what_is_under_way_ends_with_an_error_once_its_connections_are_cut(on_loopback):
+    program = """
+if rank == 0:
+    work = group.allreduce([torch.ones(4)])
+    connections.cut()
+    try:
+        work.wait()
+    except RuntimeError:
+        print("ended")
+    store.set("over", "")
+else:
+    store.wait(["over"])
+"""
+    first, second = in_a_job_of_two_processes(program)
+    assert (first.returncode, first.stdout, second.returncode) == (0, "ended\n", 0), first.stderr + second.stderr
+
+
+@pytest.mark.slow
+def test_a_forked_child_cuts_no_connection_of_its_parent(on_loopback):
+    program = """
+child = os.fork()
+if child == 0:
+    connections.cut()
+    os._exit(0)
+os.waitpid(child, 0)
+total = torch.ones(1)
+group.allreduce([total]).wait()
+print(total.item())
+"""
+    first, second = in_a_job_of_two_processes(program)
+    assert (first.stdout, second.stdout) == ("2.0\n", "2.0\n"), first.stderr + second.stderr
 
 
 def test_groups_that_are_gone_leave_no_file_open(on_loopback):

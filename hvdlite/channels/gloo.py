@@ -149,6 +149,7 @@ class Connections:
 
     def __init__(self) -> None:
         self.inodes: set[int] = set()
+        self._pid = os.getpid()
 
     def cut(self) -> None:
         """End what is under way on them with an error, here and on the other ranks.
@@ -156,7 +157,9 @@ class Connections:
         Destroying a group waits for what is under way on it, which may be as long as its timeout where another rank
         never comes. What has been sent still arrives.
         """
-        for name in os.listdir("/proc/self/fd") if self.inodes else ():
+        # A forked child has the same connections, and they are its parent's to end.
+        is_own = self.inodes and self._pid == os.getpid()
+        for name in os.listdir("/proc/self/fd") if is_own else ():
             with contextlib.suppress(OSError):
                 if os.stat(f"/proc/self/fd/{name}").st_ino in self.inodes:
                     with socket.socket(fileno=os.dup(int(name))) as connection:
