@@ -284,8 +284,7 @@ def _require_same_switch(name: str, introductions: Sequence[Introduction], group
 
 def _over_shared_memory(group: Group, channels: Channels, ranks: Ranks) -> Group:
     """The same ranks, all of one host, over what is fastest there; ``channels`` carry what that does not."""
-    store = PrefixStore("shm", ranks.store)
-    on_host = ShmChannels(store, group.rank, group.size, ranks.timeout, channels, for_gpus=torch.cuda.is_available())
+    on_host = ShmChannels(ranks, channels, for_gpus=torch.cuda.is_available())
     shared = Group(on_host, group.rank, group.size, group.hosts, signer=group.signer.derive("shared memory"))
     group.close()
     return shared
@@ -295,9 +294,8 @@ def _between_neighbours(seat: Seat, nodes: Sequence[str], channels: Channels, ra
     """Shared memory between the ranks of this host; ``nodes`` are those of all ranks."""
     places = [rank for rank, node in enumerate(nodes) if node == seat.node]
     place, token = places.index(seat.rank), f"host of rank {places[0]}"
-    store = PrefixStore(f"shm.{token}", ranks.store)
     others = channels.among(places, place, token)
-    return ShmChannels(store, place, len(places), ranks.timeout, others, for_gpus=torch.cuda.is_available())
+    return ShmChannels(ranks.among(places, place, token), others, for_gpus=torch.cuda.is_available())
 
 
 def _own_gpu(group: Group, topology: Topology) -> torch.device | None:

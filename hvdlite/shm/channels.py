@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
+from torch._C._distributed_c10d import AllToAllOptions, PrefixStore
 
 from ..channels.engine import AloneChannels, Channels, Engine, EngineWork
+from ..channels.gloo import Ranks
 from ..channels.hierarchy import HostEngine
 from ..log import log
 from .engine import ShmEngine
@@ -66,14 +66,9 @@ class DeviceEngine:
 class ShmChannels:
     """Engines for ranks of one host. Where shared memory is missing on one of them, torch's on all."""
 
-    def __init__(
-        self, store: Store, place: int, size: int, timeout: timedelta, torchs: Channels, *, for_gpus: bool
-    ) -> None:
-        """``store`` is of these ranks alone; ``torchs`` gives other engines, ``for_gpus`` beside these."""
-        self._store = store
-        self._place = place
-        self._size = size
-        self._timeout = timeout
+    def __init__(self, ranks: Ranks, torchs: Channels, *, for_gpus: bool) -> None:
+        """``torchs`` gives other engines between the same ranks, ``for_gpus`` beside these."""
+        self._ranks = ranks
         self._torchs = torchs
         self._for_gpus = for_gpus
         self._opened = itertools.count()
@@ -83,11 +78,12 @@ class ShmChannels:
         self._has_warned = False
 
     def open(self) -> Engine:
-        store = PrefixStore(f"shm{next(self._opened)}", self._store)
+        label, ranks = f"shm{next(self._opened)}", self._ranks
         if self._segment is None:
             self._segment = _segment_or_error()
         try:
-            station = meet(store, self._place, self._size, self._segment, self._timeout)
+            store, signer = PrefixStore(label, ranks.store), ranks.signer.derive(label)
+            station = meet(store, ranks.rank, ranks.size, self._segment, ranks.timeout, signer)
         except NoMemoryError as error:
             self._close_unused()
             self._warn(error)
@@ -127,12 +123,11 @@ class ShmChannels:
     def among(self, places: Sequence[int], place: int, token: str, /) -> Channels:
         if len(places) == 1:
             return AloneChannels()
-        torchs = self._torchs.among(places, place, token)
-        store = PrefixStore(f"hvdlite.shm.{token}", self._store)
-        return ShmChannels(store, place, len(places), self._timeout, torchs, for_gpus=self._for_gpus)
+        ranks = self._ranks.among(places, place, token)
+        return ShmChannels(ranks, self._torchs.among(places, place, token), for_gpus=self._for_gpus)
 
     def _warn(self, error: NoMemoryError) -> None:
-        if self._place == 0 and not self._has_warned:
+        if self._ranks.rank == 0 and not self._has_warned:
             self._has_warned = True
             log.warning(
                 "gloo instead of shared memory, which would be faster: %s (a container has as much as "

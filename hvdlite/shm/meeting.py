@@ -24,6 +24,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from ..errors import CommunicationError
+from ..signing import TAG_BYTES, Signer
 from .board import BOARD_BYTES, Board
 from .crew import Crew
 from .futex import is_available
@@ -33,7 +34,6 @@ from .turn import SLOTS_BYTES, Station
 _OWN_BYTES = BOARD_BYTES + SLOTS_BYTES
 _PARTING = timedelta(seconds=5)
 _MOST_TOLD_BYTES = 65536
-_TOLD: dict[str, type[Any]] = {"error": str, "host": str, "pid": int, "fd": int, "file": int, "token": int}
 
 
 def open_segment() -> Segment:
@@ -43,8 +43,12 @@ def open_segment() -> Segment:
     return Segment()
 
 
-def meet(store: Store, rank: int, size: int, segment: Segment | NoMemoryError, timeout: timedelta) -> Station:
+def meet(
+    store: Store, rank: int, size: int, segment: Segment | NoMemoryError, timeout: timedelta, signer: Signer
+) -> Station:
     """What an engine needs; every rank must call it, with a part of the store that is used for nothing else.
+
+    ``signer`` has a key of these ranks, for this engine alone: others may be able to write to the store.
 
     A NoMemoryError on every rank if one has no shared memory, or cannot see another's: it says which, and why.
     """
@@ -53,7 +57,7 @@ def meet(store: Store, rank: int, size: int, segment: Segment | NoMemoryError, t
         if isinstance(own, _Own):
             undo.callback(own.close)
         told_by = _exchange(
-            store, "board", rank, size, {"error": str(own)} if isinstance(own, Exception) else own.told, timeout
+            store, "board", rank, size, {"error": str(own)} if isinstance(own, Exception) else own.told, timeout, signer
         )
         _require_all("has no shared memory", told_by, partial(_part, store, "board", rank, size))
         assert isinstance(own, _Own), "those who have none have raised"
@@ -63,7 +67,7 @@ def meet(store: Store, rank: int, size: int, segment: Segment | NoMemoryError, t
             undo.callback(station.crew.close)
         except (NoMemoryError, OSError, ValueError) as error:
             seen = {"error": str(error)}
-        seen_by = _exchange(store, "seen", rank, size, seen, timeout)
+        seen_by = _exchange(store, "seen", rank, size, seen, timeout, signer)
         _require_all("cannot use what the others share", seen_by, partial(_part, store, "seen", rank, size))
         assert station is not None, "no rank has an error"
         undo.pop_all()
@@ -123,9 +127,10 @@ def _make_own(segment: Segment | NoMemoryError) -> _Own | NoMemoryError:
 
 
 def _exchange(
-    store: Store, what: str, rank: int, size: int, value: dict[str, Any], timeout: timedelta
+    store: Store, what: str, rank: int, size: int, value: dict[str, Any], timeout: timedelta, signer: Signer
 ) -> list[dict[str, Any]]:
-    store.set(f"{what}{rank}", json.dumps(value))
+    text = json.dumps(value)
+    store.set(f"{what}{rank}", signer.sign(what, rank, text).hex() + text)
     keys = [f"{what}{place}" for place in range(size)]
     try:
         store.wait(keys, timeout)
@@ -134,18 +139,19 @@ def _exchange(
             f"sharing memory failed on rank {rank} of these {size}: {_words_of_absence(store, keys)}; what ended or "
             f"holds up that rank is the cause, look for its own error ({error})"
         ) from error
-    return [_read(store.get(key), place) for place, key in enumerate(keys)]
+    return [_read(store.get(key), what, place, rank, signer) for place, key in enumerate(keys)]
 
 
-def _read(value: bytes, place: int) -> dict[str, Any]:
-    """What a rank has told, in a store that others may be able to write to."""
-    try:
-        told = json.loads(value) if len(value) <= _MOST_TOLD_BYTES else None
-    except (ValueError, RecursionError):
-        told = None
-    if isinstance(told, dict) and all(isinstance(told.get(name, kind()), kind) for name, kind in _TOLD.items()):
+def _read(value: bytes, what: str, place: int, rank: int, signer: Signer) -> dict[str, Any]:
+    """What the rank at ``place`` has told, once it is known to be from there."""
+    tag, text = value[: 2 * TAG_BYTES].decode(errors="replace"), value[2 * TAG_BYTES :].decode(errors="replace")
+    if len(value) <= _MOST_TOLD_BYTES and signer.is_signed_hex(tag, what, place, text):
+        told: dict[str, Any] = json.loads(text)
         return told
-    raise NoMemoryError(f"what rank {place} tells of its shared memory is not what hvdlite writes")
+    raise CommunicationError(
+        f"sharing memory failed on rank {rank}: what is said in the name of rank {place} is not signed with the key of "
+        "these ranks: somebody else can write to the store in which they meet"
+    )
 
 
 def _words_of_absence(store: Store, keys: Sequence[str]) -> str:

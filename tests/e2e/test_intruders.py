@@ -451,3 +451,5 @@ def test_forged_shared_memory_in_an_open_store_kills_nobody(forge):
     for rank in ranks:
         code, _, err = rank.ended(LIMIT_S)
         assert code >= 0, f"signal {-code}: {err.decode()}"
+        if rank is ranks[0]:
+            assert b"in the name of rank 1 is not signed with the key of these ranks" in err, err.decode()

@@ -21,6 +21,7 @@ from hvdlite.shm.engine import ShmEngine
 from hvdlite.shm.meeting import meet, open_segment
 from hvdlite.shm.segment import DIRECTORY, Address, NoMemoryError, Segment
 from hvdlite.shm.turn import CHUNK_BYTES
+from hvdlite.signing import Signer
 
 MIB = 2**20
 TIMEOUT = timedelta(seconds=30)
@@ -216,7 +217,7 @@ def test_engines_over_one_segment_may_come_and_go() -> None:
     def on_rank(rank: int) -> None:
         segment = Segment()
         for number in range(4):
-            station = meet(dist.PrefixStore(str(number), store), rank, 2, segment, TIMEOUT)
+            station = meet(dist.PrefixStore(str(number), store), rank, 2, segment, TIMEOUT, Signer(b"test"))
             engine = ShmEngine(station, "test")
             bucket = engine.empty(MIB, torch.float32)
             assert bucket is not None
