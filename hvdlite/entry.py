@@ -29,8 +29,8 @@ from .agreement.conductor import Conductor
 from .agreement.connect import make_conductor
 from .channels.choice import choose_levels
 from .channels.collective import Group
-from .channels.engine import AloneChannels, Channels, TorchChannels
-from .channels.gloo import Connections, Ranks, open_proven
+from .channels.engine import AloneChannels, Channels, TorchChannels, allow_collectives
+from .channels.gloo import Connections, Patience, Ranks, open_proven
 from .environment import DYNAMIC, Environment
 from .errors import CommunicationError, LaunchEnvironmentError, MismatchError
 from .log import log, open_log
@@ -79,42 +79,44 @@ def enter(timeout: timedelta, environment: Environment) -> World:
 
     Where it fails, whatever it has made by then is given back.
     """
+    patience = Patience(timeout)
     with contextlib.ExitStack() as undo:
-        world = _enter(timeout, environment, undo)
+        world = _enter(patience, environment, undo)
         undo.pop_all()
+    patience.end_of_init()
     return world
 
 
-def _enter(timeout: timedelta, environment: Environment, undo: contextlib.ExitStack) -> World:
+def _enter(patience: Patience, environment: Environment, undo: contextlib.ExitStack) -> World:
     """``undo`` is given what is to be done if it fails, as soon as it has to be."""
     if dist.is_available() and dist.is_initialized():
-        return _adopt(timeout, environment, undo)
+        return _adopt(patience, environment, undo)
     seat = read_seat(os.environ)
     if seat is None:
         refuse_place_of_horovods(os.environ)
         return _alone(environment, undo)
-    return _connect(seat, timeout, environment, undo)
+    return _connect(seat, patience, environment, undo)
 
 
 def _alone(environment: Environment, undo: contextlib.ExitStack) -> World:
     seat = Seat(rank=0, size=1, node="", host=socket.gethostname(), local_rank=0)
-    meeting = _meet_all(seat, HashStore(), None, timedelta(seconds=1), environment)
+    meeting = _meet_all(seat, HashStore(), None, Patience(timedelta(seconds=1)), environment)
     return _world_of(seat, AloneChannels(), meeting, environment, undo, leave=lambda: None)
 
 
-def _connect(seat: Seat, timeout: timedelta, environment: Environment, undo: contextlib.ExitStack) -> World:
+def _connect(seat: Seat, patience: Patience, environment: Environment, undo: contextlib.ExitStack) -> World:
     backend = _GLOO_AND_NCCL if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     client = None if seat.store_url is None else StoreClient.from_url(seat.store_url)
     if client is not None:
         undo.callback(client.close)
-    _tell_launcher(client, Operation.JOINING, seat, timeout)
+    _tell_launcher(client, Operation.JOINING, seat, patience.left())
     try:
-        world = _connect_all(seat, backend, client, timeout, environment, undo)
+        world = _connect_all(seat, backend, client, patience, environment, undo)
     except BaseException:
         with contextlib.suppress(CommunicationError):
             _tell_launcher(client, Operation.GAVE_UP, seat, _GIVING_UP)
         raise
-    _tell_launcher(client, Operation.JOINED, seat, timeout)
+    _tell_launcher(client, Operation.JOINED, seat, patience.left())
     return world
 
 
@@ -122,19 +124,20 @@ def _connect_all(
     seat: Seat,
     backend: str,
     client: StoreClient | None,
-    timeout: timedelta,
+    patience: Patience,
     environment: Environment,
     undo: contextlib.ExitStack,
 ) -> World:
     # It was not initialised before, so whatever there is of it by then is ours.
     undo.callback(_leave, client, Connections())
     try:
-        store, secret = _meeting_place(seat, client, timeout)
-        meeting = _meet_all(seat, store, secret, timeout, environment)
+        store, secret = _meeting_place(seat, client, patience.timeout)
+        meeting = _meet_all(seat, store, secret, patience, environment)
 
         def make() -> dist.ProcessGroup:
-            dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=timeout)
+            dist.init_process_group(backend, store=store, rank=seat.rank, world_size=seat.size, timeout=patience.left())
             assert dist.group.WORLD is not None, "it has just been made"
+            allow_collectives(dist.group.WORLD, patience.timeout)
             return dist.group.WORLD
 
         default, connections = open_proven(make, dist.destroy_process_group, meeting.ranks, "default")
@@ -144,7 +147,7 @@ def _connect_all(
     except RuntimeError as error:
         raise CommunicationError(
             f"hvd.init() failed on rank {seat.rank} ({seat.host}): another rank did not call it within "
-            f"{timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
+            f"{patience.timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
         ) from error
     channels = TorchChannels(backend, meeting.ranks, default)
     return _world_of(seat, channels, meeting, environment, undo, leave=partial(_leave, client, connections))
@@ -182,7 +185,7 @@ def _store_at_given_address(rank: int, size: int, address: str, port: str, timeo
     return found[0]
 
 
-def _adopt(timeout: timedelta, environment: Environment, undo: contextlib.ExitStack) -> World:
+def _adopt(patience: Patience, environment: Environment, undo: contextlib.ExitStack) -> World:
     """Groups of our own beside the program's: its collectives cannot get between ours."""
     configured = str(dist.get_backend_config())
     # The program's choice for CUDA tensors stays (gloo lets two ranks share a GPU); CPU tensors need gloo.
@@ -198,11 +201,11 @@ def _adopt(timeout: timedelta, environment: Environment, undo: contextlib.ExitSt
         local_rank=None if told is None else told.local_rank,
     )
     store = PrefixStore(f"hvdlite.init{next(_generation)}", _get_default_store())
-    meeting = _meet_all(seat, store, None, timeout, environment)
+    meeting = _meet_all(seat, store, None, patience, environment)
     return _world_of(seat, TorchChannels(backend, meeting.ranks), meeting, environment, undo, leave=lambda: None)
 
 
-def _meet_all(seat: Seat, store: Store, secret: bytes | None, timeout: timedelta, environment: Environment) -> _Meeting:
+def _meet_all(seat: Seat, store: Store, secret: bytes | None, patience: Patience, environment: Environment) -> _Meeting:
     """Introduce this rank to all others; waits for them. ``secret`` is what the launcher has carried, if it has."""
     given = given_secret(os.environ)
     settings = {
@@ -219,11 +222,11 @@ def _meet_all(seat: Seat, store: Store, secret: bytes | None, timeout: timedelta
         refuse(store, seat.rank)
         raise
     own = Introduction.of(seat, os.getpid(), _own_version(), settings)
-    introductions, signer = introduce(store, own, Signer(secret), timeout)
+    introductions, signer = introduce(store, own, Signer(secret), patience.timeout)
     if seat.size > 1 and len({introduced.seat.node for introduced in introductions}) == 1:
         _stay_on_loopback()
     names = tuple(f"rank {rank} ({introduced.seat.host})" for rank, introduced in enumerate(introductions))
-    return _Meeting(introductions, Ranks(PrefixStore("engines", store), signer, seat.rank, names, timeout))
+    return _Meeting(introductions, Ranks(PrefixStore("engines", store), signer, seat.rank, names, patience))
 
 
 def _stay_on_loopback() -> None:
@@ -262,7 +265,7 @@ def _world_of(
     hierarchical = introductions[0].settings["hierarchical"]
     gpu = _own_gpu(group, topology) if hierarchical is None else None
     choose_levels(group, channels, within, nodes, hierarchical, gpu)
-    conductor = make_conductor(group, nodes, environment, ranks.timeout.total_seconds())
+    conductor = make_conductor(group, nodes, environment, ranks.patience.timeout.total_seconds())
     undo.callback(conductor.close)
     # Rank 0 is the one to write it, so its variable counts.
     timeline_path = introductions[0].settings["timeline"]

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from .channels.gloo import Ranks, open_proven
+from .channels.gloo import Patience, Ranks, open_proven
 from .errors import LaunchEnvironmentError
 from .meeting.client import StoreClient
 from .meeting.introductions import agree_on_secret
@@ -79,7 +79,7 @@ def measure(store: Store, rank: int, peer: int, patience_s: float) -> float:
         raise RuntimeError("one of them did not come to be measured") from None
     own = pair.index(rank)
     signer = Signer(agree_on_secret(shared, own, given_secret(os.environ)))
-    ranks = Ranks(shared, signer, own, tuple(f"rank {each}" for each in pair), timedelta(seconds=_TRY_S))
+    ranks = Ranks(shared, signer, own, tuple(f"rank {each}" for each in pair), Patience(timedelta(seconds=_TRY_S)))
 
     def make() -> Any:
         return dist.ProcessGroupGloo(PrefixStore("gloo", shared), own, 2, timedelta(seconds=_TRY_S))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
@@ -154,6 +155,11 @@ class _Done:
         return future
 
 
+def allow_collectives(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let collectives on the CPU take so long; connecting, which is over, may have been given less."""
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+
+
 class TorchChannels:
     """Process groups of all ranks: first the default one if it is ours, then further ones beside it."""
 
@@ -175,8 +181,9 @@ class TorchChannels:
         return group
 
     def _make(self) -> dist.ProcessGroup:
-        group = dist.new_group(backend=self._backend, timeout=self._ranks.timeout)
+        group = dist.new_group(backend=self._backend, timeout=self._ranks.patience.left())
         assert isinstance(group, dist.ProcessGroup), "every rank is a member of it"
+        allow_collectives(group, self._ranks.patience.timeout)
         return group
 
     def close(self, engine: Engine, /) -> None:
@@ -237,11 +244,13 @@ class SubsetChannels:
         raise AssertionError("sets are made of the ranks of the world")
 
     def _make_backend(self, name: str, store: Store) -> Any:
-        rank, size, timeout = self._ranks.rank, self._ranks.size, self._ranks.timeout
+        rank, size, patience = self._ranks.rank, self._ranks.size, self._ranks.patience
         if name == "gloo":
-            return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+            gloo = dist.ProcessGroupGloo(store, rank, size, timeout=patience.left())
+            gloo._set_default_timeout(patience.timeout)
+            return gloo
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
+        options._timeout = patience.timeout
         options.global_ranks_in_group = self._places
         return dist.ProcessGroupNCCL(store, rank, size, options)
 

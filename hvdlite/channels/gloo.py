@@ -19,6 +19,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -41,19 +42,40 @@ _EPOLL_EVENTS_OF_GLOO = 0x19  # EPOLLIN | EPOLLERR | EPOLLHUP: what its loops wa
 ProcessGroup = TypeVar("ProcessGroup")
 
 
+class Patience:
+    """How long ranks wait for each other: a time for each wait, and during `hvd.init` one for all waits together."""
+
+    def __init__(self, timeout: timedelta, clock: Callable[[], float] = time.monotonic) -> None:
+        """`hvd.init` begins now."""
+        self.timeout = timeout
+        self._clock = clock
+        self._until_s: float | None = clock() + timeout.total_seconds()
+
+    def left(self) -> timedelta:
+        """For the next wait; never nothing, so that what is there already is found."""
+        if self._until_s is None:
+            return self.timeout
+        least_s = min(1.0, self.timeout.total_seconds())
+        return timedelta(seconds=max(least_s, self._until_s - self._clock()))
+
+    def end_of_init(self) -> None:
+        """Each wait has a time of its own from now on."""
+        self._until_s = None
+
+
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """Ranks that open process groups together.
 
     ``names`` are what messages call them, such as ``rank 3 (node2)``; ``store`` and the key of ``signer`` are theirs
-    alone. They wait for each other for ``timeout`` at most.
+    alone. ``patience`` is how long they wait for each other.
     """
 
     store: Store
     signer: Signer
     rank: int
     names: tuple[str, ...]
-    timeout: timedelta
+    patience: Patience
 
     @property
     def size(self) -> int:
@@ -75,13 +97,13 @@ def wait_for_all(ranks: Ranks, label: str) -> None:
     keys = [f"{label}/here/{place}" for place in range(ranks.size)]
     try:
         ranks.store.set(keys[ranks.rank], "1")
-        ranks.store.wait(keys, ranks.timeout)
+        ranks.store.wait(keys, ranks.patience.left())
     except RuntimeError as error:
         late = []
         with contextlib.suppress(RuntimeError):
             late = [name for name, key in zip(ranks.names, keys, strict=True) if not ranks.store.check([key])]
         raise CommunicationError(
-            f"{ranks.names[ranks.rank]} waited {ranks.timeout.total_seconds():g} s to connect to the other ranks, and "
+            f"{ranks.names[ranks.rank]} waited in vain to connect to the other ranks, for as long as its timeout_s: "
             f"not all have come: {', '.join(late[:8]) or error}"
         ) from error
 

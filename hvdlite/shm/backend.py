@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, Store
 
+from ..channels.gloo import Patience
 from ..signing import Signer
 from .engine import ShmEngine
 from .meeting import meet, open_segment
@@ -38,7 +39,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, as s
         super().__init__(rank, size)
         try:
             # Who can write to the store that torch.distributed has been given is trusted.
-            station = meet(store, rank, size, open_segment(), timeout, Signer(b""))
+            station = meet(store, rank, size, open_segment(), Patience(timeout), Signer(b""))
         except NoMemoryError as error:
             raise RuntimeError(
                 f"{NAME} is for ranks of one host that share memory: {error}. Use gloo between hosts, and where "

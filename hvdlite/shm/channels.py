@@ -83,7 +83,7 @@ class ShmChannels:
             self._segment = _segment_or_error()
         try:
             store, signer = PrefixStore(label, ranks.store), ranks.signer.derive(label)
-            station = meet(store, ranks.rank, ranks.size, self._segment, ranks.timeout, signer)
+            station = meet(store, ranks.rank, ranks.size, self._segment, ranks.patience, signer)
         except NoMemoryError as error:
             self._close_unused()
             self._warn(error)

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from ..channels.gloo import Patience
 from ..errors import CommunicationError
 from ..signing import TAG_BYTES, Signer
 from .board import BOARD_BYTES, Board
@@ -44,7 +45,7 @@ def open_segment() -> Segment:
 
 
 def meet(
-    store: Store, rank: int, size: int, segment: Segment | NoMemoryError, timeout: timedelta, signer: Signer
+    store: Store, rank: int, size: int, segment: Segment | NoMemoryError, patience: Patience, signer: Signer
 ) -> Station:
     """What an engine needs; every rank must call it, with a part of the store that is used for nothing else.
 
@@ -57,17 +58,23 @@ def meet(
         if isinstance(own, _Own):
             undo.callback(own.close)
         told_by = _exchange(
-            store, "board", rank, size, {"error": str(own)} if isinstance(own, Exception) else own.told, timeout, signer
+            store,
+            "board",
+            rank,
+            size,
+            {"error": str(own)} if isinstance(own, Exception) else own.told,
+            patience,
+            signer,
         )
         _require_all("has no shared memory", told_by, partial(_part, store, "board", rank, size))
         assert isinstance(own, _Own), "those who have none have raised"
         station, seen = None, {}
         try:
-            station = _make_station(own, rank, told_by, timeout)
+            station = _make_station(own, rank, told_by, patience.timeout)
             undo.callback(station.crew.close)
         except (NoMemoryError, OSError, ValueError) as error:
             seen = {"error": str(error)}
-        seen_by = _exchange(store, "seen", rank, size, seen, timeout, signer)
+        seen_by = _exchange(store, "seen", rank, size, seen, patience, signer)
         _require_all("cannot use what the others share", seen_by, partial(_part, store, "seen", rank, size))
         assert station is not None, "no rank has an error"
         undo.pop_all()
@@ -127,13 +134,13 @@ def _make_own(segment: Segment | NoMemoryError) -> _Own | NoMemoryError:
 
 
 def _exchange(
-    store: Store, what: str, rank: int, size: int, value: dict[str, Any], timeout: timedelta, signer: Signer
+    store: Store, what: str, rank: int, size: int, value: dict[str, Any], patience: Patience, signer: Signer
 ) -> list[dict[str, Any]]:
     text = json.dumps(value)
     store.set(f"{what}{rank}", signer.sign(what, rank, text).hex() + text)
     keys = [f"{what}{place}" for place in range(size)]
     try:
-        store.wait(keys, timeout)
+        store.wait(keys, patience.left())
     except RuntimeError as error:
         raise CommunicationError(
             f"sharing memory failed on rank {rank} of these {size}: {_words_of_absence(store, keys)}; what ended or "

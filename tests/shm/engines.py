@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import attempt_threads
 
+from hvdlite.channels.gloo import Patience
 from hvdlite.shm.engine import ShmEngine
 from hvdlite.shm.meeting import meet, open_segment
 from hvdlite.signing import Signer
@@ -43,7 +44,9 @@ def attempt_engines(size: int, function: Callable[[ShmEngine], Any], timeout_s: 
 
 def make_engine(store: dist.Store, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> ShmEngine:
     """One rank's, in memory of its own. All ranks must make theirs at the same time."""
-    return ShmEngine(meet(store, rank, size, open_segment(), timedelta(seconds=timeout_s), Signer(b"test")), "test")
+    return ShmEngine(
+        meet(store, rank, size, open_segment(), Patience(timedelta(seconds=timeout_s)), Signer(b"test")), "test"
+    )
 
 
 def begin_all_reduce(engine: ShmEngine, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from shm.engines import attempt_threads, begin_all_reduce, run_engines, until
 
+from hvdlite.channels.gloo import Patience
 from hvdlite.shm import crew
 from hvdlite.shm import segment as segment_module
 from hvdlite.shm.engine import ShmEngine
@@ -217,7 +218,7 @@ def test_engines_over_one_segment_may_come_and_go() -> None:
     def on_rank(rank: int) -> None:
         segment = Segment()
         for number in range(4):
-            station = meet(dist.PrefixStore(str(number), store), rank, 2, segment, TIMEOUT, Signer(b"test"))
+            station = meet(dist.PrefixStore(str(number), store), rank, 2, segment, Patience(TIMEOUT), Signer(b"test"))
             engine = ShmEngine(station, "test")
             bucket = engine.empty(MIB, torch.float32)
             assert bucket is not None
