@@ -97,6 +97,7 @@ class Supervisor:
         self._outcome: Outcome | None = None
         self._ending = False
         self._gave_up = False
+        self._has_killed = False
         self._alarm: tuple[float, Callable[[], None]] | None = None
 
     def run(self, events: SimpleQueue[Event]) -> Outcome:
@@ -195,7 +196,8 @@ class Supervisor:
     def _blame_who_left(self, named: Exited, end: Exited) -> None:
         """It takes longer to end than others take to notice, and does not mind SIGTERM meanwhile."""
         self._named, self._outcome = None, None
-        self._blame(end if end.returncode else named)
+        was_killed_here = self._has_killed and end.returncode == -signal.SIGKILL
+        self._blame(named if end.returncode == 0 or was_killed_here else end)
 
     def _blame(self, end: Exited) -> None:
         rank = end.rank
@@ -237,6 +239,7 @@ class Supervisor:
         self._set_alarm(self._grace, self._kill)
 
     def _kill(self) -> None:
+        self._has_killed = True
         self._log(f"SIGKILL to ranks {sorted(self._running)}")
         self._signal_ranks(sorted(self._running), signal.SIGKILL)
         self._set_alarm(GIVE_UP_S, self._give_up)

@@ -268,6 +268,12 @@ def test_a_rank_that_left_with_0_is_told_also_when_it_takes_long_to_end():
     assert played.report.startswith("rank 1 had ended with exit code 0 before the others were done; then rank 0 on")
 
 
+def test_a_rank_that_left_and_took_so_long_that_it_was_killed_is_not_the_cause():
+    played = Played(Exited(0, 1, peer_lost=True), TIME_PASSES, TIME_PASSES, Exited(1, -9, left=True))
+    assert played.exit_code == 1
+    assert played.report.startswith("rank 0 on localhost")
+
+
 def test_a_rank_that_left_after_another_failed_is_not_the_cause():
     played = Played(Exited(0, 3), Exited(1, 7, left=True))
     assert played.exit_code == 3
