@@ -44,7 +44,11 @@ def make_conductor(group: Group, nodes: Sequence[str], environment: Environment,
         negotiator, early = _lead(group, nodes, _rules(environment, timeout_s))
     else:
         mailbox, welcome, early = _reach(_exchange_address(group, None), group, timeout_s)
-        negotiator = Negotiator(mailbox, group, None, welcome)
+        try:
+            negotiator = Negotiator(mailbox, group, None, welcome)
+        except BaseException:
+            mailbox.close()
+            raise
     try:
         if environment.check:
             negotiator.open_channel(group)
