@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import hvdlite_launcher
 import psutil
 import pytest
 
@@ -53,19 +54,27 @@ def test_few_open_files_are_enough_or_told_in_one_line(few, tmp_path):
     assert code == 0 or few < 39
 
 
+def _outermost_closed(path):
+    closed = [parent for parent in path.parents if not parent.stat().st_mode & 0o001]
+    return closed[-1] if closed else None
+
+
 class User:
     """Somebody to whom no process and no file belongs, in mounts of his own in which he gets at our Python."""
 
     def __init__(self, tmp):
         self.uid = 60_000 + os.getpid() % 5_000
         self._mounts = ""
-        closed = [str(path) for path in Path(sys.base_prefix).parents if not path.stat().st_mode & 0o001]
-        if closed:  # as root's home, where its Pythons are
-            (tmp / "base").mkdir()
-            self._mounts = (
-                f"mount --bind {sys.base_prefix} {tmp}/base; mount -t tmpfs -o mode=755 none {closed[-1]}; "
-                f"mkdir -p {sys.base_prefix}; mount --bind {tmp}/base {sys.base_prefix}; "
-            )
+        # In directories that nobody else enters, as root's home, where its Pythons are, or a temporary one.
+        needed = {sys.base_prefix, sys.prefix, str(Path(hvdlite_launcher.__file__).parents[1])}
+        closed = {path: outermost for path in sorted(needed) if (outermost := _outermost_closed(Path(path)))}
+        for number, path in enumerate(closed):
+            (tmp / f"needed{number}").mkdir()
+            self._mounts += f"mount --bind {path} {tmp}/needed{number}; "
+        for directory in dict.fromkeys(closed.values()):
+            self._mounts += f"mount -t tmpfs -o mode=755 none {directory}; "
+        for number, path in enumerate(closed):
+            self._mounts += f"mkdir -p {path}; mount --bind {tmp}/needed{number} {path}; "
 
     def runs(self, *words, mounts="", limits=()):
         """The command that is this one, as he would start it where ``mounts`` were made and ``limits`` set."""
