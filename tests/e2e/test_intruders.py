@@ -366,7 +366,6 @@ def test_a_stranger_at_the_sockets_of_ranks_is_told_of_and_gets_nothing(trial, s
     assert let_in(job) > 0, "nobody was attacked"
 
 
-@pytest.mark.skipif(not IS_LONG, reason="two jobs after each other: HVDLITE_LONG_TESTS=1 has it")
 def test_what_true_ranks_have_sent_is_of_no_use_in_another_job(start):
     """A stranger who has heard all of an earlier job's bytes says them again in a rank's place."""
     earlier = start(1)
