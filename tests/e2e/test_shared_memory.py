@@ -312,7 +312,7 @@ assert value.item() == 3
 if rank == 1:
     dist.all_reduce(value, group=trio)
 objects = [None, None]
-dist.all_gather_json(objects, {"rank": rank})
+dist.all_gather_object(objects, {"rank": rank})
 assert objects == [{"rank": 0}, {"rank": 1}]
 dist.destroy_process_group(pair)
 dist.barrier()
