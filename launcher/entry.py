@@ -28,7 +28,8 @@ def main() -> int:
         if (why := in_words(error)) is None:
             raise
         os.write(2, f"hvdlite-run: {why}\n".encode(errors="backslashreplace"))
-        return 1
+        # At once: where no file can be opened, ending threads in order aborts the process.
+        os._exit(1)
 
 
 def _take_signals() -> None:

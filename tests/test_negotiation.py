@@ -668,6 +668,53 @@ def test_a_join_that_others_never_come_to_is_told_of_and_ended_once_nobody_does_
     assert one_error(play.after(15.0), [0])[0] == "CommunicationError"
 
 
+def play_of_join_with_an_optimizer(**stall: float) -> Play:
+    """Rank 1 has joined, and sits out the steps of the one optimizer that there is."""
+    play = Play(2, **stall)
+    play.negotiation.join(1, False, 0.0, [(0, None, [1])])
+    play.negotiation.pinned(0, 0, 0, [1])
+    assert (1, ["sit_out", 0, [1]]) in play.said()
+    return play
+
+
+def test_a_join_is_no_stall_while_the_others_take_steps_which_nobody_is_told_of():
+    play = play_of_join_with_an_optimizer(warn_after_s=5.0, end_after_s=10.0)
+    for _ in range(30):
+        # Its wait for each bucket is too short to be told of.
+        assert play.after(1.0) == []
+    assert of_stalls(play) == []
+
+
+def test_a_join_is_no_stall_while_the_others_ask_for_operations_and_take_no_step():
+    play = play_of_join_with_an_optimizer(warn_after_s=5.0, end_after_s=10.0)
+    play.busy(1, "bucket 0 of optimizer 1", 0.0)
+    for _ in range(30):
+        play.ask(0, "metric")
+        play.after(1.0)
+    assert of_stalls(play) == []
+    # Nor right after it, before the rank has said that it waits there no more.
+    play.negotiation.join(0, False, play.now_s, [(0, None, [1])])
+    play.after(1.0)
+    assert of_stalls(play) == []
+    assert [message for _, message in play.said() if message[0] == "end"] == []
+
+
+def test_a_joined_rank_that_is_not_heard_of_any_more_is_what_the_others_wait_for():
+    play = play_of_join_with_an_optimizer(warn_after_s=5.0)
+    play.busy(1, "bucket 0 of optimizer 1", 0.0)
+    play.negotiation.heard(1, 0.0)
+    play.ask(0, "metric")
+    play.said()
+    play.busy(0, "allreduce of 'metric'", 0.0, is_operation=True)
+    for _ in range(6):
+        play.negotiation.heard(0, play.now_s)
+        play.after(1.0)
+    (words,) = of_stalls(play)
+    assert "rank 0 (node1) has waited" in words
+    assert "rank 1 (node1), which waits in hvd.join()" in words
+    assert "has not been heard of for" in words
+
+
 def test_a_rank_one_thread_of_which_can_still_ask_is_in_no_circle():
     play = Play(2, warn_after_s=60.0)
     play.busy(0, "the bucket", 0.0, is_stuck=False)

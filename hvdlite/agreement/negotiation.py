@@ -138,11 +138,11 @@ class Negotiation:
             words = "Mismatched join: One rank called join() with average='active', but another rank without. " + (
                 f"({name_ranks(sorted(self._joined), self._hosts)} joined)"
             )
-            self._end_join(["not_joined", "MismatchError", words])
+            self._end_join(["not_joined", "MismatchError", words], now_s)
         elif len(self._joined) == len(self._hosts):
-            self._end_join(["joined", rank])
+            self._end_join(["joined", rank], now_s)
         elif gone := [rank for rank in self._ended if rank not in self._joined]:
-            self._end_join(["not_joined", *self._words_of_end(gone[0], "join", "join")])
+            self._end_join(["not_joined", *self._words_of_end(gone[0], "join", "join")], now_s)
         for pending in [*self._pending.values(), *self._refused.values()]:
             self._consider(pending, now_s)
 
@@ -200,7 +200,7 @@ class Negotiation:
             self._consider(pending, now_s)
         if self._joined and rank not in self._joined:
             kind, words = self._words_of_end(rank, "join", "join")
-            self._end_join(["not_joined", kind, words])
+            self._end_join(["not_joined", kind, words], now_s)
 
     # -- what time brings
 
@@ -368,7 +368,7 @@ class Negotiation:
         return {} if free or self._joined else blocked
 
     def _find_stalls(self, now_s: float) -> None:
-        scene = Scene(self._pending, self._waiting, self._joined_since_s, self._under_way)
+        scene = Scene(self._pending, self._waiting, self._joined_since_s, self._under_way, self._sittings.has_any)
         warnings, ends = self._stall.too_long(scene, now_s)
         words, ranks = self._stall.too_long_elsewhere(scene, now_s)
         of_join, end_of_join = self._stall.too_long_joined(scene, now_s)
@@ -377,7 +377,7 @@ class Negotiation:
         for pending, why in ends:
             self._refuse(pending, "CommunicationError", why)
         if end_of_join is not None:
-            self._end_join(["not_joined", "CommunicationError", end_of_join])
+            self._end_join(["not_joined", "CommunicationError", end_of_join], now_s)
 
     # -- bookkeeping
 
@@ -398,7 +398,8 @@ class Negotiation:
             if not waits:
                 del self._waiting[rank]
 
-    def _end_join(self, message: list[Any]) -> None:
+    def _end_join(self, message: list[Any], now_s: float) -> None:
+        self._stall.join_ended(now_s)
         for rank in self._joined:
             if rank not in self._ended:
                 self.outbox.append((rank, message))

@@ -440,7 +440,8 @@ class Negotiator:
         if current is not None:
             blocked.append(Blocked(*current, is_operation=True))
         is_stuck = not self._callers.can_ask(waits.keys())
-        is_waiting = bool(self._asked or self._joining or blocked or not executor.is_idle)
+        # While others have joined they wait for this rank, which then says that it is there.
+        is_waiting = bool(self._asked or self._joining or self._pinned or blocked or not executor.is_idle)
         messages = self._vigil.look(now_s, blocked, is_stuck=is_stuck, is_waiting=is_waiting, over_count=executor.ended)
         self._mailbox.send_all(messages)
         silence = self._vigil.silence(now_s)

@@ -44,6 +44,11 @@ class Sittings:
         self._sittings: dict[int, _Sitting] = {}
         self._asked: set[int] = set()
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there are steps that those who have joined take part in."""
+        return any(sitting.is_known and sitting.common for sitting in self._sittings.values())
+
     def joined(self, rank: int, living: Iterable[tuple[int, Iterable[int], Iterable[int]]]) -> None:
         """``rank`` has joined; by set it is in: its number, the members, and the optimizers that live there."""
         for set_id, members, numbers in living:

@@ -59,13 +59,14 @@ class Scene:
     """What every rank is doing, as far as it is known.
 
     ``pending`` is in the order of asking. ``under_way``: by rank, what it was told to carry out and has not ended.
-    ``joined``: by rank, since when.
+    ``joined``: by rank, since when; ``sits_out``: whether these take part in steps of the others' optimizers.
     """
 
     pending: Mapping[Id, Pending]
     waiting: Mapping[int, Collection[Id]]
     joined: Mapping[int, float]
     under_way: Mapping[int, Sequence[Ask]]
+    sits_out: bool = False
 
 
 @dataclass(slots=True)
@@ -96,6 +97,7 @@ class StallWatch:
         self._stuck: set[int] = set()
         self._heard_at_s: dict[int, float] = {}
         self._asked_at_s = 0.0
+        self._join_ended_at_s = 0.0
         # By what kind of stall: when it was told of last.
         self._warned_at_s: dict[str, float] = {}
 
@@ -111,6 +113,10 @@ class StallWatch:
     def asked(self, now_s: float) -> None:
         """Some rank has asked for an operation."""
         self._asked_at_s = now_s
+
+    def join_ended(self, now_s: float) -> None:
+        """All ranks have joined, or cannot: those that had go on."""
+        self._join_ended_at_s = now_s
 
     def busy(self, rank: int, blocked: Sequence[Blocked], *, is_stuck: bool) -> None:
         """What ``rank`` is blocked in; nothing any more where that is empty.
@@ -189,23 +195,32 @@ class StallWatch:
 
     def too_long_elsewhere(self, scene: Scene, now_s: float) -> tuple[list[str], list[int]]:
         """The words for waits that are no pending operation's, if there are such, and the ranks whose end they are."""
-        over = [
-            rank
-            for rank, blocked in sorted(self._busy.items())
-            if _is_over(now_s - blocked[0].since_s, self._rules.warn_after_s)
-        ]
+        # A rank that is not heard of any more waits for nobody: it is what others wait for.
+        since_s = {
+            rank: self._since_s(rank, scene)
+            for rank in sorted(self._busy)
+            if self._silent_s(rank, scene, now_s) is None
+        }
+        over = [rank for rank in since_s if _is_over(now_s - since_s[rank], self._rules.warn_after_s)]
         if not over:
             self._warned_at_s.pop("elsewhere", None)
             return [], []
-        first = min(over, key=lambda rank: self._busy[rank][0].since_s)
+        first = min(over, key=lambda rank: since_s[rank])
         longest = self._busy[first][0]
-        waited_s = now_s - longest.since_s
+        waited_s = now_s - since_s[first]
         words = self._words_elsewhere(first, longest, scene, now_s)
         if _is_over(waited_s, self._rules.end_after_s):
             return [words], over
         if self._is_due("elsewhere", now_s):
             return [f"{words}. {self._rules.way_out}"], []
         return [], []
+
+    def _since_s(self, rank: int, scene: Scene) -> float:
+        """Since when a rank that is blocked has waited for others which do nothing."""
+        # What a rank has said of its waits may be from before all had joined.
+        since_s = max(self._busy[rank][0].since_s, self._join_ended_at_s)
+        # Who has joined is in the bucket of a step that need not come, as long as the others do something else.
+        return max(since_s, self._asked_at_s) if rank in scene.joined else since_s
 
     def _words_elsewhere(self, first: int, longest: Blocked, scene: Scene, now_s: float) -> str:
         members: Collection[int] = range(self._size)
@@ -219,7 +234,8 @@ class StallWatch:
             and (rank == first or self._silent_s(rank, scene, now_s) is None)
         ]
         have = "has" if len(there) == 1 else "have"
-        waited = f"stalled: {self.names.of(there)} {have} waited {now_s - longest.since_s:.0f} s in {longest.what}"
+        waited_s = now_s - self._since_s(first, scene)
+        waited = f"stalled: {self.names.of(there)} {have} waited {waited_s:.0f} s in {longest.what}"
         elsewhere = set(members) - set(there)
         if not elsewhere:
             return f"{waited}, and all that take part in it are there: what connects them is slow, or broken"
@@ -233,10 +249,10 @@ class StallWatch:
     def too_long_joined(self, scene: Scene, now_s: float) -> tuple[list[str], str | None]:
         """What to warn of, and why `join` is to end, if it is.
 
-        Who has joined waits as long as the others have work. Where they ask for nothing, and nobody is in a bucket
-        or the like, which would be told of as such, there is none.
+        Who has joined waits as long as the others have work. Where they ask for nothing there is none, unless they
+        take steps: whether they do is seen by the buckets in which those who have joined wait for them.
         """
-        if not scene.joined or self._busy or scene.pending:
+        if not scene.joined or self._busy or scene.pending or scene.sits_out:
             self._warned_at_s.pop("join", None)
             return [], None
         waited_s = now_s - max(self._asked_at_s, min(scene.joined.values()))
@@ -279,8 +295,9 @@ class StallWatch:
 
     def _silent_s(self, rank: int, scene: Scene, now_s: float) -> float | None:
         """For how long nothing has come from a rank that should have said something; None where all is well."""
-        # A rank that waits for nothing has nothing to say.
-        if rank not in self._busy and not scene.under_way.get(rank) and not scene.waiting.get(rank):
+        # A rank that waits for nothing has nothing to say, but while others wait for it to join.
+        is_asked = rank in self._busy or scene.under_way.get(rank) or scene.waiting.get(rank) or scene.joined
+        if not is_asked:
             return None
         silent_s = now_s - self._heard_at_s.get(rank, now_s)
         return silent_s if silent_s >= SILENT_S else None

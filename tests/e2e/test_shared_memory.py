@@ -260,6 +260,7 @@ def settle(count):
     while maps() != count:
         assert time.monotonic() < give_up_at, (maps(), count)
         time.sleep(0.01)
+        gc.collect()
 opened = []
 for world in range(3):
     hvd.init()
