@@ -10,6 +10,8 @@ import torch.distributed as dist
 from gpu.test_cuda import run
 
 from hvdlite.channels.engine import SubsetChannels
+from hvdlite.channels.gloo import Patience, Ranks
+from hvdlite.signing import Signer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,7 +20,11 @@ pytestmark = [
 
 
 def test_a_sets_channels_carry_cpu_and_cuda_tensors():
-    channels = SubsetChannels(dist.HashStore(), "cpu:gloo,cuda:nccl", [0], 0, timedelta(seconds=20))
+    channels = SubsetChannels(
+        Ranks(dist.HashStore(), Signer(b"alone"), 0, ("rank 0",), Patience(timedelta(seconds=20))),
+        "cpu:gloo,cuda:nccl",
+        [0],
+    )
     engines = [channels.open() for _ in range(2)]
     for engine in engines:
         for device in ("cpu", "cuda"):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import hvdlite as hvd
 from hvdlite.channels.collective import Group
 from hvdlite.channels.engine import AloneChannels, Channels, SubsetChannels
+from hvdlite.channels.gloo import Patience, Ranks
 from hvdlite.channels.hierarchy import HierarchicalChannels, Places
 from hvdlite.signing import Signer
 
@@ -27,7 +28,11 @@ GPU = torch.device("cuda", 0)
 
 
 def over_nccl() -> Channels:
-    return SubsetChannels(dist.HashStore(), "cpu:gloo,cuda:nccl", [0], 0, timedelta(seconds=60))
+    return SubsetChannels(
+        Ranks(dist.HashStore(), Signer(b"alone"), 0, ("rank 0",), Patience(timedelta(seconds=60))),
+        "cpu:gloo,cuda:nccl",
+        [0],
+    )
 
 
 class OneRankOfEach(SubsetChannels):
