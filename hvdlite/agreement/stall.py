@@ -194,7 +194,7 @@ class StallWatch:
     # -- all else that ranks are blocked in
 
     def too_long_elsewhere(self, scene: Scene, now_s: float) -> tuple[list[str], list[int]]:
-        """The words for waits that are no pending operation's, if there are such, and the ranks whose end they are."""
+        """Describes ranks blocked outside of pending operations, for example in `step()`, and which ranks that ends."""
         # A rank that is not heard of any more waits for nobody: it is what others wait for.
         since_s = {
             rank: self._since_s(rank, scene)
