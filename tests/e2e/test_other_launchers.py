@@ -381,12 +381,12 @@ def test_slurm_hands_on_the_exit_code_of_a_failed_task(slurm, tmp_path):
 # --- a secret of the user's own ---
 
 GREET = """
-    import os, sys
-    if "SECRET_OF_RANK_1" in os.environ and os.environ["RANK"] == "1":
-        os.environ["HVDLITE_SECRET"] = os.environ["SECRET_OF_RANK_1"]
-    import hvdlite as hvd
-    hvd.init(timeout_s=60)
-    os.write(1, f"{sorted(hvd.allgather_object(hvd.rank()))}\n".encode())  # whole, whoever else writes
+import os, sys
+if "SECRET_OF_RANK_1" in os.environ and os.environ["RANK"] == "1":
+    os.environ["HVDLITE_SECRET"] = os.environ["SECRET_OF_RANK_1"]
+import hvdlite as hvd
+hvd.init(timeout_s=60)
+os.write(1, f"{sorted(hvd.allgather_object(hvd.rank()))}\\n".encode())  # whole, whoever else writes
 """
 
 SECRET = "0123456789abcdef0123456789abcdef"
