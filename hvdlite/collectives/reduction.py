@@ -98,14 +98,6 @@ class Reduction:
         scale(values[group.rank], self.postscale_factor)
         return parts[group.rank]
 
-    def alone(self, tensor: Tensor) -> Tensor:
-        """What would come of a floating-point tensor if this rank were the only one."""
-        values = tensor.detach().reshape(-1).clone()
-        scale(values, self.prescale_factor)
-        self._decompress(self._compress(values), values)
-        scale(values, self.postscale_factor)
-        return values.view(tensor.shape)
-
     def same(self) -> dict[str, Any]:
         """What ranks compare; a compression of the user's own by its words, or else its type."""
         return {
