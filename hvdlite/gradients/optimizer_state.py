@@ -5,8 +5,8 @@ The state of an optimizer, given to all ranks: groups' options, momenta, step co
               tensors ── as bytes, in a few broadcasts ──┘
 
 What an optimizer has is copied as it stands there: on its way through ``load_state_dict()`` every tensor would become
-one of the parameter's dtype. Only optimizers that have a ``state_dict()`` of their own are asked for it. Ranks compare what
-parameters they have and of what class their optimizers are, and nothing else.
+one of the parameter's dtype. Only optimizers that have a ``state_dict()`` of their own are asked for it. Ranks compare
+what parameters they have and of what class their optimizers are, and nothing else.
 """
 
 from __future__ import annotations
