@@ -129,6 +129,7 @@ class DistributedOptimizer(AveragingOptimizer):
             bool(sparse_as_dense),
             check_step_on_arrival(step_on_arrival, op),
         )
+        self._given_settings, self._given_compression, self._given_process_set = settings, compression, process_set
         check_positive_int(backward_passes_per_step, "backward_passes_per_step")
         named = check_named_parameters(optimizer, named_parameters)
         named_groups = check_groups(groups_of(num_groups, groups), named)
@@ -137,7 +138,6 @@ class DistributedOptimizer(AveragingOptimizer):
             group, settings, tunes = current_world().group.alone(), settings.of_bystander(), False
         else:
             group = group_of(process_set, "hvd.DistributedOptimizer")
-        self._uses_the_world = process_set is global_process_set
         reducer = _reducer_of(group, settings, backward_passes_per_step)
         try:
             with group.opening.only("hvd.DistributedOptimizer"):
@@ -161,7 +161,7 @@ class DistributedOptimizer(AveragingOptimizer):
         return f"DistributedOptimizer over {self._reducer.size} ranks of\n{self._optimizer!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        if not self._uses_the_world:
+        if self._given_process_set is not global_process_set:
             raise TypeError(
                 "a DistributedOptimizer with a process_set of its own cannot be pickled: pickle state_dict()"
             )
@@ -171,6 +171,7 @@ class DistributedOptimizer(AveragingOptimizer):
             "named_places": [(name, place_of[param]) for name, param in self._named],
             "groups": self._named_groups,
             "settings": self._reducer.settings,
+            "compression": self._given_compression,
             "backward_passes_per_step": self._reducer.backward_passes_per_step,
         }
 
@@ -181,7 +182,8 @@ class DistributedOptimizer(AveragingOptimizer):
         their models at the first gradient.
         """
         super().__init__(pickled["optimizer"])
-        self._uses_the_world = True
+        self._given_settings, self._given_compression = pickled["settings"], pickled["compression"]
+        self._given_process_set = global_process_set
         params = self._params()
         named = [(name, params[place]) for name, place in pickled["named_places"]]
         reducer = _reducer_of(current_world().group, pickled["settings"], pickled["backward_passes_per_step"])
