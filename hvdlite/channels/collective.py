@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
-from ..errors import CommunicationError, MismatchError, PeerLostError, says_peer_lost
+from ..errors import CommunicationError, MismatchError, PeerLostError, WrongTypeError, says_peer_lost
 from ..signing import TAG_BYTES, Signer, digest
 from .engine import AloneChannels, Channels, ClosedEngine, Engine, EngineWork, HasMemory, PeerGoneError
 from .flat import as_bytes, pieces_of
@@ -189,7 +189,8 @@ class Group:
                 members = f"the {self.size} ranks, 0 to {self.size - 1}"
             else:
                 members = f"the ranks of the process set, {', '.join(map(str, self.ranks))}"
-            raise ValueError(f"root_rank={root_rank!r} is not one of {members}")
+            kind = ValueError if isinstance(root_rank, int) else WrongTypeError
+            raise kind(f"root_rank={root_rank!r} is not one of {members}")
         return self.ranks.index(root_rank)
 
     def _error_of_end(self, where: str, words: str, seen: int | None = None) -> CommunicationError:

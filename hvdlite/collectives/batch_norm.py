@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..agreement.request import Request, Turn
 from ..channels.collective import Group
+from ..errors import UnsupportedError
 from ..process_set import ProcessSet, check_process_set
 from ..process_sets import global_process_set
 from .moments import Moments, computed_in, gradient_sums, input_gradient, measure, merge
@@ -87,7 +88,7 @@ class SyncBatchNorm(_BatchNorm):
         if not 2 <= input.dim() <= 5:
             raise ValueError(f"{title}: expected 2D to 5D input (got {input.dim()}D input)")
         if input.size(1) != self.num_features or self.num_features == 0:
-            raise ValueError(
+            raise UnsupportedError(
                 f"{title}: expected {self.num_features} channels, one at least, in the second dimension, "
                 f"got input of shape {tuple(input.shape)}"
             )

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..agreement.handle import Handle
 from ..channels.reduce_op import Average, ReduceOp
+from ..errors import WrongTypeError
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
 from . import autograd
@@ -214,17 +215,17 @@ def poll(handle: Handle) -> bool:
     return _known(handle, "poll").is_ended()
 
 
-def synchronize(handle: Handle) -> Any:
+def synchronize(handle: Handle | None) -> Any:
     """Wait, without burning a core, for what an asynchronous function has begun; its result, as often as one asks.
 
-    Raises what went wrong with it.
+    Raises what went wrong with it. None for None, as in Horovod: there is nothing to wait for.
     """
-    return _known(handle, "synchronize").wait()
+    return None if handle is None else _known(handle, "synchronize").wait()
 
 
 def _known(handle: object, asker: str) -> Handle:
     if not isinstance(handle, Handle):
-        raise ValueError(
+        raise WrongTypeError(
             f"{asker}({handle!r}): this is not a handle: pass what hvd.allreduce_async, or another function whose "
             "name has _async in it, has returned"
         )

@@ -133,7 +133,7 @@ class DistributedOptimizer(AveragingOptimizer):
         check_positive_int(backward_passes_per_step, "backward_passes_per_step")
         named = check_named_parameters(optimizer, named_parameters)
         named_groups = check_groups(groups_of(num_groups, groups), named)
-        if isinstance(process_set, ProcessSet) and not process_set.included():
+        if isinstance(process_set, ProcessSet) and process_set.membership().group is None:
             # This rank trains by itself.
             group, settings, tunes = current_world().group.alone(), settings.of_bystander(), False
         else:
