@@ -185,7 +185,8 @@ def test_where_the_root_has_no_state_nobody_has(form):
     lambda params: torch.optim.RMSprop(params, lr=0.1, centered=True),
     lambda params: torch.optim.Adam(params, lr=torch.tensor(0.1)),
 ])  # fmt: skip
-def test_steps_go_on_alike_after_a_checkpoint_that_the_root_alone_has_loaded(make):
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_steps_go_on_alike_after_a_checkpoint_that_the_root_alone_has_loaded(make, size):
     def rank(own: int) -> Any:
         params = params_of()
         optimizer = make(params)
@@ -200,8 +201,8 @@ def test_steps_go_on_alike_after_a_checkpoint_that_the_root_alone_has_loaded(mak
         step(wrapped, params, times=2)
         return [param.detach() for param in params], everything(optimizer)
 
-    first, second = run_worlds(2, rank)
-    assert same(first, second)
+    outcomes = run_worlds(size, rank)
+    assert all(same(outcome, outcomes[0]) for outcome in outcomes)
 
 
 def test_what_has_been_received_is_the_ranks_own():

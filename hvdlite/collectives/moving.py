@@ -100,7 +100,8 @@ def start_broadcast(
     tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
 ) -> Handle:
     """Give the tensor of the root, a global rank, to all ranks."""
-    root = group_of(process_set, title("broadcast", name)).place_of_root(root_rank)
+    group = group_of(process_set, title("broadcast", name))
+    root = group.place_of_root(root_rank)
     if in_place:
         check_writable(tensor, title("broadcast", name))
     source = tensor.detach()
@@ -123,7 +124,7 @@ def start_broadcast(
             tensor.copy_(wire)
         return tensor
 
-    same = {**signature([tensor], is_group=False), "root_rank": root_rank}
+    same = {**signature([tensor], is_group=False), "root_rank": group.ranks[root]}
     return submit(Request("broadcast", name, same), process_set, [tensor], body)
 
 

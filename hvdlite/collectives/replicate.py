@@ -51,11 +51,12 @@ def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: Pro
     Several threads may call it at once for models whose tensors have different names.
     """
     kind = "broadcast_parameters"
-    root = group_of(process_set, kind).place_of_root(root_rank)
+    group = group_of(process_set, kind)
+    root = group.place_of_root(root_rank)
     named = _named_tensors(params)
     tensors = [tensor for _, tensor in named]
     same = {
-        "root_rank": root_rank,
+        "root_rank": group.ranks[root],
         "tensors": [[name, list(tensor.shape), str(tensor.dtype), tensor.device.type] for name, tensor in named],
     }
     request = Request(kind, digest_of([name for name, _ in named]), same, has_users_name=False, is_compared=True)
@@ -76,7 +77,7 @@ def broadcast_object(
     root = group.place_of_root(root_rank)
     is_root = group.rank == root
     data, error = to_bytes(obj) if is_root else (None, None)
-    request = Request(kind, name, {"root_rank": root_rank}, is_compared=True)
+    request = Request(kind, name, {"root_rank": group.ranks[root]}, is_compared=True)
     received = submit(request, process_set, [], lambda turn: turn.group.broadcast_signed(data, root, turn.what)).wait()
     if is_root and error is None:
         return obj

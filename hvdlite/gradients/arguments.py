@@ -6,6 +6,7 @@ Pure functions of their arguments; errors are ValueErrors, in Horovod's words wh
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -94,10 +95,15 @@ def check_autotune(autotune: object, bucket_cap_mb: float | None, op: ReduceOp, 
     return False
 
 
-def check_positive_int(value: object, argument: str) -> None:
-    """Raise a ValueError unless the value is an int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def check_positive_int(value: object, argument: str) -> int:
+    """The value as an int, or a ValueError unless it is one of at least 1, be it another library's."""
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # or it is refused
+    except TypeError:
+        number = 0
+    if number < 1:
         raise ValueError(f"{argument} must be > 0: {value!r} is not a whole number of at least 1")
+    return number
 
 
 def check_named_parameters(

@@ -67,8 +67,7 @@ class HorovodsAttributes(OptimizerProxy):
 
     @backward_passes_per_step.setter
     def backward_passes_per_step(self, passes: int) -> None:
-        check_positive_int(passes, "backward_passes_per_step")
-        self._reducer.backward_passes_per_step = passes
+        self._reducer.backward_passes_per_step = check_positive_int(passes, "backward_passes_per_step")
 
     # Of older versions.
     _backward_passes_per_step = backward_passes_per_step

@@ -130,7 +130,7 @@ class DistributedOptimizer(AveragingOptimizer):
             check_step_on_arrival(step_on_arrival, op),
         )
         self._given_settings, self._given_compression, self._given_process_set = settings, compression, process_set
-        check_positive_int(backward_passes_per_step, "backward_passes_per_step")
+        passes = check_positive_int(backward_passes_per_step, "backward_passes_per_step")
         named = check_named_parameters(optimizer, named_parameters)
         named_groups = check_groups(groups_of(num_groups, groups), named)
         if isinstance(process_set, ProcessSet) and process_set.membership().group is None:
@@ -138,11 +138,11 @@ class DistributedOptimizer(AveragingOptimizer):
             group, settings, tunes = current_world().group.alone(), settings.of_bystander(), False
         else:
             group = group_of(process_set, "hvd.DistributedOptimizer")
-        reducer = _reducer_of(group, settings, backward_passes_per_step)
+        reducer = _reducer_of(group, settings, passes)
         try:
             with group.opening.only("hvd.DistributedOptimizer"):
                 group.require_agreement(
-                    (*settings.signature(), backward_passes_per_step, named_groups, tunes),
+                    (*settings.signature(), passes, named_groups, tunes),
                     "hvd.DistributedOptimizer",
                     "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, step_on_arrival, passes per "
                     "step, groups, autotune)",

@@ -60,7 +60,11 @@ def broadcast_optimizer_state(
     groups = optimizer.param_groups
     params = [param for entry in groups for param in entry["params"]]
     shapes = [[list(param.shape) for param in entry["params"]] for entry in groups]
-    same = {"root_rank": root_rank, "class": type(own).__qualname__, "(parameter shapes by parameter group)": shapes}
+    same = {
+        "root_rank": group.ranks[root],
+        "class": type(own).__qualname__,
+        "(parameter shapes by parameter group)": shapes,
+    }
     is_root = group.rank == root
     packer = _Packer(params)
     data, error = to_bytes(own, packer.dumps) if is_root else (None, None)

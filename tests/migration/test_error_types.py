@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -286,6 +287,19 @@ def test_groups_leave_out_tensors_of_others():
         return param.tolist()
 
     assert run_worlds(2, rank) == [[-1.5, -1.5]] * 2
+
+
+def test_ranks_and_passes_may_be_numpys():
+    def rank(own: int) -> list[Any]:
+        param, one = weight(), np.int64(1)
+        optimizer = wrap(param, backward_passes_per_step=np.int32(2))
+        optimizer.set_backward_passes_per_step(one)
+        param.data.fill_(own)
+        hvd.broadcast_parameters([param], one)
+        hvd.broadcast_optimizer_state(optimizer, one)
+        return [param.tolist(), hvd.broadcast(torch.tensor(own), one).item(), hvd.broadcast_object(own, one)]
+
+    assert run_worlds(2, rank) == [[[1.0, 1.0], 1, 1]] * 2
 
 
 def test_splits_may_be_floats_that_are_whole():
