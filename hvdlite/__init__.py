@@ -68,7 +68,6 @@ from .collectives.operations import (
 from .collectives.replicate import (
     allgather_object,
     broadcast_object,
-    broadcast_optimizer_state,
     broadcast_parameters,
 )
 from .errors import (
@@ -81,6 +80,7 @@ from .errors import (
     PeerLostError,
 )
 from .gradients.optimizer import DistributedOptimizer
+from .gradients.optimizer_state import broadcast_optimizer_state
 from .launch import run
 from .process_set import ProcessSet
 from .process_sets import add_process_set, global_process_set, remove_process_set

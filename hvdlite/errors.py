@@ -6,11 +6,13 @@ The errors that hvdlite raises, drawn once as a tree.
     ├── LaunchEnvironmentError the launcher's variables are incomplete or contradict each other
     ├── MismatchError          ranks built different models, or passed different arguments
     ├── GradientError          gradients came, or were zeroed, when they should not have been
+    ├── UnsupportedError       what is asked for cannot be done with such tensors, or by that op
     └── CommunicationError     a collective failed or timed out
         └── PeerLostError      ... because another rank has gone
 
-Wrong arguments are `ValueError` or `TypeError`, as everywhere in Python. Nothing here decides when to
-raise; the messages are made where the names of the things are known.
+Wrong arguments are `ValueError` or `TypeError`, as everywhere in Python; `WrongTypeError` is both. What a program that
+was written for Horovod expects to catch, each of them is besides. Nothing here decides when to raise; the messages are
+made where the names of the things are known.
 """
 
 from __future__ import annotations
@@ -40,6 +42,17 @@ class GradientError(HvdliteError, AssertionError):
 
     It is an `AssertionError` too, since that is what programs written for Horovod expect here.
     """
+
+
+class UnsupportedError(HvdliteError, ValueError):
+    """What was asked for cannot be done: not with such a tensor, or not by that op.
+
+    A wrong argument, and so a `ValueError`; Horovod notices it when the operation runs, where it is a `RuntimeError`.
+    """
+
+
+class WrongTypeError(TypeError, ValueError):
+    """An argument of a type that will not do, which in Horovod is a `TypeError` or a `ValueError`, as it comes."""
 
 
 class CommunicationError(HvdliteError):

@@ -9,11 +9,12 @@ Who registers them, and gives them numbers, is `registry`; the set of all ranks 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from .channels.collective import Group
+from .errors import WrongTypeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,9 @@ class ProcessSet:
     A copy is the set itself. Pickled, it is its ranks: what is loaded must be registered anew.
     """
 
+    # This rank's number among all, as who knows the world says it.
+    _own_rank: ClassVar[staticmethod[[], int]]
+
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
         self._ranks = _check_ranks(ranks_or_comm)
         self._registered: Membership | None = None
@@ -47,16 +51,23 @@ class ProcessSet:
         """The global ranks of its members, in order."""
         return list(self._ranks)
 
-    def size(self) -> int:
-        """How many ranks are members."""
-        return len(self.ranks)
+    def size(self) -> int | None:
+        """How many ranks are members; None, as in Horovod, where the set is not registered."""
+        return None if self.process_set_id is None else len(self.ranks)
 
     def included(self) -> bool:
-        """Whether this rank is a member."""
+        """Whether this rank is a member, or would be once the set is registered."""
+        if self.process_set_id is None:
+            return self._own_rank() in self.ranks
         return self.membership().group is not None
 
-    def rank(self) -> int:
-        """This rank's place among the members, from 0; a ValueError if it is none."""
+    def rank(self) -> int | None:
+        """This rank's place among the members, from 0; a ValueError if it is none.
+
+        None, as in Horovod, where the set is not registered.
+        """
+        if self.process_set_id is None:
+            return None
         group = self.membership().group
         if group is None:
             # The first words are Horovod's.
@@ -69,7 +80,7 @@ class ProcessSet:
     def membership(self) -> Membership:
         """What the set is to this rank, or a ValueError that says to register it."""
         if self._registered is None:
-            raise ValueError(
+            raise WrongTypeError(
                 f"{self} is not registered, or was removed: call hvd.add_process_set(process_set) on every rank of "
                 "the job first, or pass it to hvd.init(process_sets=[...])"
             )
@@ -85,6 +96,11 @@ class ProcessSet:
                 f"process set. Its ranks are {self.ranks}: only these may call it, under `if process_set.included():`"
             )
         return membership.group
+
+    @classmethod
+    def tell_own_rank(cls, function: Callable[[], int]) -> None:
+        """Have sets ask here which rank this is, since they stand below whatever knows it."""
+        cls._own_rank = staticmethod(function)
 
     def register(self, membership: Membership | None) -> None:
         """Note that all ranks know the set under this number, or None that they do not any more."""

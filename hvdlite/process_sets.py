@@ -43,6 +43,7 @@ class _AllRanks(ProcessSet):
 
 
 global_process_set: ProcessSet = _AllRanks()
+ProcessSet.tell_own_rank(lambda: current_world().group.rank)
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:

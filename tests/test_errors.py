@@ -59,7 +59,6 @@ CONSTRUCTION_ERRORS = [
     ({"groups": "all"}, "groups should be a non-negative integer or a list of list of torch.Tensor."),
     ({"groups": [weight()]}, "Entry 0 is Parameter"),
     ({"groups": [["w"]]}, "groups must consist of torch.Tensor"),
-    ({"groups": [[weight(3)]]}, "not a parameter of the optimizer"),
     ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
     ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25'"),
     ({"autotune": "yes"}, "autotune=.yes. is neither True nor False"),

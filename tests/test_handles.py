@@ -50,11 +50,17 @@ def test_a_handle_is_a_number_unlike_any_other_and_gives_its_result_as_often_as_
     run_worlds(2, rank)
 
 
-@pytest.mark.parametrize("stranger", [7, None, torch.ones(1)])
+@pytest.mark.parametrize("stranger", [7, "x", torch.ones(1)])
 def test_what_is_no_handle_is_an_error(stranger):
     for asker in (hvd.synchronize, hvd.poll):
         with pytest.raises(ValueError, match=f"{asker.__name__}.* is not a handle"):
             asker(stranger)
+
+
+def test_there_is_nothing_to_wait_for_in_none():
+    assert hvd.synchronize(None) is None
+    with pytest.raises(ValueError, match=r"poll.* is not a handle"):
+        hvd.poll(None)
 
 
 def test_what_goes_wrong_is_raised_by_synchronize_as_often_as_one_asks():

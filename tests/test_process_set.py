@@ -127,10 +127,13 @@ def test_sets_that_cannot_be_are_one_error_on_every_rank_and_leave_no_trace(rank
 def test_only_members_may_use_a_set_and_only_while_it_is_registered():
     def rank(own: int) -> Any:
         process_set = hvd.ProcessSet([1])
-        for use in (process_set.rank, process_set.included, lambda: hvd.allgather_object(1, process_set=process_set)):
-            with pytest.raises(ValueError, match=r"call hvd\.add_process_set"):
-                use()
-        assert (process_set.process_set_id, process_set.size()) == (None, 1)
+        with pytest.raises(ValueError, match=r"call hvd\.add_process_set"):
+            hvd.allgather_object(1, process_set=process_set)
+        # Not to train alone unnoticed.
+        with pytest.raises(ValueError, match=r"call hvd\.add_process_set"):
+            hvd.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), process_set=process_set)
+        assert (process_set.process_set_id, process_set.size(), process_set.rank()) == (None, None, None)
+        assert process_set.included() == (own == 1)
         hvd.add_process_set(process_set)
         hvd.remove_process_set(hvd.add_process_set([0]))
         if own == 1:

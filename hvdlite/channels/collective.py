@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
-from ..errors import CommunicationError, MismatchError, PeerLostError, says_peer_lost
+from ..errors import CommunicationError, MismatchError, PeerLostError, WrongTypeError, says_peer_lost
 from ..signing import TAG_BYTES, Signer, digest
 from .engine import AloneChannels, Channels, ClosedEngine, Engine, EngineWork, HasMemory, PeerGoneError
 from .flat import as_bytes, pieces_of
@@ -184,13 +185,18 @@ class Group:
 
     def place_of_root(self, root_rank: object) -> int:
         """The place in this group of a root that a user named by its global rank; a ValueError if it has none."""
-        if isinstance(root_rank, bool) or not isinstance(root_rank, int) or root_rank not in self.ranks:
+        try:
+            rank: int | None = operator.index(root_rank)  # type: ignore[arg-type]  # what is no number is refused by it
+        except TypeError:
+            rank = None
+        if isinstance(root_rank, bool) or rank not in self.ranks:
             if self.set_id == 0:
                 members = f"the {self.size} ranks, 0 to {self.size - 1}"
             else:
                 members = f"the ranks of the process set, {', '.join(map(str, self.ranks))}"
-            raise ValueError(f"root_rank={root_rank!r} is not one of {members}")
-        return self.ranks.index(root_rank)
+            kind = WrongTypeError if rank is None else ValueError
+            raise kind(f"root_rank={root_rank!r} is not one of {members}")
+        return self.ranks.index(rank)
 
     def _error_of_end(self, where: str, words: str, seen: int | None = None) -> CommunicationError:
         """A rank has left: the global rank ``seen``, if the engine says which."""

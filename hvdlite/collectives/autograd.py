@@ -1,13 +1,19 @@
 """
-Gradients of the collectives: what a loss on any rank says about the tensors on all.
+Gradients of the collectives: what Horovod says they are, to the letter.
 
-    y_r = f(x_0, ..., x_n)  ──  dL/dx_i = sum over r of (dy_r/dx_i)ᵀ dL_r/dy_r, where L is the sum of all ranks' losses
+    allreduce        the same all-reduce of the gradients: op, factors and compression as forward
+    reducescatter    gathered; times the number of ranks for a sum, and times both factors
+    allgather        averaged over the ranks; of that, this rank's rows
+    broadcast        averaged over the ranks, on the root; zeros elsewhere
+    alltoall         sent back
 
-A sum goes back as a sum, rows that were gathered as sums of rows to those who gave them, a broadcast as a sum to its
-root, rows that were exchanged as an exchange. (Horovod divides the latter by the number of ranks where it gathers or
-broadcasts, which is the gradient of no function.) Every rank must go backward through what it went forward through;
-the collectives of the backward pass have the forward's name with ``.gradient`` behind it. They can be differentiated
-again.
+Ranks are those of the process set. Where parameters' gradients are averaged over them afterwards, they are those of the
+mean of all ranks' losses for a sum, an average and an all-to-all; a part of that, one in the number of ranks, for an
+all-gather and a broadcast, and that number of times as much for a reduce-scatter. Those of Min, Max, Product and Adasum
+are no derivatives at all. All of them are what programs that were written for Horovod have been trained with.
+
+Every rank must go backward through what it went forward through; the collectives of the backward pass have the
+forward's name with ``.gradient`` behind it. They can be differentiated again, by the same rules.
 """
 
 from __future__ import annotations
@@ -19,16 +25,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function
 
-from ..channels.reduce_op import Adasum, Average, Product, Sum
-from ..errors import GradientError
+from ..channels.reduce_op import Average, Sum
 from ..process_set import ProcessSet
 from ..process_sets import group_of
 from .combining import start_allreduce, start_reducescatter
+from .compression import CastCompression
 from .moving import AllGather, AllToAll, start_allgather, start_alltoall, start_broadcast
 from .reduction import Reduction
-from .submission import title
 
-_PLAIN_SUM = Reduction(Sum)
+_PLAIN_AVERAGE = Reduction(Average)
 
 
 def allreduce(
@@ -84,56 +89,15 @@ class _Allreduce(Function):
         ctx: Any, kind: str, reduction: Reduction, name: str | None, process_set: ProcessSet, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         result = start_allreduce(kind, tensors, reduction, name, process_set).wait()
-        outputs = _as_tuple(result)
         ctx.kind, ctx.reduction, ctx.name, ctx.process_set = kind, reduction, name, process_set
         ctx.members = _differentiable(tensors)
-        if reduction.op not in (Average, Sum):
-            ctx.save_for_backward(*[tensors[number] for number in ctx.members], *[outputs[n] for n in ctx.members])
-        return outputs
+        return _as_tuple(result)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        op, members = ctx.reduction.op, ctx.members
-        mine = [grads[number] for number in members]
-        if op is Adasum:
-            raise GradientError(
-                f"{title(ctx.kind, ctx.name)}: op=hvd.Adasum has no gradient here: detach() the tensor, or use hvd.Sum"
-            )
-        if op in (Average, Sum):
-            results = list(allreduce(ctx.kind, mine, ctx.reduction, _derived(ctx.name), ctx.process_set))
-        elif op is Product:
-            results = _backward_of_product(ctx, mine)
-        else:
-            results = _backward_of_extreme(ctx, mine)
-        return (None, None, None, None, *_in_places(results, members, len(grads)))
-
-
-def _backward_of_extreme(ctx: Any, grads: Sequence[Tensor]) -> list[Tensor]:
-    """To whoever had the minimum or maximum; in equal parts where several had it."""
-    reduction: Reduction = ctx.reduction
-    tensors, outputs = ctx.saved_tensors[: len(grads)], ctx.saved_tensors[len(grads) :]
-    had_it = [(reduction.alone(x) == y).to(x.dtype) for x, y in zip(tensors, outputs, strict=True)]
-    reduced = allreduce("grouped_allreduce", [*grads, *had_it], _PLAIN_SUM, _derived(ctx.name), ctx.process_set)
-    totals, counts = reduced[: len(grads)], reduced[len(grads) :]
-    factor = reduction.prescale_factor * reduction.postscale_factor
-    return [
-        total * mask / count.clamp(min=1) * factor for total, mask, count in zip(totals, had_it, counts, strict=True)
-    ]
-
-
-def _backward_of_product(ctx: Any, grads: Sequence[Tensor]) -> list[Tensor]:
-    """The product of the other ranks', which all have to be known: a quotient would not do for zeros."""
-    reduction: Reduction = ctx.reduction
-    tensors = [tensor.unsqueeze(0) for tensor in ctx.saved_tensors[: len(grads)]]
-    name, me = _derived(ctx.name), group_of(ctx.process_set).rank
-    totals = allreduce("grouped_allreduce", grads, _PLAIN_SUM, name, ctx.process_set)
-    everybodys = allgather("grouped_allgather", tensors, name, ctx.process_set)
-    results = []
-    for total, all_of_them in zip(totals, everybodys, strict=True):
-        others = torch.cat([all_of_them[:me], all_of_them[me + 1 :]]) * reduction.prescale_factor
-        factor = reduction.prescale_factor * reduction.postscale_factor
-        results.append(total * (others.prod(0) * factor).conj())
-    return results
+        mine = [grads[number] for number in ctx.members]
+        results = allreduce(ctx.kind, mine, ctx.reduction, _derived(ctx.name), ctx.process_set)
+        return (None, None, None, None, *_in_places(results, ctx.members, len(grads)))
 
 
 class _Reducescatter(Function):
@@ -156,10 +120,12 @@ class _Reducescatter(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         reduction: Reduction = ctx.reduction
         factor = reduction.prescale_factor * reduction.postscale_factor
-        if reduction.op is Average:
-            factor /= group_of(ctx.process_set).size
-        scaled = [grads[number] * factor for number in ctx.members]
-        results = allgather(ctx.kind.replace("reducescatter", "allgather"), scaled, _derived(ctx.name), ctx.process_set)
+        if reduction.op is Sum:
+            factor *= group_of(ctx.process_set).size
+        mine = [grads[number] for number in ctx.members]
+        wires = [_compressed(grad, reduction) * factor for grad in mine]
+        gathered = allgather(ctx.kind.replace("reducescatter", "allgather"), wires, _derived(ctx.name), ctx.process_set)
+        results = [result.to(grad.dtype) for result, grad in zip(gathered, mine, strict=True)]
         return (None, None, None, None, None, *_in_places(results, ctx.members, len(grads)))
 
 
@@ -178,7 +144,7 @@ class _Allgather(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         kind, name = ctx.kind.replace("allgather", "reducescatter"), _derived(ctx.name)
         mine = [grads[number] for number in ctx.members]
-        parts = reducescatter(kind, mine, _PLAIN_SUM, name, ctx.process_set, ctx.rows)
+        parts = reducescatter(kind, mine, _PLAIN_AVERAGE, name, ctx.process_set, ctx.rows)
         results = [part.reshape(shape) for part, shape in zip(parts, ctx.shapes, strict=True)]
         return (None, None, None, *_in_places(results, ctx.members, len(grads)))
 
@@ -187,15 +153,17 @@ class _Broadcast(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
         ctx.root_rank, ctx.name, ctx.process_set = root_rank, name, process_set
-        result: Tensor = start_broadcast(tensor, root_rank, name, process_set).wait()
-        return result
+        return _as_own(start_broadcast(tensor, root_rank, name, process_set).wait())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        (total,) = allreduce("allreduce", grads, _PLAIN_SUM, _derived(ctx.name), ctx.process_set)
+        (average,) = allreduce("allreduce", grads, _PLAIN_AVERAGE, _derived(ctx.name), ctx.process_set)
         group = group_of(ctx.process_set)
         is_root = group.rank == group.place_of_root(ctx.root_rank)
-        return total if is_root else torch.zeros_like(total), None, None, None
+        if not is_root:
+            # Not zeros that have come from nowhere: a second backward pass has to come through here on every rank.
+            average = average.masked_fill(torch.ones((), dtype=torch.bool, device=average.device), 0)
+        return average, None, None, None
 
 
 class _Alltoall(Function):
@@ -214,7 +182,8 @@ class _Alltoall(Function):
         ctx.received, ctx.kept_rows = body.received, len(tensor) - sum(counts)
         if isinstance(result, tuple):
             ctx.mark_non_differentiable(result[1])
-        return result
+            return _as_own(result[0]), result[1]
+        return _as_own(result)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -227,7 +196,23 @@ class _Alltoall(Function):
 
 
 def _as_tuple(result: Any) -> tuple[Tensor, ...]:
-    return (result,) if isinstance(result, Tensor) else tuple(result)
+    return tuple(_as_own(output) for output in ((result,) if isinstance(result, Tensor) else result))
+
+
+def _as_own(output: Tensor) -> Tensor:
+    """The same memory as no view of another tensor: views that a Function returns may not be changed in place."""
+    if not output._is_view():
+        return output
+    own = torch.empty(0, dtype=output.dtype, device=output.device)
+    return own.set_(output.untyped_storage(), output.storage_offset(), output.size(), output.stride())
+
+
+def _compressed(grad: Tensor, reduction: Reduction) -> Tensor:
+    """A gradient as it travels; it cannot where a compression of the user's own makes something to be summed of it."""
+    compression = reduction.compression
+    if isinstance(compression, CastCompression) and grad.is_floating_point() and compression.casts(grad.dtype):
+        return grad.to(compression.dtype)
+    return grad
 
 
 def _differentiable(tensors: Sequence[Tensor]) -> list[int]:

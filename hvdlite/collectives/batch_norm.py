@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..agreement.request import Request, Turn
 from ..channels.collective import Group
+from ..errors import UnsupportedError
 from ..process_set import ProcessSet, check_process_set
 from ..process_sets import global_process_set
 from .moments import Moments, computed_in, gradient_sums, input_gradient, measure, merge
@@ -33,7 +34,7 @@ _forwards = itertools.count(1)
 class SyncBatchNorm(_BatchNorm):
     """Normalizes with the statistics of the batches of all ranks of a process set, which may be of unequal size.
 
-    For inputs of 2 to 5 dimensions on CPU or GPU; the second is the channels. Arguments, parameters, buffers and
+    For inputs of 2 dimensions or more, on CPU or GPU; the second is the channels. Arguments, parameters, buffers and
     ``state_dict()`` are those of `torch.nn.BatchNorm2d` and its like. Every rank of the set must call it in training,
     also with no samples; each waits for all. In evaluation, on a rank that is not in the set, and where there is one
     rank, it is plain batch normalization. Half-precision inputs are computed in float32.
@@ -84,10 +85,11 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         title = "SyncBatchNorm" if self.name is None else f"SyncBatchNorm {self.name!r}"
-        if not 2 <= input.dim() <= 5:
-            raise ValueError(f"{title}: expected 2D to 5D input (got {input.dim()}D input)")
+        if input.dim() < 2:
+            # Horovod's words.
+            raise ValueError(f"{title}: expected at least 2D input (got {input.dim()}D input)")
         if input.size(1) != self.num_features or self.num_features == 0:
-            raise ValueError(
+            raise UnsupportedError(
                 f"{title}: expected {self.num_features} channels, one at least, in the second dimension, "
                 f"got input of shape {tuple(input.shape)}"
             )

@@ -19,6 +19,7 @@ from ..agreement.handle import Handle
 from ..agreement.request import Request, Turn
 from ..channels.flat import pieces_of
 from ..channels.reduce_op import Average, ReduceOp, Sum
+from ..errors import UnsupportedError
 from ..process_set import ProcessSet
 from .compression import Compression
 from .fusion import flat_of, fused, mark_written, own_memory
@@ -80,7 +81,9 @@ def start_reducescatter(
     is_group = kind == "grouped_reducescatter"
     if reduction.op not in (Average, Sum):
         # Horovod's words.
-        raise ValueError(f"Reducescatter currently only supports AVERAGE and SUM. ({what}: hvd.{reduction.op.name})")
+        raise UnsupportedError(
+            f"Reducescatter currently only supports AVERAGE and SUM. ({what}: hvd.{reduction.op.name})"
+        )
     for tensor in tensors:
         reduction.check_dtype(tensor, what)
         if tensor.dim() == 0:
@@ -143,7 +146,7 @@ def spread_rows(count: int, size: int) -> list[int]:
 def _check_stand_ins(reduction: Reduction, turn: Turn) -> None:
     """A compression of the user's own is not known to a rank that has joined; all ranks notice it alike."""
     if any(own is not None for own in turn.owns) and any(own is None for own in turn.owns):
-        raise ValueError(
+        raise UnsupportedError(
             f"{turn.what}: a rank that has joined cannot stand in where compression={reduction.compression!r}: "
             "use one of hvd.Compression's, or no hvd.join()"
         )

@@ -21,6 +21,7 @@ from ..agreement.request import Request, Turn
 from ..channels.collective import Group
 from ..channels.flat import as_bytes, pieces_of
 from ..channels.reduce_op import Average
+from ..errors import UnsupportedError
 from ..process_set import ProcessSet
 from ..process_sets import group_of
 from .fusion import is_plain, mark_written, plain
@@ -99,7 +100,8 @@ def start_broadcast(
     tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
 ) -> Handle:
     """Give the tensor of the root, a global rank, to all ranks."""
-    root = group_of(process_set, title("broadcast", name)).place_of_root(root_rank)
+    group = group_of(process_set, title("broadcast", name))
+    root = group.place_of_root(root_rank)
     if in_place:
         check_writable(tensor, title("broadcast", name))
     source = tensor.detach()
@@ -122,7 +124,7 @@ def start_broadcast(
             tensor.copy_(wire)
         return tensor
 
-    same = {**signature([tensor], is_group=False), "root_rank": root_rank}
+    same = {**signature([tensor], is_group=False), "root_rank": group.ranks[root]}
     return submit(Request("broadcast", name, same), process_set, [tensor], body)
 
 
@@ -152,7 +154,7 @@ def check_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: in
     """How many rows each rank gets; a ValueError, in Horovod's words, where that does not come out."""
     what = title("alltoall", name)
     if tensor.dim() == 0:
-        raise ValueError(f"{what}: a scalar has no rows to distribute: pass a tensor of at least one dimension")
+        raise UnsupportedError(f"{what}: a scalar has no rows to distribute: pass a tensor of at least one dimension")
     if splits is None:
         if len(tensor) % size:
             raise ValueError(
@@ -188,9 +190,10 @@ def _splits_of_list(splits: Sequence[int], what: str) -> Tensor:
         given = torch.tensor(splits)
     except (TypeError, ValueError, RuntimeError):
         given = None
-    # An empty list is a tensor of floats.
-    is_whole = given is not None and (given.numel() == 0 or given.dtype in _WHOLE)
-    if given is None or not is_whole:
+    if given is not None and given.is_floating_point() and torch.equal(given, given.trunc()):
+        # So is an empty list.
+        given = given.long()
+    if given is None or given.dtype not in _WHOLE:
         raise ValueError(f"{what}: splits={splits!r} are not whole numbers of rows")
     return given
 

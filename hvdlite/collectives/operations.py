@@ -12,8 +12,8 @@ For values of the user's own; gradients of a `DistributedOptimizer` take the way
   int8 to int64, bool, float16, bfloat16, float32, float64 to complex64 and complex128. Arguments are left alone but by
   the functions whose names end in ``_``, which overwrite them.
 - Results are contiguous, and the same bits on every rank that gets the same.
-- The gradient of each is that of the sum of all ranks' losses (see `autograd`); it does not flow through those that
-  end in ``_``, nor through the asynchronous ones.
+- The gradient of each is Horovod's (see `autograd`); it does not flow through those that end in ``_``, nor through the
+  asynchronous ones.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..agreement.handle import Handle
 from ..channels.reduce_op import Average, ReduceOp
+from ..errors import WrongTypeError
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
 from . import autograd
@@ -52,7 +53,7 @@ def allreduce(
     floats are scaled before they are summed, so that they overflow no sooner than the values; those of integers are
     truncated towards zero. ``compression`` is how floats travel.
 
-    The gradient of a minimum or maximum goes to the ranks that had it, in equal parts; `Adasum` has none.
+    The gradient is the same operation on the gradients of all ranks' results: ``op``, factors and ``compression``.
     """
     what = title("allreduce", name)
     check_tensor(tensor, what)
@@ -123,7 +124,8 @@ def reducescatter(
     """This rank's rows of the average (or sum) of all ranks' tensors, of the same shape and dtype.
 
     Rows are spread evenly over the ranks, in their order; where that does not come out, the first ones get one more.
-    Other arguments are as for `allreduce`.
+    Other arguments are as for `allreduce`. The gradient is what all ranks have for their rows, joined, times both
+    factors, and times the number of ranks for a sum.
     """
     what = title("reducescatter", name)
     check_tensor(tensor, what)
@@ -151,8 +153,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     """The tensors of all ranks, joined along the first dimension in rank order.
 
     The first dimension may differ between ranks, the others and the dtype may not. A scalar counts as a
-    tensor of one element. The gradient of a rank's rows is the sum of what all ranks have for them, where Horovod
-    divides it by their number.
+    tensor of one element. The gradient of a rank's rows is the average of what all ranks have for them.
     """
     check_tensor(tensor, title("allgather", name))
     return autograd.allgather("allgather", [tensor], name, process_set)[0]
@@ -171,8 +172,8 @@ def broadcast(
 ) -> Tensor:
     """The root's tensor, on every rank. Every rank passes one of the same shape and dtype.
 
-    ``root_rank`` is the root's rank among all, in a process set too. The gradient is the root's, and is the sum of
-    all ranks', where Horovod divides it by their number.
+    ``root_rank`` is the root's rank among all, in a process set too. The gradient is the average of all ranks' on the
+    root, and zeros elsewhere.
     """
     check_tensor(tensor, title("broadcast", name))
     return autograd.broadcast(tensor, root_rank, name, process_set)
@@ -197,7 +198,7 @@ def alltoall(
 
     ``splits`` are how many rows go to each rank, as a list or a one-dimensional int32 tensor; rows that are left over
     go nowhere. With splits the result is a pair: the tensor, and how many rows came from each rank, as an int32 tensor.
-    Without them all ranks get as many.
+    Without them all ranks get as many. The gradient is what comes back of the rows, sent back.
     """
     check_tensor(tensor, title("alltoall", name))
     counts = check_splits(tensor, splits, group_of(process_set, title("alltoall", name)).size, name)
@@ -214,17 +215,17 @@ def poll(handle: Handle) -> bool:
     return _known(handle, "poll").is_ended()
 
 
-def synchronize(handle: Handle) -> Any:
+def synchronize(handle: Handle | None) -> Any:
     """Wait, without burning a core, for what an asynchronous function has begun; its result, as often as one asks.
 
-    Raises what went wrong with it.
+    Raises what went wrong with it. None for None, as in Horovod: there is nothing to wait for.
     """
-    return _known(handle, "synchronize").wait()
+    return None if handle is None else _known(handle, "synchronize").wait()
 
 
 def _known(handle: object, asker: str) -> Handle:
     if not isinstance(handle, Handle):
-        raise ValueError(
+        raise WrongTypeError(
             f"{asker}({handle!r}): this is not a handle: pass what hvd.allreduce_async, or another function whose "
             "name has _async in it, has returned"
         )

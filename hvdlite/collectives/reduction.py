@@ -22,6 +22,7 @@ from torch import Tensor
 from ..channels.collective import Group
 from ..channels.flat import as_bytes
 from ..channels.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from ..errors import UnsupportedError, WrongTypeError
 from .adasum import adasum_all_reduce
 from .compression import AnyCompression, Compression, Compressor, check_compression
 
@@ -53,7 +54,9 @@ class Reduction:
         if tensor.is_complex() and self.op in (Min, Max):
             raise ValueError(f"{what}: complex numbers have no order: op=hvd.{self.op.name} is for real ones")
         if self.op is Adasum and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise ValueError(f"{what}: op=hvd.Adasum is for floats, and the tensor is {tensor.dtype}: use hvd.Sum")
+            raise UnsupportedError(
+                f"{what}: op=hvd.Adasum is for floats, and the tensor is {tensor.dtype}: use hvd.Sum"
+            )
 
     def all_reduce(self, group: Group, flat: Tensor, segments: Sequence[int], divisor: int, what: str) -> None:
         """Replace a flat contiguous tensor, in place, by what comes of all ranks'.
@@ -97,14 +100,6 @@ class Reduction:
         self._decompress(mine, values[group.rank])
         scale(values[group.rank], self.postscale_factor)
         return parts[group.rank]
-
-    def alone(self, tensor: Tensor) -> Tensor:
-        """What would come of a floating-point tensor if this rank were the only one."""
-        values = tensor.detach().reshape(-1).clone()
-        scale(values, self.prescale_factor)
-        self._decompress(self._compress(values), values)
-        scale(values, self.postscale_factor)
-        return values.view(tensor.shape)
 
     def same(self) -> dict[str, Any]:
         """What ranks compare; a compression of the user's own by its words, or else its type."""
@@ -196,7 +191,8 @@ def make_reduction(
         known = Average if op is None else ReduceOp(op)  # type: ignore[arg-type]  # what is no number is refused by it
     except ValueError:
         names = ", ".join(f"hvd.{member.name}" for member in ReduceOp)
-        raise ValueError(f"{what}: op={op!r} is not one of {names}") from None
+        kind = UnsupportedError if isinstance(op, int) else WrongTypeError
+        raise kind(f"{what}: op={op!r} is not one of {names}") from None
     return Reduction(
         known,
         _check_factor(what, "prescale_factor", prescale_factor),
@@ -212,7 +208,7 @@ def _check_factor(what: str, argument: str, value: object) -> float:
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{what}: {argument}={value!r} is not a number") from None
     if math.isnan(factor):
-        raise ValueError(f"{what}: {argument} is {value!r}, by which nothing can be scaled")
+        raise UnsupportedError(f"{what}: {argument} is {value!r}, by which nothing can be scaled")
     return factor
 
 

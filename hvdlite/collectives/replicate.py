@@ -1,10 +1,11 @@
 """
-Starting equal: what one rank has, given to all. Parameters, optimizer state, any picklable object.
+Starting equal: what one rank has, given to all. Parameters, any picklable object.
 
     named tensors ── packed as bytes into a few flat buffers, one per device and 64 MiB ── broadcast ── copied out
 
 Each call is one operation: all ranks compare what must be equal, then the bytes move in its turn. Objects are pickled
-and unpickled by who calls, since their own methods may do anything, other operations included.
+and unpickled by who calls, since their own methods may do anything, other operations included. An optimizer's state is
+in `gradients.optimizer_state`.
 
 All functions must be called by every rank of the process set, and wait for all of them. ``root_rank`` is a global
 rank, in a process set too.
@@ -12,10 +13,9 @@ rank, in a process set too.
 
 from __future__ import annotations
 
-import copy
-import json
+import io
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,9 @@ _PACK_ALIGNMENT_BYTES = 16
 
 Params = Mapping[str, Any] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 
+# Pickles an object with a pickler of this class.
+Dumps = Callable[[Any, type[pickle.Pickler]], bytes]
+
 
 def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: ProcessSet = global_process_set) -> None:
     """Overwrite tensors in place with those of the root.
@@ -48,65 +51,16 @@ def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: Pro
     Several threads may call it at once for models whose tensors have different names.
     """
     kind = "broadcast_parameters"
-    root = group_of(process_set, kind).place_of_root(root_rank)
+    group = group_of(process_set, kind)
+    root = group.place_of_root(root_rank)
     named = _named_tensors(params)
     tensors = [tensor for _, tensor in named]
     same = {
-        "root_rank": root_rank,
+        "root_rank": group.ranks[root],
         "tensors": [[name, list(tensor.shape), str(tensor.dtype), tensor.device.type] for name, tensor in named],
     }
-    request = Request(kind, _digest([name for name, _ in named]), same, has_users_name=False, is_compared=True)
-    submit(request, process_set, tensors, lambda turn: _broadcast_tensors(tensors, root, turn)).wait()
-
-
-def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer,
-    root_rank: int = 0,
-    model: torch.nn.Module | None = None,  # Horovod's, for the step that it takes here
-    *,
-    process_set: ProcessSet = global_process_set,
-) -> None:
-    """Give every rank the root's optimizer state: learning rates, momenta, step counters.
-
-    Takes no step and changes no parameter; an optimizer that has no state yet stays without. ``model`` is needed for
-    nothing, and may be given as to Horovod.
-
-    Several threads may call it at once for optimizers whose parameters have different shapes.
-    """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        # Horovod's words.
-        raise ValueError("cannot broadcast torch.optim.LBFGS state: it is not averaged by hvdlite either")
-    kind = "broadcast_optimizer_state"
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{kind}: optimizer={optimizer!r} is not a torch.optim.Optimizer")
-    group = group_of(process_set, kind)
-    root = group.place_of_root(root_rank)
-    # Under the wrapper, whose class says nothing, the state's shape is that of the optimizer it wraps.
-    about = [
-        sorted(optimizer.defaults),
-        [[list(param.shape) for param in entry["params"]] for entry in optimizer.param_groups],
-    ]
-    same = {"root_rank": root_rank, "(settings, parameter shapes by parameter group)": about}
-    is_root = group.rank == root
-    skeleton, tensors = _take_tensors_out(optimizer.state_dict() if is_root else None)
-    data, error = _pickled(skeleton) if is_root else (None, None)
-    params = [param for entry in optimizer.param_groups for param in entry["params"]]
-    device = params[0].device if params else torch.device("cpu")
-
-    def body(turn: Turn) -> tuple[bytes, list[Tensor]]:
-        received = turn.group.broadcast_signed(data, root, turn.what)
-        metas = json.dumps([_Meta.of(tensor).pack() for tensor in tensors]).encode() if is_root else None
-        packed = json.loads(turn.group.broadcast_signed(metas, root, turn.what))
-        room = tensors if is_root else [_Meta.unpack(each).empty(device) for each in packed]
-        _broadcast_tensors(room, root, turn)
-        return received, room
-
-    request = Request(kind, _digest(about), same, has_users_name=False, is_compared=True)
-    received, tensors = submit(request, process_set, [*params, *tensors], body).wait()
-    # Where the root's cannot be pickled, the error is told on the root too.
-    state = _unpickled(received, group.describe_rank(root), kind, error)
-    if not is_root:
-        optimizer.load_state_dict(_put_tensors_back(state, tensors))
+    request = Request(kind, digest_of([name for name, _ in named]), same, has_users_name=False, is_compared=True)
+    submit(request, process_set, tensors, lambda turn: broadcast_tensors(tensors, root, turn)).wait()
 
 
 def broadcast_object(
@@ -122,12 +76,12 @@ def broadcast_object(
     group = group_of(process_set, what)
     root = group.place_of_root(root_rank)
     is_root = group.rank == root
-    data, error = _pickled(obj) if is_root else (None, None)
-    request = Request(kind, name, {"root_rank": root_rank}, is_compared=True)
+    data, error = to_bytes(obj) if is_root else (None, None)
+    request = Request(kind, name, {"root_rank": group.ranks[root]}, is_compared=True)
     received = submit(request, process_set, [], lambda turn: turn.group.broadcast_signed(data, root, turn.what)).wait()
     if is_root and error is None:
         return obj
-    return _unpickled(received, group.describe_rank(root), what, error)
+    return from_bytes(received, group.describe_rank(root), what, error)
 
 
 def allgather_object(
@@ -141,22 +95,22 @@ def allgather_object(
     kind = "allgather_object"
     what = title(kind, name)
     group = group_of(process_set, what)
-    data, error = _pickled(obj)
+    data, error = to_bytes(obj)
     gathered = submit(
         Request(kind, name, is_compared=True),
         process_set,
         [],
         lambda turn: turn.group.all_gather_signed(data, turn.what),
     ).wait()
-    return [_unpickled(part, group.describe_rank(rank), what, error) for rank, part in enumerate(gathered)]
+    return [from_bytes(part, group.describe_rank(rank), what, error) for rank, part in enumerate(gathered)]
 
 
-def _digest(value: object) -> str:
+def digest_of(value: object) -> str:
     """What calls on all ranks pair up by; it is equal where the values are."""
     return digest(repr(value).encode()).hex()
 
 
-def _broadcast_tensors(tensors: list[Tensor], root: int, turn: Turn) -> None:
+def broadcast_tensors(tensors: list[Tensor], root: int, turn: Turn) -> None:
     """Overwrite these tensors in place with those at place ``root``, in as few broadcasts as their devices allow."""
     for pack in _packs(tensors):
         _broadcast_pack(pack, root, turn.group, turn.what)
@@ -169,17 +123,29 @@ class _Unpicklable:
     cause: str
 
 
-def _pickled(obj: object) -> tuple[bytes, Exception | None]:
-    """What travels, and why the object itself does not."""
-    try:
-        return pickle.dumps(obj), None
-    except Exception as error:  # noqa: BLE001 - whatever an object's own methods raise
-        return pickle.dumps(_Unpicklable(f"{type(error).__name__}: {error}")), error
+def to_bytes(obj: object, dumps: Dumps | None = None) -> tuple[bytes, Exception | None]:
+    """What travels, and why the object itself does not.
+
+    What pickle refuses cloudpickle may take, such as a lambda; it comes second since with it classes of the main
+    program would arrive as others.
+    """
+    # Imported now, as most programs need none.
+    import cloudpickle  # type: ignore[import-untyped]  # noqa: PLC0415  # it has no types
+
+    failure: Exception | None = None
+    for pickler_class in (pickle.Pickler, cloudpickle.Pickler):
+        try:
+            return (dumps or _dumps)(obj, pickler_class), None
+        except Exception as error:  # noqa: BLE001 - whatever an object's own methods raise
+            failure = error
+    return pickle.dumps(_Unpicklable(f"{type(failure).__name__}: {failure}")), failure
 
 
-def _unpickled(data: bytes, owner: str, what: str, own_error: Exception | None) -> Any:
+def from_bytes(
+    data: bytes, owner: str, what: str, own_error: Exception | None, loads: Callable[[bytes], Any] = pickle.loads
+) -> Any:
     """The object of the rank described as ``owner``; ``data`` are known to be signed with the job's key."""
-    value = pickle.loads(data)
+    value = loads(data)
     if isinstance(value, _Unpicklable):
         raise TypeError(
             f"{what}: the object of {owner} cannot be pickled, and so not sent: {value.cause}"
@@ -187,29 +153,10 @@ def _unpickled(data: bytes, owner: str, what: str, own_error: Exception | None) 
     return value
 
 
-@dataclass(frozen=True, slots=True)
-class _Meta:
-    """What a rank needs to make room for a tensor that it does not have yet."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    on_cpu: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Meta:
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type == "cpu")
-
-    def pack(self) -> list[Any]:
-        """For a message; see `unpack`."""
-        return [list(self.shape), str(self.dtype), self.on_cpu]
-
-    @classmethod
-    def unpack(cls, packed: Sequence[Any]) -> _Meta:
-        shape, dtype, on_cpu = packed
-        return cls(tuple(shape), getattr(torch, dtype.removeprefix("torch.")), on_cpu)
-
-    def empty(self, device: torch.device) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="cpu" if self.on_cpu else device)
+def _dumps(obj: object, pickler_class: type[pickle.Pickler]) -> bytes:
+    file = io.BytesIO()
+    pickler_class(file).dump(obj)
+    return file.getvalue()
 
 
 def _named_tensors(params: Params) -> list[tuple[str, Tensor]]:
@@ -271,36 +218,3 @@ def _broadcast_pack(pack: list[Tensor], root: int, group: Group, what: str) -> N
     if group.rank != root:
         for place, tensor in zip(places, pack, strict=True):
             tensor.copy_(place.view(tensor.dtype).view(tensor.shape))
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Stands in an optimizer's state for the tensor of this number."""
-
-    number: int
-
-
-def _take_tensors_out(value: Any) -> tuple[Any, list[Tensor]]:
-    tensors: list[Tensor] = []
-
-    def walk(item: Any) -> Any:
-        if isinstance(item, Tensor):
-            tensors.append(item.detach())
-            return _Place(len(tensors) - 1)
-        if isinstance(item, dict):
-            return {key: walk(entry) for key, entry in item.items()}
-        if isinstance(item, (list, tuple)):
-            return type(item)(walk(entry) for entry in item)
-        return copy.copy(item)
-
-    return walk(value), tensors
-
-
-def _put_tensors_back(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, _Place):
-        return tensors[value.number]
-    if isinstance(value, dict):
-        return {key: _put_tensors_back(entry, tensors) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_put_tensors_back(entry, tensors) for entry in value)
-    return value

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..agreement.handle import Handle
 from ..agreement.request import Request, Turn
+from ..errors import WrongTypeError
 from ..process_set import ProcessSet
 from ..process_sets import group_of
 from ..world import current_world
@@ -65,7 +66,7 @@ def check_tensor(tensor: object, what: str) -> None:
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what}: {type(tensor).__name__} is not a tensor: wrap it, as torch.tensor(value)")
     if tensor.layout != torch.strided:
-        raise TypeError(
+        raise WrongTypeError(
             f"{what}: the tensor is {tensor.layout}: pass a dense one, as tensor.to_dense(), or sum it with "
             "hvd.sparse_allreduce_async"
         )

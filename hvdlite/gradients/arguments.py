@@ -6,6 +6,7 @@ Pure functions of their arguments; errors are ValueErrors, in Horovod's words wh
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -94,10 +95,15 @@ def check_autotune(autotune: object, bucket_cap_mb: float | None, op: ReduceOp, 
     return False
 
 
-def check_positive_int(value: object, argument: str) -> None:
-    """Raise a ValueError unless the value is an int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+def check_positive_int(value: object, argument: str) -> int:
+    """The value as an int, or a ValueError unless it is one of at least 1, be it another library's."""
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # or it is refused
+    except TypeError:
+        number = 0
+    if number < 1:
         raise ValueError(f"{argument} must be > 0: {value!r} is not a whole number of at least 1")
+    return number
 
 
 def check_named_parameters(
@@ -128,13 +134,11 @@ def names_of_added_group(optimizer: torch.optim.Optimizer, taken: Sequence[str])
 def groups_of(
     num_groups: int, groups: int | Sequence[Sequence[Tensor]] | None
 ) -> int | Sequence[Sequence[Tensor]] | None:
-    """The groups, where they may also be said in Horovod's older way: a number of them, or 0."""
+    """The groups, where they may also be said in Horovod's older way, a number of them or 0; ``groups`` counts more."""
     if num_groups == 0:
         return groups
-    if groups is not None:
-        raise ValueError(f"num_groups={num_groups!r} and groups={groups!r} say the same: give groups alone")
     warnings.warn("Parameter `num_groups` has been replaced by `groups`", DeprecationWarning, stacklevel=3)
-    return num_groups
+    return num_groups if groups is None else groups
 
 
 def check_groups(groups: int | Sequence[Sequence[Tensor]] | None, named: Named) -> list[list[str]]:
@@ -156,7 +160,7 @@ def check_groups(groups: int | Sequence[Sequence[Tensor]] | None, named: Named) 
 
 
 def _names_of_groups(groups: Sequence[Sequence[Tensor]], name_of: dict[Tensor, str]) -> list[list[str]]:
-    seen: set[str] = set()
+    seen: set[Tensor] = set()
     result = []
     for number, members in enumerate(groups):
         if not isinstance(members, (list, tuple)):
@@ -169,17 +173,13 @@ def _names_of_groups(groups: Sequence[Sequence[Tensor]], name_of: dict[Tensor, s
             if not isinstance(member, Tensor):
                 raise ValueError(f"groups must consist of torch.Tensor. Group {number} holds {member!r}")
             name = name_of.get(member)
-            if name is None:
-                raise ValueError(
-                    f"groups: group {number} holds a tensor of shape {tuple(member.shape)} that is not a "
-                    "parameter of the optimizer"
-                )
-            if name in seen:
-                raise ValueError(
-                    f"A parameter can only appear once in groups. {name!r} appears again in group {number}"
-                )
-            seen.add(name)
-            names.append(name)
+            if member in seen:
+                shown = f"A tensor of shape {tuple(member.shape)}" if name is None else repr(name)
+                raise ValueError(f"A parameter can only appear once in groups. {shown} appears again in group {number}")
+            seen.add(member)
+            if name is not None:
+                # Others are another optimizer's, and are left out, as in Horovod.
+                names.append(name)
         result.append(names)
     return result
 

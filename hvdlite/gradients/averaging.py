@@ -9,6 +9,7 @@ is in `reducer`, what Adasum does instead in `deltas`; how one is made of a user
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,14 +18,14 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import GradientError
-from .arguments import check_positive_int, names_of_added_group
+from .arguments import names_of_added_group
 from .arrival import StepByBucket
+from .attributes import HorovodsAttributes
 from .deltas import Deltas
-from .proxy import OptimizerProxy
 from .reducer import Reducer
 
 
-class AveragingOptimizer(OptimizerProxy):
+class AveragingOptimizer(HorovodsAttributes):
     """Adds to a proxy what averages gradients; whoever makes one calls `_connect`."""
 
     def _connect(
@@ -40,6 +41,8 @@ class AveragingOptimizer(OptimizerProxy):
         self._named = list(named)
         self._named_groups = groups
         self._skipping = False
+        # Whether the user has called `synchronize` since the last step, and was ever told that it took two.
+        self._called_synchronize = self._has_warned = False
         reducer.add_params(named, groups)
         # Parameters outlive their optimizer; the hooks on them must not.
         finalizer = weakref.finalize(self, reducer.abandon)
@@ -62,9 +65,10 @@ class AveragingOptimizer(OptimizerProxy):
                 optimizer.step()
 
         A second call before the next backward does nothing, and ``step()`` without ``skip_synchronize``
-        does not average again either.
+        does not average again either, but warns once, as Horovod does.
         """
         self._reducer.synchronize()
+        self._called_synchronize = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -86,8 +90,7 @@ class AveragingOptimizer(OptimizerProxy):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes make a step; on every rank, between two steps."""
-        check_positive_int(passes, "backward_passes_per_step")
-        self._reducer.backward_passes_per_step = passes
+        self.backward_passes_per_step = passes
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As PyTorch's. A GradientError where gradients are on their way, since they would be lost."""
@@ -106,6 +109,7 @@ class AveragingOptimizer(OptimizerProxy):
         A ``closure`` is called once; its gradients are averaged before they are used. What it returns,
         its own rank's loss, is returned.
         """
+        self._warn_of_synchronizing_twice()
         if isinstance(self._reducer, Deltas):
             set_by_scaler = vars(self)
             if not self._reducer.agree_to_step(set_by_scaler.get("grad_scale"), set_by_scaler.get("found_inf")):
@@ -126,6 +130,18 @@ class AveragingOptimizer(OptimizerProxy):
         if by_bucket is not None:
             by_bucket.drop_gradients()
         return result
+
+    def _warn_of_synchronizing_twice(self) -> None:
+        called, self._called_synchronize = self._called_synchronize, False
+        if called and not self._skipping and not self._has_warned and isinstance(self._reducer, Reducer):
+            self._has_warned = True
+            # Horovod's words.
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
+                "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
+                "if you use optimizer.synchronize() in your code.",
+                stacklevel=3,
+            )
 
     def _averaging(self, closure: Callable[[], float]) -> Callable[[], float]:
         def average_after() -> float:

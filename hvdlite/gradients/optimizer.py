@@ -129,20 +129,20 @@ class DistributedOptimizer(AveragingOptimizer):
             bool(sparse_as_dense),
             check_step_on_arrival(step_on_arrival, op),
         )
-        check_positive_int(backward_passes_per_step, "backward_passes_per_step")
+        self._given_settings, self._given_compression, self._given_process_set = settings, compression, process_set
+        passes = check_positive_int(backward_passes_per_step, "backward_passes_per_step")
         named = check_named_parameters(optimizer, named_parameters)
         named_groups = check_groups(groups_of(num_groups, groups), named)
-        if isinstance(process_set, ProcessSet) and not process_set.included():
+        if isinstance(process_set, ProcessSet) and process_set.membership().group is None:
             # This rank trains by itself.
             group, settings, tunes = current_world().group.alone(), settings.of_bystander(), False
         else:
             group = group_of(process_set, "hvd.DistributedOptimizer")
-        self._uses_the_world = process_set is global_process_set
-        reducer = _reducer_of(group, settings, backward_passes_per_step)
+        reducer = _reducer_of(group, settings, passes)
         try:
             with group.opening.only("hvd.DistributedOptimizer"):
                 group.require_agreement(
-                    (*settings.signature(), backward_passes_per_step, named_groups, tunes),
+                    (*settings.signature(), passes, named_groups, tunes),
                     "hvd.DistributedOptimizer",
                     "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, step_on_arrival, passes per "
                     "step, groups, autotune)",
@@ -161,7 +161,7 @@ class DistributedOptimizer(AveragingOptimizer):
         return f"DistributedOptimizer over {self._reducer.size} ranks of\n{self._optimizer!r}"
 
     def __getstate__(self) -> dict[str, Any]:
-        if not self._uses_the_world:
+        if self._given_process_set is not global_process_set:
             raise TypeError(
                 "a DistributedOptimizer with a process_set of its own cannot be pickled: pickle state_dict()"
             )
@@ -171,6 +171,7 @@ class DistributedOptimizer(AveragingOptimizer):
             "named_places": [(name, place_of[param]) for name, param in self._named],
             "groups": self._named_groups,
             "settings": self._reducer.settings,
+            "compression": self._given_compression,
             "backward_passes_per_step": self._reducer.backward_passes_per_step,
         }
 
@@ -181,7 +182,8 @@ class DistributedOptimizer(AveragingOptimizer):
         their models at the first gradient.
         """
         super().__init__(pickled["optimizer"])
-        self._uses_the_world = True
+        self._given_settings, self._given_compression = pickled["settings"], pickled["compression"]
+        self._given_process_set = global_process_set
         params = self._params()
         named = [(name, params[place]) for name, place in pickled["named_places"]]
         reducer = _reducer_of(current_world().group, pickled["settings"], pickled["backward_passes_per_step"])

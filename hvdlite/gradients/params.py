@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ..channels import collected
 from ..channels.collective import Group
 from ..errors import GradientError, MismatchError
-from .plan import Description, first_difference
+from .plan import Description, can_have_gradient, first_difference
 from .tracks import Tracks
 from .wire import Settings
 
@@ -60,7 +60,7 @@ class ParamListener(ABC):
         params = list(params)
         take_over(params)
         self._uncompared.append(description)
-        self._hooks += [listen(param, self._on_gradient) for param in params]
+        self._hooks += [listen(param, self._on_gradient) for param in params if can_have_gradient(param.dtype)]
 
     def meet(self) -> Group:
         """The channel to the other ranks; the first call opens it and compares the models.

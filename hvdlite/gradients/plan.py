@@ -134,13 +134,15 @@ def plan_buckets(
 
     Buckets do not mix dtypes, devices, or frozen with trainable parameters; only a lone parameter may
     exceed the cap. Each of ``groups`` (names) shares a bucket however large it is, as in Horovod, one
-    per dtype and device.
+    per dtype and device. Parameters that can have no gradient are in none.
     """
     group_of = {name: number for number, names in enumerate(groups) for name in names}
     packed: list[tuple[list[ParamSpec], bool]] = []
     open_bucket: dict[tuple[object, ...], int] = {}
     filled: dict[int, int] = {}
     for spec in reversed(specs):
+        if not can_have_gradient(spec.dtype):
+            continue
         group = group_of.get(spec.name)
         key = (spec.dtype, spec.device, spec.trainable, group)
         need = _align(spec.numel, spec.dtype) * spec.dtype.itemsize
@@ -156,6 +158,11 @@ def plan_buckets(
         for members, asleep in packed
     ]
     return _with_wake_slots(buckets)
+
+
+def can_have_gradient(dtype: torch.dtype) -> bool:
+    """Whether a parameter of this dtype could require one: integers and booleans cannot."""
+    return dtype.is_floating_point or dtype.is_complex
 
 
 # A model as it is compared between ranks: every parameter's name and `ParamSpec.describe`.

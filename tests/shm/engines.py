@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import attempt_threads
+from ranks import ThreadChannels, attempt_threads
 
 from hvdlite.channels.gloo import Patience
 from hvdlite.shm.engine import ShmEngine
@@ -47,6 +47,21 @@ def make_engine(store: dist.Store, rank: int, size: int, timeout_s: float = TIME
     return ShmEngine(
         meet(store, rank, size, open_segment(), Patience(timedelta(seconds=timeout_s)), Signer(b"test")), "test"
     )
+
+
+class SharedChannels(ThreadChannels):
+    """Stands in for `ranks.ThreadChannels`: the same ranks, with engines in shared memory."""
+
+    def open(self) -> Any:
+        store = dist.PrefixStore(f"channel{self._opened}", self._store)
+        self._opened += 1
+        return self._wrap(make_engine(store, self._rank, self._size))
+
+    def close(self, engine: Any, /) -> None:
+        engine.close()
+
+    def among(self, places: Sequence[int], place: int, token: str, /) -> SharedChannels:
+        return SharedChannels(dist.PrefixStore(token, self._store), place, len(places), self._wrap)
 
 
 def begin_all_reduce(engine: ShmEngine, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
