@@ -156,9 +156,8 @@ class _Reducescatter(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         reduction: Reduction = ctx.reduction
         factor = reduction.prescale_factor * reduction.postscale_factor
-        if reduction.op is Average:
-            factor /= group_of(ctx.process_set).size
-        scaled = [grads[number] * factor for number in ctx.members]
+        divisor = group_of(ctx.process_set).size if reduction.op is Average else 1
+        scaled = [grads[number] * factor / divisor for number in ctx.members]
         results = allgather(ctx.kind.replace("reducescatter", "allgather"), scaled, _derived(ctx.name), ctx.process_set)
         return (None, None, None, None, None, *_in_places(results, ctx.members, len(grads)))
 

@@ -1,11 +1,12 @@
 """
 What a bucket looks like on the wire: `Compression.none`, `.fp16`, `.bf16`.
 
-    bucket, scaled ── compress (one cast) ── wire ── summed over ranks ── decompress ── bucket
+    bucket ── compress (one cast) ── wire ── summed over ranks ── decompress ── bucket
 
-Scaling comes first, in the bucket's own precision: an average of values that fit the wire does not
-overflow it, and each value is rounded once. The seam is `Compressor`: two methods on whole flat buffers.
-Parameters and optimizer state keep their dtype; only what travels is smaller.
+A wire of 16 bits carries what has been scaled before, in the bucket's own precision: an average of values that fit the
+wire does not overflow it, and each value is rounded once. The sum of wider ones is divided. The seam
+is `Compressor`: two methods on whole flat buffers. Parameters and optimizer state keep their dtype; only what travels
+is smaller.
 """
 
 from __future__ import annotations
@@ -79,6 +80,16 @@ class CastCompression:
 
     def __repr__(self) -> str:
         return self._name
+
+
+def wire_dtype(compression: Compressor, dtype: torch.dtype) -> torch.dtype:
+    """Of what dtype floats travel with one of hvdlite's own compressions."""
+    return compression.dtype if isinstance(compression, CastCompression) and compression.casts(dtype) else dtype
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether floats of it are scaled before they are summed, since the sum of a few may overflow it."""
+    return dtype.itemsize <= 2
 
 
 class Compression:

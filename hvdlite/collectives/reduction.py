@@ -1,10 +1,11 @@
 """
 How the tensors of several ranks become one: the ops and the dtypes that engines do not know included.
 
-    flat tensor ── scale ── compress ── all ranks combined ── decompress ── scale ── in place
+    flat tensor ── scale ── compress ── all ranks combined ── decompress ── divide ── scale ── in place
 
-An average of floats is scaled before the sum, so that it overflows no sooner than its terms; one of integers is
-added up in wider ones and truncated towards zero. Of booleans, a sum and a maximum are "any", a product and a
+An average is the sum, divided: so that of equal tensors is that very tensor. What travels in 16 bits is scaled before
+the sum instead, so that it overflows no sooner than its terms. Integers are added up in wider ones, and their average
+is truncated towards zero. Of booleans, a sum and a maximum are "any", a product and a
 minimum "all", and so is an average. Which ranks, and when, is the caller's to say; nothing here knows of names.
 """
 
@@ -23,7 +24,8 @@ from ..channels.collective import Group
 from ..channels.flat import as_bytes
 from ..channels.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from .adasum import adasum_all_reduce
-from .compression import AnyCompression, Compression, Compressor, check_compression
+from .compression import AnyCompression, Compression, Compressor, check_compression, is_narrow, wire_dtype
+from .kernels import divide
 
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -65,14 +67,17 @@ class Reduction:
             return
         values = self._as_real(flat)
         scale(values, self._factor_before(values, divisor))
-        if self.op is Average and not _divides_before(values):
+        if self.op is Average and not _is_inexact(values):
             total = values.to(_wide(values.dtype))
             group.all_reduce(total, what).wait()
-            values.copy_(total.div_(divisor, rounding_mode="trunc"))
+            average(total, divisor)
+            values.copy_(total)
         else:
             wire = self._compress(values)
             self._combine(group, wire, [count * values.numel() // flat.numel() for count in segments], what)
             self._decompress(wire, values)
+            if self._divides_after(wire):
+                divide(values, divisor)
         scale(values, self.postscale_factor)
 
     def reduce_scatter(self, group: Group, parts: Sequence[Tensor], divisor: int, what: str) -> Tensor:
@@ -91,10 +96,12 @@ class Reduction:
         total = received[0].view(mine.dtype).to(_wide(mine.dtype))
         for part in received[1:]:
             total += part.view(mine.dtype)
-        if self.op is Average and not _divides_before(mine):
-            total.div_(divisor, rounding_mode="trunc")
+        if self.op is Average and not _is_inexact(mine):
+            average(total, divisor)
         mine.copy_(total)
         self._decompress(mine, values[group.rank])
+        if self._divides_after(mine):
+            divide(values[group.rank], divisor)
         scale(values[group.rank], self.postscale_factor)
         return parts[group.rank]
 
@@ -142,9 +149,13 @@ class Reduction:
         return torch.view_as_real(tensor).view(-1) if tensor.is_complex() and self.op is not Product else tensor
 
     def _factor_before(self, values: Tensor, divisor: int) -> float:
-        if self.op is Average and _divides_before(values):
+        if self.op is Average and values.is_floating_point() and is_narrow(wire_dtype(self.compression, values.dtype)):
             return self.prescale_factor / divisor
         return self.prescale_factor
+
+    def _divides_after(self, wire: Tensor) -> bool:
+        """Whether what has been summed of floats is to be divided yet."""
+        return self.op is Average and _is_inexact(wire) and not is_narrow(wire.dtype)
 
     def _compress(self, values: Tensor) -> Tensor:
         return self.compression.compress(values) if values.is_floating_point() else values
@@ -220,13 +231,21 @@ def scale(values: Tensor, factor: float) -> None:
     """Multiply in place; integers are truncated towards zero."""
     if factor == 1.0:
         return
-    if _divides_before(values):
+    if _is_inexact(values):
         values.mul_(factor)
     else:
         values.copy_((values.double() * factor).to(torch.int64))
 
 
-def _divides_before(values: Tensor) -> bool:
+def average(total: Tensor, divisor: int) -> None:
+    """Divide a contiguous tensor in place; integers are truncated towards zero."""
+    if _is_inexact(total):
+        divide((torch.view_as_real(total) if total.is_complex() else total).view(-1), divisor)
+    else:
+        total.div_(divisor, rounding_mode="trunc")
+
+
+def _is_inexact(values: Tensor) -> bool:
     return values.is_floating_point() or values.is_complex()
 
 

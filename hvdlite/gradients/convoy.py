@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from ..channels.collective import Group
-from ..channels.reduce_op import Average
 from ..errors import MismatchError
 from .bucket import Bucket
 from .layout import Layout
 from .slot import Slot
 from .tracks import Tracks
-from .wire import InFlight, Settings, weight_of
+from .wire import InFlight, Settings, count_of
 from .wires import Wires
 
 # Wires of a bucket's own memory that are under way together, at most: one travels while the next is made.
@@ -169,8 +168,8 @@ class Convoy:
             self._layout.move_out(bucket, leaving)
         if not self._layout.sparse:
             return
-        before, after = self._settings.scales(group.size)
-        if self._settings.op is Average and self._presence is not None:
-            after *= weight_of(self._presence, group.size)
+        count = group.size if self._presence is None else count_of(self._presence, group.size)
         for home in self._layout.sparse:
-            home.reduce(group, before, after, self._tracks.optimizer)
+            # Their values travel as they are, and only their own rank's are added up as they are gathered.
+            scaling = self._settings.scaling_of_wire(home.dtype, group.size)
+            home.reduce(group, scaling, count, self._tracks.optimizer)

@@ -79,7 +79,7 @@ class _Probe:
         spec = ParamSpec("autotune's probe", shape, (1,), dtype, device, trainable=True)
         (plan,) = plan_buckets([spec], cap_bytes=0)
         param = torch.zeros(1, dtype=dtype, device=device).expand(shape)
-        before, _ = self._settings.scales(self._group.size)
+        before = self._settings.scaling(dtype, self._group.size).before
         return Bucket(plan, [param], scale=before, densify=False, memory=self._group.zeros)
 
     def send(self, bucket: Bucket) -> float:

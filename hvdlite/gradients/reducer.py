@@ -48,7 +48,7 @@ class Reducer(ParamListener):
         super().__init__(group, settings, backward_passes_per_step)
         self._layout = Layout(
             cap_bytes=settings.cap_bytes,
-            scale=settings.scales(group.size)[0],
+            scale_of=lambda dtype: settings.scaling(dtype, group.size).before,
             densify=settings.sparse_as_dense,
             memory=self._take_memory,
             stays=group.size == 1 and settings.compression is Compression.none,
