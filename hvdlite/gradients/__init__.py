@@ -5,6 +5,6 @@ From gradients to averages, inside an optimizer.
 
 Modules import only what stands before them:
 
-    plan < slot < flags < bucket < staying < scaling < sparse < layout < tracks < wires < wire < convoy < params
-         < tuning < probe < autotune < reducer < deltas < arguments < proxy < arrival < averaging < optimizer
+    plan < slot < flags < bucket < staying < scaling < sparse < layout < tracks < wires < wire < parcel < convoy
+         < params < tuning < probe < autotune < reducer < deltas < arguments < proxy < arrival < averaging < optimizer
 """

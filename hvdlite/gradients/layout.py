@@ -26,11 +26,19 @@ class Layout:
     """The homes of the gradients of one optimizer's parameters."""
 
     def __init__(
-        self, *, cap_bytes: int, scale_of: Callable[[torch.dtype], float], densify: bool, memory: Memory, stays: bool
+        self,
+        *,
+        cap_bytes: int,
+        scale_of: Callable[[torch.dtype], float],
+        densify: bool,
+        memory: Memory,
+        stays: bool,
+        aligned: bool,
     ) -> None:
         """``scale_of`` is by what gradients of a dtype are multiplied before they travel.
 
         ``memory`` is where buckets take theirs when a first gradient comes; there are none where all ``stays``.
+        ``aligned`` is as of `plan_buckets`.
         """
         self.buckets: list[Bucket] = []
         self.sparse: list[SparseHome] = []
@@ -43,11 +51,12 @@ class Layout:
         self._scale_of = scale_of
         self._densify = densify
         self._memory = memory
+        self._aligned = aligned
 
     def add(self, params: dict[str, Tensor], groups: Iterable[Iterable[str]]) -> Description:
         """Plan buckets for more parameters, after those there are; what ranks are to compare of them."""
         specs = [ParamSpec.of(name, param) for name, param in params.items()]
-        plans = plan_buckets(specs, cap_bytes=self.cap_bytes, groups=groups)
+        plans = plan_buckets(specs, cap_bytes=self.cap_bytes, groups=groups, aligned=self._aligned)
         if self._staying is not None:
             slots = [Slot(self._staying, piece, params[piece.spec.name]) for plan in plans for piece in plan.slices]
             self._enter(slots)

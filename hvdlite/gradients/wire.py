@@ -6,8 +6,8 @@ From a full bucket to its average: compress, all-reduce, decompress, as one obje
 On a GPU the all-reduce is in the engine's own stream, and `wait` holds up the program's stream and not the program. All
 else is in the program's: it takes as long as a copy, and would compete with backward for the same memory elsewhere.
 
-An algorithm that needs collectives of its own replaces `InFlight` as a whole. When a bucket is launched,
-and when it is waited for, is decided in `reducer` and `convoy`.
+An algorithm that needs collectives of its own replaces `InFlight` as a whole, as `parcel` does. When a bucket is
+launched, and when it is waited for, is decided in `reducer` and `convoy`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from torch import Tensor
 
 from ..channels.collective import Group
 from ..channels.reduce_op import Average, ReduceOp, Sum
-from ..collectives.compression import CastCompression, Compression, Compressor, is_narrow, wire_dtype
+from ..collectives.compression import CastCompression, Compression, Travels, is_narrow, wire_dtype
+from ..collectives.own import OwnCompression
+from ..collectives.reduction import Reduction
 from .bucket import Bucket
 from .scaling import AS_IT_IS, Scaling
 from .tracks import NO_TRACK, Track, captures
@@ -33,7 +35,7 @@ SCALES_ON_THE_WAY = frozenset({"cuda"})
 class Settings:
     """How gradients are combined; the same on every rank."""
 
-    compression: Compressor
+    compression: Travels
     op: ReduceOp
     gradient_predivide_factor: float
     cap_bytes: int
@@ -41,11 +43,19 @@ class Settings:
     step_on_arrival: bool = False
 
     def signature(self) -> tuple[object, ...]:
-        """What two ranks compare; a compression of the user's own by its type."""
-        own_words = type(self.compression).__repr__ is not object.__repr__
-        compression = repr(self.compression) if own_words else type(self.compression).__qualname__
+        """What two ranks compare; a compression of the user's own by its words, or else its type's name."""
         scaling = (self.op, self.gradient_predivide_factor)
-        return (compression, *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival)
+        return (repr(self.compression), *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival)
+
+    @property
+    def packs(self) -> bool:
+        """Whether a compression of the user's own packs the gradients."""
+        return isinstance(self.compression, OwnCompression)
+
+    def of_wires(self) -> Reduction:
+        """What is then done to the wires."""
+        predivide = self.gradient_predivide_factor if self.op is Average else 1.0
+        return Reduction(self.op, 1.0 / predivide, predivide)
 
     def of_bystander(self) -> Settings:
         """Those of a rank that takes part in nothing: its gradients stay bit for bit what they are."""
@@ -53,6 +63,9 @@ class Settings:
 
     def scaling(self, dtype: torch.dtype, size: int) -> Scaling:
         """What is done before and after the sum of gradients of this dtype over so many ranks."""
+        if self.packs:
+            # It is done to the wires.
+            return AS_IT_IS
         return self.scaling_of_wire(wire_dtype(self.compression, dtype.to_real()), size)
 
     def scaling_of_wire(self, dtype: torch.dtype, size: int) -> Scaling:
@@ -83,7 +96,6 @@ class InFlight:
         self.bucket = bucket
         self._group = group
         self._track = track
-        self._compression = settings.compression
         self._scaling = settings.scaling(bucket.plan.dtype, group.size)
         self._cast = _cast_of(settings.compression, bucket)
         # By what the wire is multiplied on its way back, as if all ranks took part.
@@ -95,18 +107,21 @@ class InFlight:
         with track.compressing():
             on_the_way = self._cast is not None and bucket.plan.device.type in SCALES_ON_THE_WAY
             buffer, scale = bucket.seal(leave_scale=on_the_way)
-            self._out = _as_real(buffer)
+            self._out = as_real(buffer)
             # What is scaled: all but the flags, which are counts.
-            self._gradients = _as_real(buffer[: bucket.plan.grad_numel])
+            self._gradients = as_real(buffer[: bucket.plan.grad_numel])
             # Held until finish(): the engine reads and writes this memory meanwhile.
             if self._cast is None:
-                self._wire = settings.compression.compress(self._out)
+                self._wire = self._out
             else:
                 self._memory = wires.take(group, self._out.numel(), self._cast.dtype, self._out.device)
                 self._wire = self._memory.tensor
                 self._cast.convert(self._out, scale, self._gradients.numel(), self._wire)
         self._work = group.all_reduce(self._wire, f"the all-reduce of the {bucket.plan.describe()} ({name})")
         track.launched(self._work, self._wire)
+
+    failure: Exception | None = None
+    """What other ranks would have to be told of: nothing here fails on one rank alone."""
 
     @property
     def holds_wire(self) -> bool:
@@ -130,8 +145,6 @@ class InFlight:
         if self._cast is not None:
             self._cast.convert(self._wire, self._factor_back, self._gradients.numel(), self._out)
             self._wires.give_back(self._memory)
-        else:
-            self._compression.decompress(self._wire, self._out)
         if self._scaling.over is not None:
             self._average()
         self.bucket.hold()
@@ -153,12 +166,12 @@ def count_of(presence: Tensor, size: int) -> int:
     return int(active) if left_out > 0 and active > 0 else size
 
 
-def _cast_of(compression: Compressor, bucket: Bucket) -> CastCompression | None:
+def _cast_of(compression: Travels, bucket: Bucket) -> CastCompression | None:
     """How the bucket is cast to its wire, if that is all there is to be done."""
     real = bucket.plan.dtype.to_real()
-    # Not of a subclass, which may do more.
-    return compression if type(compression) is CastCompression and compression.casts(real) else None
+    return compression if isinstance(compression, CastCompression) and compression.casts(real) else None
 
 
-def _as_real(buffer: Tensor) -> Tensor:
+def as_real(buffer: Tensor) -> Tensor:
+    """A flat tensor's numbers, with complex ones as pairs of real ones, in the same memory."""
     return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
