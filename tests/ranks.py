@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 
 from hvdlite.channels.collective import Group
+from hvdlite.channels.gloo import Patience
 from hvdlite.process_set import Membership, ProcessSet
+from hvdlite.shm.engine import ShmEngine
+from hvdlite.shm.meeting import meet, open_segment
 from hvdlite.signing import Signer
 
 TIMEOUT = timedelta(seconds=20)
@@ -36,6 +39,25 @@ class ThreadChannels:
         return ThreadChannels(dist.PrefixStore(token, self._store), place, len(places), self._wrap)
 
 
+class SharedChannels(ThreadChannels):
+    """The same ranks over engines in shared memory."""
+
+    def open(self) -> Any:
+        store = dist.PrefixStore(f"channel{self._opened}", self._store)
+        self._opened += 1
+        station = meet(store, self._rank, self._size, open_segment(), Patience(TIMEOUT), Signer(b"test"))
+        return self._wrap(ShmEngine(station, "test"))
+
+    def close(self, engine: Any, /) -> None:
+        engine.close()
+
+    def among(self, places: Sequence[int], place: int, token: str, /) -> SharedChannels:
+        return SharedChannels(dist.PrefixStore(token, self._store), place, len(places), self._wrap)
+
+
+ENGINES: dict[str, type[ThreadChannels]] = {"gloo": ThreadChannels, "shared memory": SharedChannels}
+
+
 def set_of(group: Group) -> ProcessSet:
     """The ranks of a group as what the functions that take a ``process_set`` want."""
     process_set = ProcessSet(group.ranks)
@@ -44,13 +66,17 @@ def set_of(group: Group) -> ProcessSet:
 
 
 def run_ranks(
-    size: int, function: Callable[[Group], Any], make_wrapper: Callable[[], Callable[[Any], Any]] | None = None
+    size: int,
+    function: Callable[[Group], Any],
+    make_wrapper: Callable[[], Callable[[Any], Any]] | None = None,
+    engine: str = "gloo",
 ) -> list[Any]:
     """``function(group)`` on every rank; results by rank. The first rank's exception, if any, is raised.
 
-    ``make_wrapper`` is called once per rank; what it returns wraps each of the rank's engines.
+    ``make_wrapper`` is called once per rank; what it returns wraps each of the rank's engines, which are of the kind
+    ``engine``, one of `ENGINES`.
     """
-    outcomes = attempt_ranks(size, function, make_wrapper)
+    outcomes = attempt_ranks(size, function, make_wrapper, engine)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if errors:
         raise errors[0]
@@ -58,15 +84,18 @@ def run_ranks(
 
 
 def attempt_ranks(
-    size: int, function: Callable[[Group], Any], make_wrapper: Callable[[], Callable[[Any], Any]] | None = None
+    size: int,
+    function: Callable[[Group], Any],
+    make_wrapper: Callable[[], Callable[[Any], Any]] | None = None,
+    engine: str = "gloo",
 ) -> list[Any]:
     """Like `run_ranks`, but an exception is the rank's outcome."""
     store = dist.HashStore()
 
     def run(rank: int) -> Any:
-        wrap = make_wrapper() if make_wrapper else lambda engine: engine
+        wrap = make_wrapper() if make_wrapper else lambda made: made
         hosts = [f"node{i}" for i in range(size)]
-        channels = ThreadChannels(store, rank, size, wrap)
+        channels = ENGINES[engine](store, rank, size, wrap)
         return function(Group(channels, rank, size, hosts, signer=Signer(b"threads of one process")))
 
     return attempt_threads(size, run)

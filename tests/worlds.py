@@ -65,12 +65,13 @@ def run_worlds(
     function: Callable[[int], Any],
     environment: Environment = PLAIN,
     make_wrapper: Callable[[], Callable[[Any], Any]] | None = None,
+    engine: str = "gloo",
 ) -> list[Any]:
     """``function(rank)`` on every rank, after an `init`; results by rank. The first rank's exception is raised.
 
-    ``make_wrapper`` is as in `run_ranks`.
+    ``make_wrapper`` and ``engine`` are as in `run_ranks`.
     """
-    outcomes = attempt_worlds(size, function, environment, make_wrapper)
+    outcomes = attempt_worlds(size, function, environment, make_wrapper, engine)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if errors:
         raise errors[0]
@@ -82,6 +83,7 @@ def attempt_worlds(
     function: Callable[[int], Any],
     environment: Environment = PLAIN,
     make_wrapper: Callable[[], Callable[[Any], Any]] | None = None,
+    engine: str = "gloo",
 ) -> list[Any]:
     """Like `run_worlds`, but an exception is the rank's outcome."""
     earlier, shared = world._world, WorldOfThread()
@@ -101,7 +103,7 @@ def attempt_worlds(
     world._world = shared  # type: ignore[assignment]  # it has all that a world has
     labels.names_beside = shared.names_beside
     try:
-        return attempt_ranks(size, run, make_wrapper)
+        return attempt_ranks(size, run, make_wrapper, engine)
     finally:
         world._world = earlier
         labels.names_beside = names_beside

@@ -3,8 +3,8 @@ Compressions in Horovod's manner: a class whose two static methods take one tens
 
     tensor ── compress ── (wire, context) ── ... ── decompress(wire, context) ── tensor
 
-For programs that were written for Horovod, and that wrote such classes themselves or call these methods. What a bucket
-goes through is the seam in `compression`, which takes these classes too: `PerTensor` stands between.
+For programs that were written for Horovod, and that wrote such classes themselves or call these methods. Where a
+compression is wanted these classes will do too: see `compression`, and `own` for those that are not known here.
 """
 
 from __future__ import annotations
@@ -74,29 +74,3 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-
-
-class PerTensor:
-    """A compression of Horovod's manner where a `compression.Compressor` is wanted; it sees whole buckets."""
-
-    def __init__(self, codec: Any) -> None:
-        self._codec = codec
-        # By the wire that is under way; its owner holds it until it is decompressed.
-        self._contexts: dict[int, Any] = {}
-
-    def compress(self, buffer: Tensor) -> Tensor:
-        pair = self._codec.compress(buffer)
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Tensor)):
-            raise TypeError(f"compression={self!r}: compress(tensor) returned {type(pair).__name__}, not (tensor, ctx)")
-        wire = pair[0].contiguous()
-        self._contexts[id(wire)] = pair[1]
-        return wire
-
-    def decompress(self, wire: Tensor, out: Tensor) -> None:
-        result = self._codec.decompress(wire, self._contexts.pop(id(wire)))
-        if result is not out:
-            out.copy_(result.reshape(out.shape))
-
-    def __repr__(self) -> str:
-        kind = self._codec if isinstance(self._codec, type) else type(self._codec)
-        return f"{kind.__module__}.{kind.__qualname__}"

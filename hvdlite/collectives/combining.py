@@ -23,6 +23,8 @@ from ..errors import UnsupportedError
 from ..process_set import ProcessSet
 from .compression import Compression
 from .fusion import flat_of, fused, mark_written, own_memory
+from .load import all_reduce_packed, reduce_scatter_packed
+from .own import OwnCompression
 from .reduction import COMPRESSIONS, Reduction
 from .submission import check_writable, signature, submit, title
 
@@ -47,6 +49,14 @@ def start_allreduce(
 
     def body(turn: Turn) -> Any:
         _check_stand_ins(reduction, turn)
+        if isinstance(reduction.compression, OwnCompression):
+            results = [flat_of([source]).view(source.shape) for source in sources]
+            all_reduce_packed(turn.group, reduction, results, words_of(sources, turn.what), turn.divisor, turn.what)
+            if in_place:
+                for target, result in zip(targets, results, strict=True):
+                    target.copy_(result)
+                results = targets
+            return results if is_group else results[0]
         outputs = list(targets)
         for members in fused(sources):
             flat = flat_of([sources[number] for number in members], may_share=in_place)
@@ -93,6 +103,11 @@ def start_reducescatter(
     def body(turn: Turn) -> Any:
         size = turn.group.size
         row_counts = rows if rows is not None else [spread_rows(len(source), size) for source in sources]
+        if isinstance(reduction.compression, OwnCompression):
+            copies = [flat_of([source]).view(source.shape) for source in sources]
+            words = words_of(sources, turn.what)
+            results = reduce_scatter_packed(turn.group, reduction, copies, words, row_counts, turn.divisor, turn.what)
+            return results if is_group else results[0]
         outputs = list(sources)
         for members in fused(sources):
             slices = [pieces_of(sources[number], row_counts[number]) for number in members]
@@ -141,6 +156,11 @@ def stand_in(kind: str, same: Any) -> Callable[[Turn], None]:
 def spread_rows(count: int, size: int) -> list[int]:
     """How many of the rows each rank gets: the first ones get one more where they do not come out even."""
     return [count // size + (rank < count % size) for rank in range(size)]
+
+
+def words_of(tensors: Sequence[Tensor], what: str) -> list[str]:
+    """What messages call each of the tensors of an operation."""
+    return [what] if len(tensors) == 1 else [f"tensor {number} of {what}" for number in range(len(tensors))]
 
 
 def _check_stand_ins(reduction: Reduction, turn: Turn) -> None:

@@ -1,11 +1,12 @@
 """
 What a bucket looks like on the wire: `Compression.none`, `.fp16`, `.bf16`.
 
-    bucket, scaled ── compress (one cast) ── wire ── summed over ranks ── decompress ── bucket
+    bucket ── compress (one cast) ── wire ── summed over ranks ── decompress ── bucket
 
-Scaling comes first, in the bucket's own precision: an average of values that fit the wire does not
-overflow it, and each value is rounded once. The seam is `Compressor`: two methods on whole flat buffers.
-Parameters and optimizer state keep their dtype; only what travels is smaller.
+A wire of 16 bits carries what has been scaled before, in the bucket's own precision: an average of values that fit the
+wire does not overflow it, and each value is rounded once. The sum of wider ones is divided. The seam
+is `Compressor`: two methods on whole flat buffers. Parameters and optimizer state keep their dtype; only what travels
+is smaller.
 """
 
 from __future__ import annotations
@@ -15,21 +16,27 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-from .codec import BF16Compressor, FP16Compressor, NoneCompressor, PerTensor
+from .codec import BF16Compressor, FP16Compressor, NoneCompressor
 from .codec import Compressor as HorovodCompressor
 from .kernels import scale_cast
+from .own import OwnCompression
 
 
 @runtime_checkable
 class Compressor(Protocol):
-    """Turns a flat buffer into what is summed across ranks, and back."""
+    """Turns floats into what is summed across ranks, and back.
+
+    In an optimizer they are the gradients of a bucket, one after the other in a flat buffer, and nothing else; of an
+    operation each tensor alone, in its shape. They are not scaled: the wire is, by its own dtype. An average is the sum
+    of the wires, divided; integers are truncated towards zero, and of 16 bits floats are divided before the sum.
+    """
 
     def compress(self, buffer: Tensor) -> Tensor:
-        """The wire, perhaps in fewer bytes; may be ``buffer`` itself."""
+        """The wire, perhaps in fewer bytes, of the same dtype and size on every rank; may be ``buffer`` itself."""
         ...
 
     def decompress(self, wire: Tensor, out: Tensor) -> None:
-        """Write the summed wire into ``out``, the buffer that ``compress`` was given."""
+        """Write the wire, summed or averaged, into ``out``, the buffer that ``compress`` was given."""
         ...
 
 
@@ -81,6 +88,16 @@ class CastCompression:
         return self._name
 
 
+def wire_dtype(compression: Travels, dtype: torch.dtype) -> torch.dtype:
+    """Of what dtype floats travel with one of hvdlite's own compressions."""
+    return compression.dtype if isinstance(compression, CastCompression) and compression.casts(dtype) else dtype
+
+
+def is_narrow(dtype: torch.dtype) -> bool:
+    """Whether floats of it are scaled before they are summed, since the sum of a few may overflow it."""
+    return dtype.itemsize <= 2
+
+
 class Compression:
     """The compressions that come with hvdlite; anything with the two methods of `Compressor` will do."""
 
@@ -89,11 +106,17 @@ class Compression:
     bf16 = CastCompression(torch.bfloat16, "Compression.bf16")
 
 
-def check_compression(compression: object) -> Compressor:
-    """The compressor, or a TypeError that lists the ones there are.
+# How tensors travel, once it is known what the user has passed.
+Travels: TypeAlias = NoCompression | CastCompression | OwnCompression
 
-    One of Horovod's manner (see `codec`) is brought into this one: a class, or an object of such a class.
+
+def check_compression(compression: object) -> Travels:
+    """How tensors travel, or a TypeError that lists the ways there are.
+
+    Of Horovod's manner (see `codec`) is a class, or an object of such a class.
     """
+    if type(compression) in (NoCompression, CastCompression):
+        return compression  # type: ignore[return-value]  # mypy does not take it from the line above
     if compression is NoneCompressor:
         return Compression.none
     if compression is FP16Compressor:
@@ -101,8 +124,7 @@ def check_compression(compression: object) -> Compressor:
     if compression is BF16Compressor:
         return Compression.bf16
     if isinstance(compression, Compressor):
-        in_horovods_manner = isinstance(compression, (type, HorovodCompressor))
-        return PerTensor(compression) if in_horovods_manner else compression
+        return OwnCompression(compression, takes_each=isinstance(compression, (type, HorovodCompressor)))
     raise TypeError(
         f"compression={compression!r} is not a compression: use hvd.Compression.none, hvd.Compression.fp16 "
         "or hvd.Compression.bf16, an object with compress(buffer) and decompress(wire, out), or a class in Horovod's "

@@ -3,6 +3,9 @@ Scale and cast over whole flat tensors, each in one pass over memory.
 
     scale_cast(source, factor, out)     out = source × factor, in out's dtype        bucket → wire, wire → bucket
     scale_by(tensor, factor)            tensor × factor, which is on the device      an average of those that count
+    divide_by(tensor, divisor)          tensor / divisor, which is on the device     a sum → an average
+
+A quotient is rounded as such, once: it is no product by 1/divisor, which would be another number where that is rounded.
 
 On a GPU these are kernels of cupy's where cupy is installed and gives what PyTorch gives in every bit, tried out once
 for each device and pair of dtypes; everywhere else they are PyTorch's own operations. What is scaled, and when, is not
@@ -42,6 +45,12 @@ __device__ inline float times(float x, float y) {
     return z;
 }
 __device__ inline double times(double x, double y) { return __dmul_rn(x, y); }
+__device__ inline float over(float x, float y) {
+    float z;
+    asm("div.rn.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+__device__ inline double over(double x, double y) { return __ddiv_rn(x, y); }
 __device__ inline float narrowed(float x) { return x; }
 __device__ inline float narrowed(double x) {
     float y;
@@ -75,13 +84,23 @@ __device__ inline void store(double x, f64& y) { y = x; }
 constexpr int PER = 16 / (sizeof(SOURCE) > sizeof(OUT) ? sizeof(SOURCE) : sizeof(OUT));
 template <class T> struct alignas(sizeof(T) * PER) Pack { T at[PER]; };
 
-__device__ inline void convert(SOURCE from, OUT& to, ARITHMETIC factor) {
+struct Times {
+    ARITHMETIC factor;
+    __device__ inline ARITHMETIC of(ARITHMETIC x) const { return times(x, factor); }
+};
+struct Over {
+    ARITHMETIC divisor;
+    __device__ inline ARITHMETIC of(ARITHMETIC x) const { return over(x, divisor); }
+};
+
+template <class Change> __device__ inline void convert(SOURCE from, OUT& to, Change change) {
     ARITHMETIC x;
     load(from, x);
-    store(times(x, factor), to);
+    store(change.of(x), to);
 }
 
-__device__ inline void run(const SOURCE* source, OUT* out, long long numel, ARITHMETIC factor) {
+template <class Change>
+__device__ inline void run(const SOURCE* source, OUT* out, long long numel, Change change) {
     long long step = (long long)gridDim.x * blockDim.x;
     long long here = (long long)blockIdx.x * blockDim.x + threadIdx.x;
     unsigned long long misplaced = (unsigned long long)source % sizeof(Pack<SOURCE>);
@@ -91,23 +110,29 @@ __device__ inline void run(const SOURCE* source, OUT* out, long long numel, ARIT
         Pack<SOURCE> from = ((const Pack<SOURCE>*)source)[i];
         Pack<OUT> to;
         #pragma unroll
-        for (int k = 0; k < PER; ++k) convert(from.at[k], to.at[k], factor);
+        for (int k = 0; k < PER; ++k) convert(from.at[k], to.at[k], change);
         ((Pack<OUT>*)out)[i] = to;
     }
-    for (long long i = packs * PER + here; i < numel; i += step) convert(source[i], out[i], factor);
+    for (long long i = packs * PER + here; i < numel; i += step) convert(source[i], out[i], change);
 }
 
 extern "C" __global__ void scale_cast(const SOURCE* source, OUT* out, long long numel, double factor) {
-    ARITHMETIC scale;
-    store(factor, scale);
-    run(source, out, numel, scale);
+    Times by;
+    store(factor, by.factor);
+    run(source, out, numel, by);
 }
 
 extern "C" __global__ void scale_by(OUT* tensor, const OUT* factor, long long numel) {
-    ARITHMETIC scale;
-    load(*factor, scale);
+    Times by;
+    load(*factor, by.factor);
     // What is multiplied by 1 need not be read.
-    if (scale != 1) run((const SOURCE*)tensor, tensor, numel, scale);
+    if (by.factor != 1) run((const SOURCE*)tensor, tensor, numel, by);
+}
+
+extern "C" __global__ void divide_by(OUT* tensor, const OUT* divisor, long long numel) {
+    Over by;
+    load(*divisor, by.divisor);
+    if (by.divisor != 1) run((const SOURCE*)tensor, tensor, numel, by);
 }
 """
 
@@ -137,6 +162,29 @@ def scale_by(tensor: Tensor, factor: Tensor) -> None:
         kernels.scale_by(tensor, factor)
 
 
+def divide(tensor: Tensor, divisor: float) -> None:
+    """Divide a flat, contiguous tensor of floats, in place, by a number of the program's."""
+    if divisor == 1:
+        return
+    if tensor.device.type == "cpu":
+        tensor.div_(divisor)
+    else:
+        # By a number of the CPU's PyTorch does not divide on a GPU: it multiplies by the number's inverse.
+        divide_by(tensor, torch.full((), divisor, dtype=tensor.dtype, device=tensor.device))
+
+
+def divide_by(tensor: Tensor, divisor: Tensor) -> None:
+    """Divide a flat, contiguous tensor, in place, by a scalar of the same dtype and device, which is not waited for.
+
+    With cupy a divisor of 1 costs no more than the launch.
+    """
+    kernels = _kernels_for(tensor, tensor)
+    if kernels is None:
+        tensor.div_(divisor)
+    else:
+        kernels.divide_by(tensor, divisor)
+
+
 def scale_cast_in_torch(source: Tensor, factor: float, out: Tensor) -> None:
     """`scale_cast` without cupy: on a GPU one pass too, unless ``out`` is the wider and there is a factor."""
     if source.dtype.itemsize < out.dtype.itemsize:
@@ -162,6 +210,7 @@ class CupyKernels:
             module = cupy.RawModule(code=source_of(source, out))
             self._scale_cast = module.get_function("scale_cast")
             self._scale_by = module.get_function("scale_by")
+            self._divide_by = module.get_function("divide_by")
 
     def scale_cast(self, source: Tensor, factor: float, out: Tensor) -> None:
         """As the function."""
@@ -170,6 +219,10 @@ class CupyKernels:
     def scale_by(self, tensor: Tensor, factor: Tensor) -> None:
         """As the function."""
         self._launch(self._scale_by, tensor.numel(), (tensor.data_ptr(), factor.data_ptr(), tensor.numel()))
+
+    def divide_by(self, tensor: Tensor, divisor: Tensor) -> None:
+        """As the function."""
+        self._launch(self._divide_by, tensor.numel(), (tensor.data_ptr(), divisor.data_ptr(), tensor.numel()))
 
     def _launch(self, kernel: Any, numel: int, arguments: tuple[object, ...]) -> None:
         if numel == 0:

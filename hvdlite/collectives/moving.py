@@ -25,7 +25,7 @@ from ..errors import UnsupportedError
 from ..process_set import ProcessSet
 from ..process_sets import group_of
 from .fusion import is_plain, mark_written, plain
-from .reduction import Reduction
+from .reduction import Reduction, average
 from .submission import check_writable, signature, submit, title
 
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -142,8 +142,7 @@ def start_sparse(tensor: Tensor, reduction: Reduction, name: str | None, process
         indices = AllGather([mine._indices().t(), mine._values()], is_group=True)
         joined, values = indices(Turn(turn.group, turn.what, [[own, own] for own in turn.owns], turn.divisor))
         if reduction.op is Average:
-            is_whole = not (values.is_floating_point() or values.is_complex())
-            values.div_(turn.divisor, rounding_mode="trunc" if is_whole else None)
+            average(values, turn.divisor)
         return torch.sparse_coo_tensor(joined.t(), values, mine.shape, check_invariants=False)
 
     same = {**signature([mine], is_group=False), "op": reduction.op.name, "sparse_dim": mine.sparse_dim()}

@@ -49,9 +49,10 @@ def allreduce(
     """One tensor of all ranks', of the same shape and dtype: their average unless ``op`` says otherwise.
 
     ``op``: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum` (see `adasum`). ``average=`` is how older programs
-    say Average or Sum. ``prescale_factor`` multiplies what goes in, ``postscale_factor`` what comes out. Averages of
-    floats are scaled before they are summed, so that they overflow no sooner than the values; those of integers are
-    truncated towards zero. ``compression`` is how floats travel.
+    say Average or Sum. ``prescale_factor`` multiplies what goes in, ``postscale_factor`` what comes out. An
+    average is the sum divided by the number of ranks, and truncated towards zero where it is of integers; what travels
+    in 16 bits is divided before it is summed, so that it overflows no sooner than the values. ``compression`` is how
+    floats travel.
 
     The gradient is the same operation on the gradients of all ranks' results: ``op``, factors and ``compression``.
     """

@@ -1,10 +1,11 @@
 """
 How the tensors of several ranks become one: the ops and the dtypes that engines do not know included.
 
-    flat tensor ── scale ── compress ── all ranks combined ── decompress ── scale ── in place
+    flat tensor ── scale ── compress ── all ranks combined ── decompress ── divide ── scale ── in place
 
-An average of floats is scaled before the sum, so that it overflows no sooner than its terms; one of integers is
-added up in wider ones and truncated towards zero. Of booleans, a sum and a maximum are "any", a product and a
+An average is the sum, divided: so that of equal tensors is that very tensor. What travels in 16 bits is scaled before
+the sum instead, so that it overflows no sooner than its terms. Integers are added up in wider ones, and their average
+is truncated towards zero. Of booleans, a sum and a maximum are "any", a product and a
 minimum "all", and so is an average. Which ranks, and when, is the caller's to say; nothing here knows of names.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +23,18 @@ from torch import Tensor
 from ..channels.collective import Group
 from ..channels.flat import as_bytes
 from ..channels.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from ..channels.work import Work
 from ..errors import UnsupportedError, WrongTypeError
 from .adasum import adasum_all_reduce
-from .compression import AnyCompression, Compression, Compressor, check_compression
+from .compression import AnyCompression, Compression, Travels, check_compression, is_narrow, wire_dtype
+from .kernels import divide
+from .own import OwnCompression
 
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 DTYPES = frozenset((*_WHOLE, *_FRACTIONS))
 
-COMPRESSIONS: dict[str, Compressor] = {
+COMPRESSIONS: dict[str, Travels] = {
     repr(known): known for known in (Compression.none, Compression.fp16, Compression.bf16)
 }
 
@@ -44,7 +48,7 @@ class Reduction:
     op: ReduceOp
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
-    compression: Compressor = Compression.none
+    compression: Travels = Compression.none
 
     def check_dtype(self, tensor: Tensor, what: str) -> None:
         """Raise a ValueError if such a tensor cannot be reduced so."""
@@ -58,25 +62,41 @@ class Reduction:
                 f"{what}: op=hvd.Adasum is for floats, and the tensor is {tensor.dtype}: use hvd.Sum"
             )
 
+    def check_wire(self, tensor: Tensor, wire: Tensor, of: str) -> None:
+        """Raise a ValueError if what a compression has made of a tensor cannot be reduced so."""
+        self.check_dtype(wire, f"the compression of {of}")
+        if self.op is Adasum and _reals(wire) != _reals(tensor):
+            raise ValueError(f"{of}: op=hvd.Adasum needs a compression that keeps the number of elements")
+
     def all_reduce(self, group: Group, flat: Tensor, segments: Sequence[int], divisor: int, what: str) -> None:
         """Replace a flat contiguous tensor, in place, by what comes of all ranks'.
 
         ``segments`` are the elements of each of the tensors that it is made of, which Adasum keeps apart. An
         average is the sum divided by ``divisor``. The result's bits are the same on every rank.
         """
+        self.begin(group, flat, segments, divisor, what).finish()
+
+    def begin(self, group: Group, flat: Tensor, segments: Sequence[int], divisor: int, what: str) -> Underway:
+        """The same, as something that is under way: until its end the tensor is not to be touched."""
         if flat.numel() == 0:
-            return
+            return Underway(None, lambda: None)
         values = self._as_real(flat)
         scale(values, self._factor_before(values, divisor))
-        if self.op is Average and not _divides_before(values):
-            total = values.to(_wide(values.dtype))
-            group.all_reduce(total, what).wait()
-            values.copy_(total.div_(divisor, rounding_mode="trunc"))
-        else:
-            wire = self._compress(values)
-            self._combine(group, wire, [count * values.numel() // flat.numel() for count in segments], what)
+        wire = self._compress(values)
+        counts = [count * values.numel() // flat.numel() for count in segments]
+        work, total = self._begin_combining(group, wire, counts, what)
+
+        def finish() -> None:
+            if self.op is Average and not _is_inexact(total):
+                average(total, divisor)
+            if total is not wire:
+                wire.copy_(total)
             self._decompress(wire, values)
-        scale(values, self.postscale_factor)
+            if self._divides_after(wire):
+                divide(values, divisor)
+            scale(values, self.postscale_factor)
+
+        return Underway(work, finish)
 
     def reduce_scatter(self, group: Group, parts: Sequence[Tensor], divisor: int, what: str) -> Tensor:
         """What comes of all ranks' tensors for this rank, as a sum or an average; the parts are overwritten.
@@ -94,26 +114,27 @@ class Reduction:
         total = received[0].view(mine.dtype).to(_wide(mine.dtype))
         for part in received[1:]:
             total += part.view(mine.dtype)
-        if self.op is Average and not _divides_before(mine):
-            total.div_(divisor, rounding_mode="trunc")
+        if self.op is Average and not _is_inexact(mine):
+            average(total, divisor)
         mine.copy_(total)
         self._decompress(mine, values[group.rank])
+        if self._divides_after(mine):
+            divide(values[group.rank], divisor)
         scale(values[group.rank], self.postscale_factor)
         return parts[group.rank]
 
     def same(self) -> dict[str, Any]:
-        """What ranks compare; a compression of the user's own by its words, or else its type."""
+        """What ranks compare; a compression of the user's own by its words, or else its type's name."""
         return {
             "op": self.op.name,
             "prescale_factor": self.prescale_factor,
             "postscale_factor": self.postscale_factor,
-            "compression": self._compression_name(),
+            "compression": repr(self.compression),
         }
 
     def own(self) -> str | None:
         """What a rank tells besides: the name of a compression that only those who use it know."""
-        name = self._compression_name()
-        return None if name in COMPRESSIONS else name
+        return repr(self.compression) if isinstance(self.compression, OwnCompression) else None
 
     def neutral(self, dtype: torch.dtype) -> float | int | bool:
         """The number that changes nothing where a rank has none to give; not to be scaled."""
@@ -128,44 +149,70 @@ class Reduction:
         limits = torch.iinfo(dtype)
         return limits.max if self.op is Min else limits.min
 
-    def _compression_name(self) -> str:
-        own_words = type(self.compression).__repr__ is not object.__repr__
-        return repr(self.compression) if own_words else type(self.compression).__qualname__
-
     def _as_real(self, tensor: Tensor) -> Tensor:
         """Complex numbers as pairs of real ones, in the same memory, but for a product."""
         return torch.view_as_real(tensor).view(-1) if tensor.is_complex() and self.op is not Product else tensor
 
     def _factor_before(self, values: Tensor, divisor: int) -> float:
-        if self.op is Average and _divides_before(values):
+        if self.op is Average and values.is_floating_point() and is_narrow(wire_dtype(self.compression, values.dtype)):
             return self.prescale_factor / divisor
         return self.prescale_factor
 
+    def _divides_after(self, wire: Tensor) -> bool:
+        """Whether what has been summed of floats is to be divided yet."""
+        return self.op is Average and _is_inexact(wire) and not is_narrow(wire.dtype)
+
     def _compress(self, values: Tensor) -> Tensor:
+        assert not isinstance(self.compression, OwnCompression), "it is for `load` to call those"
         return self.compression.compress(values) if values.is_floating_point() else values
 
     def _decompress(self, wire: Tensor, values: Tensor) -> None:
-        if values.is_floating_point():
+        if values.is_floating_point() and not isinstance(self.compression, OwnCompression):
             self.compression.decompress(wire, values)
 
-    def _combine(self, group: Group, wire: Tensor, segments: Sequence[int], what: str) -> None:
+    def _begin_combining(
+        self, group: Group, wire: Tensor, segments: Sequence[int], what: str
+    ) -> tuple[Work | None, Tensor]:
+        """What is under way, if it is not done already, and where the result will be."""
         if self.op is Adasum:
-            if sum(segments) != wire.numel():
-                raise ValueError(f"{what}: op=hvd.Adasum needs a compression that keeps the number of elements")
             adasum_all_reduce(group, wire, segments, what)
-        elif wire.dtype is torch.bool:
-            group.all_reduce(wire.view(torch.uint8), what, _OP_OF_BOOLEANS[self.op]).wait()
-        elif wire.dtype is torch.int16:
-            total = wire.to(torch.int32)
-            group.all_reduce(total, what, self.op).wait()
-            wire.copy_(total)
-        elif wire.is_complex():
+            return None, wire
+        if wire.is_complex():
             parts = group.all_gather(wire, what, [wire.nbytes] * group.size)
             wire.fill_(1)
             for part in parts:
                 wire.mul_(part.view(wire.dtype))
-        else:
-            group.all_reduce(wire, what, Sum if self.op is Average else self.op).wait()
+            return None, wire
+        if self.op is Average and not _is_inexact(wire):
+            total = wire.to(_wide(wire.dtype))
+            return group.all_reduce(total, what), total
+        if wire.dtype is torch.bool:
+            return group.all_reduce(wire.view(torch.uint8), what, _OP_OF_BOOLEANS[self.op]), wire
+        total = wire.to(torch.int32) if wire.dtype is torch.int16 else wire
+        return group.all_reduce(total, what, Sum if self.op is Average else self.op), total
+
+
+class Underway:
+    """An all-reduce that has begun."""
+
+    def __init__(self, work: Work | None, finish: Callable[[], None]) -> None:
+        """``work`` is None where there is nothing to wait for; ``finish`` is to be called once, after it."""
+        self.work = work
+        self._finish = finish
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.work is None or self.work.is_completed()
+
+    def wait(self) -> None:
+        """Wait for the other ranks. The tensor is not touched."""
+        if self.work is not None:
+            self.work.wait()
+
+    def finish(self) -> None:
+        """Wait, and leave the result in the tensor."""
+        self.wait()
+        self._finish()
 
 
 def make_reduction(
@@ -216,13 +263,25 @@ def scale(values: Tensor, factor: float) -> None:
     """Multiply in place; integers are truncated towards zero."""
     if factor == 1.0:
         return
-    if _divides_before(values):
+    if _is_inexact(values):
         values.mul_(factor)
     else:
         values.copy_((values.double() * factor).to(torch.int64))
 
 
-def _divides_before(values: Tensor) -> bool:
+def average(total: Tensor, divisor: int) -> None:
+    """Divide a contiguous tensor in place; integers are truncated towards zero."""
+    if _is_inexact(total):
+        divide((torch.view_as_real(total) if total.is_complex() else total).view(-1), divisor)
+    else:
+        total.div_(divisor, rounding_mode="trunc")
+
+
+def _reals(tensor: Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def _is_inexact(values: Tensor) -> bool:
     return values.is_floating_point() or values.is_complex()
 
 

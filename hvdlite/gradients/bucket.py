@@ -147,6 +147,16 @@ class Bucket:
         self._version = self.buffer._version
         return buffer, scale_left
 
+    def views(self) -> list[Tensor]:
+        """The gradients' places in the flat buffer, each in its parameter's shape."""
+        assert self.buffer is not None, "memory is taken when it is asked for"
+        return [self._view_of(slot) for slot in self.slots]
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank does not sit out this step."""
+        return self._presence == TAKES_PART
+
     def give_up(self) -> None:
         """What this step brings is wanted by nobody: it may be changed, or cast away, at any time."""
         self._is_wanted = False

@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from ..channels.collective import Group
-from ..channels.reduce_op import Average
+from ..collectives.outcome import share_outcome
 from ..errors import MismatchError
 from .bucket import Bucket
 from .layout import Layout
+from .parcel import Parcel, send
 from .slot import Slot
 from .tracks import Tracks
-from .wire import InFlight, Settings, weight_of
+from .wire import InFlight, Settings, count_of
 from .wires import Wires
 
 # Wires of a bucket's own memory that are under way together, at most: one travels while the next is made.
@@ -39,7 +40,9 @@ class Convoy:
         self._wires = Wires()
         self._launched: list[Bucket] = []
         # The last of those launched, which have not been finished.
-        self._in_flight: deque[InFlight] = deque()
+        self._in_flight: deque[InFlight | Parcel] = deque()
+        # What a compression of the user's own has raised on this rank at the end of a bucket's way.
+        self._failure: Exception | None = None
         # How many ranks took part, once the first bucket has come back.
         self._presence: Tensor | None = None
         # Gradients that from the next step on are gathered, with the bucket that they leave.
@@ -53,6 +56,7 @@ class Convoy:
             in_flight.bucket.abandon()
         self._launched.clear()
         self._in_flight.clear()
+        self._failure = None
         self._presence = None
         self._leaving.clear()
         self._mixed.clear()
@@ -63,10 +67,17 @@ class Convoy:
         assert self._presence is not None, "something has come back"
         return int(self._presence.tolist()[0])
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether what has come back is no average; `gather` will raise it on all ranks."""
+        return self._failure is not None
+
     # -- there
 
     def launch_full_buckets(self, group: Group) -> None:
-        """Launch what is full, as far as everything before it in the plan is."""
+        """Launch what is full, as far as everything before it in the plan is; nothing that waits for the others."""
+        if self._settings.packs:
+            return
         # Those that are done give their wires back, so that memory holds few of them at a time.
         while self._in_flight and self._in_flight[0].is_completed():
             self._finish_first()
@@ -80,7 +91,7 @@ class Convoy:
     def _finish_first(self) -> None:
         # It is under way until it is finished: a wait may be interrupted.
         self._in_flight[0].finish()
-        self._in_flight.popleft()
+        self._failure = self._failure or self._in_flight.popleft().failure
 
     @property
     def _has_room(self) -> bool:
@@ -91,7 +102,7 @@ class Convoy:
         place = len(self._launched)
         track, name = self._tracks.of(place, bucket), self._tracks.name_of(place)
         self._launched.append(bucket)
-        self._in_flight.append(InFlight(bucket, group, self._settings, self._wires, track, name=name))
+        self._in_flight.append(send(bucket, group, self._settings, self._wires, track, name=name))
 
     # -- and back
 
@@ -160,6 +171,8 @@ class Convoy:
 
     def gather(self, group: Group) -> None:
         """When all have come back: join the sparse gradients of all ranks, also those that are new."""
+        if self._settings.packs:
+            share_outcome(group, self._failure, f"the averaging of gradients ({self._tracks.optimizer})")
         if self._mixed:
             raise MismatchError(
                 f"parameter {self._mixed[0]!r} has a sparse gradient on some ranks and a dense one on others: build "
@@ -169,8 +182,8 @@ class Convoy:
             self._layout.move_out(bucket, leaving)
         if not self._layout.sparse:
             return
-        before, after = self._settings.scales(group.size)
-        if self._settings.op is Average and self._presence is not None:
-            after *= weight_of(self._presence, group.size)
+        count = group.size if self._presence is None else count_of(self._presence, group.size)
         for home in self._layout.sparse:
-            home.reduce(group, before, after, self._tracks.optimizer)
+            # Their values travel as they are, and only their own rank's are added up as they are gathered.
+            scaling = self._settings.scaling_of_wire(home.dtype, group.size)
+            home.reduce(group, scaling, count, self._tracks.optimizer)

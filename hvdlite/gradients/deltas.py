@@ -18,11 +18,16 @@ import torch
 from torch import Tensor
 
 from ..channels.collective import Group
-from ..collectives.adasum import adasum_all_reduce
+from ..channels.flat import pieces_of
+from ..channels.reduce_op import Adasum
 from ..collectives.fusion import flat_of
+from ..collectives.load import Load, put_back
+from ..collectives.outcome import share_outcome
+from ..collectives.own import OwnCompression
+from ..collectives.reduction import Reduction
 from .params import ParamListener, too_many_passes
 from .plan import ParamSpec, plan_buckets
-from .wire import Settings
+from .wire import Settings, as_real
 
 
 class Deltas(ParamListener):
@@ -170,18 +175,47 @@ class _Bucket:
         """
         before = flat_of(self._params) if self._before is None else self._before
         delta = flat_of(self._params).sub_(before)
-        parts = 2 if delta.is_complex() else 1
-        out = torch.view_as_real(delta).view(-1) if delta.is_complex() else delta
-        wire = settings.compression.compress(out)
-        if wire.numel() != out.numel() or not wire.is_floating_point():
-            raise ValueError(
-                f"op=hvd.Adasum: {settings.compression!r} makes {wire.numel()} numbers of {wire.dtype} out of "
-                f"{out.numel()} of {out.dtype}: use one that keeps each number a floating-point number of its own"
-            )
-        adasum_all_reduce(group, wire, [param.numel() * parts for param in self._params], f"{self.what} ({name})")
-        settings.compression.decompress(wire, out)
+        counts, what = [param.numel() for param in self._params], f"{self.what} ({name})"
+        if isinstance(settings.compression, OwnCompression):
+            tensors = [as_real(delta)]
+            if settings.compression.takes_each:
+                pieces = zip(pieces_of(delta, counts), self._params, strict=True)
+                tensors = [piece.view(param.shape) for piece, param in pieces]
+            combine_packed(group, settings.compression, tensors, counts, what)
+        else:
+            Reduction(settings.op, compression=settings.compression).all_reduce(group, delta, counts, 1, what)
         after = before.add_(delta)
         start = 0
         for param in self._params:
             param.copy_(after[start : start + param.numel()].view(param.shape))
             start += param.numel()
+
+
+def combine_packed(
+    group: Group, compression: OwnCompression, tensors: Sequence[Tensor], counts: Sequence[int], what: str
+) -> None:
+    """Replace deltas by the Adasum of all ranks', packed by a compression of the user's own.
+
+    ``tensors`` are either those of each parameter or a flat one of all; ``counts`` are the parameters' elements.
+    """
+
+    def check(tensor: Tensor, wire: Tensor, of: str) -> None:
+        is_inexact = wire.is_floating_point() or wire.is_complex()
+        if not is_inexact or _reals(wire) != _reals(tensor):
+            raise ValueError(
+                f"op=hvd.Adasum: {compression!r} makes {wire.numel()} numbers of {wire.dtype} out of "
+                f"{tensor.numel()} of {tensor.dtype}: use one that keeps each number a floating-point number of its own"
+            )
+
+    load = Load(compression, tensors, [what] * len(tensors), check)
+    share_outcome(group, load.failure, what, layout=load.layout)
+    for flat, own_counts, packed in load.flats():
+        of_params = own_counts if len(tensors) > 1 else [count * flat.numel() // sum(counts) for count in counts]
+        Reduction(Adasum).all_reduce(group, flat, of_params, 1, what)
+        put_back(flat, own_counts, packed)
+    load.unpack()
+    share_outcome(group, load.failure, f"the end of {what}")
+
+
+def _reals(tensor: Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)

@@ -10,8 +10,9 @@ only by what all ranks know together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 from .bucket import Bucket, Memory
@@ -24,8 +25,21 @@ from .staying import StayingHome, require_same
 class Layout:
     """The homes of the gradients of one optimizer's parameters."""
 
-    def __init__(self, *, cap_bytes: int, scale: float, densify: bool, memory: Memory, stays: bool) -> None:
-        """``memory`` is where buckets take theirs when a first gradient comes; there are none where all ``stays``."""
+    def __init__(
+        self,
+        *,
+        cap_bytes: int,
+        scale_of: Callable[[torch.dtype], float],
+        densify: bool,
+        memory: Memory,
+        stays: bool,
+        aligned: bool,
+    ) -> None:
+        """``scale_of`` is by what gradients of a dtype are multiplied before they travel.
+
+        ``memory`` is where buckets take theirs when a first gradient comes; there are none where all ``stays``.
+        ``aligned`` is as of `plan_buckets`.
+        """
         self.buckets: list[Bucket] = []
         self.sparse: list[SparseHome] = []
         # By the parameter's `id`: to hash a tensor is a call of Python's, and this is looked up at every gradient.
@@ -34,14 +48,15 @@ class Layout:
         self._staying = StayingHome() if stays else None
         # Of what is planned from now on.
         self.cap_bytes = cap_bytes
-        self._scale = scale
+        self._scale_of = scale_of
         self._densify = densify
         self._memory = memory
+        self._aligned = aligned
 
     def add(self, params: dict[str, Tensor], groups: Iterable[Iterable[str]]) -> Description:
         """Plan buckets for more parameters, after those there are; what ranks are to compare of them."""
         specs = [ParamSpec.of(name, param) for name, param in params.items()]
-        plans = plan_buckets(specs, cap_bytes=self.cap_bytes, groups=groups)
+        plans = plan_buckets(specs, cap_bytes=self.cap_bytes, groups=groups, aligned=self._aligned)
         if self._staying is not None:
             slots = [Slot(self._staying, piece, params[piece.spec.name]) for plan in plans for piece in plan.slices]
             self._enter(slots)
@@ -101,7 +116,7 @@ class Layout:
             self.sparse.append(slot.home)
 
     def _make_bucket(self, plan: BucketPlan, params: Sequence[Tensor]) -> Bucket:
-        bucket = Bucket(plan, params, scale=self._scale, densify=self._densify, memory=self._memory)
+        bucket = Bucket(plan, params, scale=self._scale_of(plan.dtype), densify=self._densify, memory=self._memory)
         self._enter(bucket.slots)
         return bucket
 

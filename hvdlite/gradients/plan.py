@@ -82,11 +82,12 @@ class BucketPlan:
     device: torch.device
     asleep: bool = False
     wake_slots: int = 0
+    aligned: bool = True
 
     @property
     def grad_numel(self) -> int:
         """Elements that the gradients take, with the gaps that keep them aligned."""
-        return _align(self.slices[-1].stop, self.dtype) if self.slices else 0
+        return _align(self.slices[-1].stop, self.dtype, self.aligned) if self.slices else 0
 
     @property
     def numel(self) -> int:
@@ -111,7 +112,7 @@ class BucketPlan:
     def without(self, names: set[str]) -> BucketPlan:
         """The same bucket with these parameters gone and the rest moved together."""
         kept = [piece.spec for piece in self.slices if piece.spec.name not in names]
-        return replace(self, slices=_lay_out(kept, self.dtype))
+        return replace(self, slices=_lay_out(kept, self.dtype, self.aligned))
 
     def describe(self) -> str:
         """The bucket by the names that it holds, for messages."""
@@ -125,6 +126,7 @@ def plan_buckets(
     *,
     cap_bytes: int,
     groups: Iterable[Iterable[str]] = (),
+    aligned: bool = True,
 ) -> tuple[BucketPlan, ...]:
     """Pack parameters, last first, into buckets of at most ``cap_bytes`` of gradients; 0 is a bucket for each.
 
@@ -134,7 +136,8 @@ def plan_buckets(
 
     Buckets do not mix dtypes, devices, or frozen with trainable parameters; only a lone parameter may
     exceed the cap. Each of ``groups`` (names) shares a bucket however large it is, as in Horovod, one
-    per dtype and device. Parameters that can have no gradient are in none.
+    per dtype and device. Parameters that can have no gradient are in none. Unless they are ``aligned`` gradients have
+    no gaps between them.
     """
     group_of = {name: number for number, names in enumerate(groups) for name in names}
     packed: list[tuple[list[ParamSpec], bool]] = []
@@ -145,7 +148,7 @@ def plan_buckets(
             continue
         group = group_of.get(spec.name)
         key = (spec.dtype, spec.device, spec.trainable, group)
-        need = _align(spec.numel, spec.dtype) * spec.dtype.itemsize
+        need = _align(spec.numel, spec.dtype, aligned) * spec.dtype.itemsize
         index = open_bucket.get(key)
         if index is None or (group is None and (cap_bytes == 0 or filled[index] + need > cap_bytes)):
             index = open_bucket[key] = len(packed)
@@ -154,7 +157,9 @@ def plan_buckets(
         packed[index][0].append(spec)
         filled[index] += need
     buckets = [
-        BucketPlan(_lay_out(members, members[0].dtype), members[0].dtype, members[0].device, asleep)
+        BucketPlan(
+            _lay_out(members, members[0].dtype, aligned), members[0].dtype, members[0].device, asleep, aligned=aligned
+        )
         for members, asleep in packed
     ]
     return _with_wake_slots(buckets)
@@ -201,17 +206,17 @@ def _with_wake_slots(buckets: list[BucketPlan]) -> tuple[BucketPlan, ...]:
     return (*awake, *asleep)
 
 
-def _lay_out(specs: Sequence[ParamSpec], dtype: torch.dtype) -> tuple[Slice, ...]:
+def _lay_out(specs: Sequence[ParamSpec], dtype: torch.dtype, aligned: bool) -> tuple[Slice, ...]:
     slices: list[Slice] = []
     start = 0
     for spec in specs:
         slices.append(Slice(spec, start, start + spec.numel))
-        start = _align(start + spec.numel, dtype)
+        start = _align(start + spec.numel, dtype, aligned)
     return tuple(slices)
 
 
-def _align(numel: int, dtype: torch.dtype) -> int:
-    step = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+def _align(numel: int, dtype: torch.dtype, aligned: bool) -> int:
+    step = max(1, ALIGNMENT_BYTES // dtype.itemsize) if aligned else 1
     return -(-numel // step) * step
 
 

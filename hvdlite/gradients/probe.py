@@ -17,9 +17,11 @@ import torch
 
 from ..channels.collective import Group
 from ..channels.reduce_op import Max
+from ..collectives.outcome import share_outcome
 from .bucket import Bucket
+from .parcel import send
 from .plan import ParamSpec, plan_buckets
-from .wire import InFlight, Settings
+from .wire import Settings
 from .wires import Wires
 
 SIZES = tuple(kib * 2**10 for kib in (4, 32, 256, 1024, 4096, 16384))
@@ -77,16 +79,19 @@ class _Probe:
         dtype, device = self._like.dtype, self._like.device
         shape = (nbytes // dtype.itemsize,)
         spec = ParamSpec("autotune's probe", shape, (1,), dtype, device, trainable=True)
-        (plan,) = plan_buckets([spec], cap_bytes=0)
+        (plan,) = plan_buckets([spec], cap_bytes=0, aligned=not self._settings.packs)
         param = torch.zeros(1, dtype=dtype, device=device).expand(shape)
-        before, _ = self._settings.scales(self._group.size)
+        before = self._settings.scaling(dtype, self._group.size).before
         return Bucket(plan, [param], scale=before, densify=False, memory=self._group.zeros)
 
     def send(self, bucket: Bucket) -> float:
         """The seconds that it took, from full to averaged, by this rank's clock."""
         begin_s = self._clock()
         bucket.expect()
-        InFlight(bucket, self._group, self._settings, self._wires, name="a trial of autotune").finish()
+        in_flight = send(bucket, self._group, self._settings, self._wires, name="a trial of autotune")
+        in_flight.finish()
+        if self._settings.packs:
+            share_outcome(self._group, in_flight.failure, "the end of a trial of autotune")
         bucket.release()
         if bucket.plan.device.type != "cpu":
             torch.accelerator.synchronize(bucket.plan.device)

@@ -48,10 +48,11 @@ class Reducer(ParamListener):
         super().__init__(group, settings, backward_passes_per_step)
         self._layout = Layout(
             cap_bytes=settings.cap_bytes,
-            scale=settings.scales(group.size)[0],
+            scale_of=lambda dtype: settings.scaling(dtype, group.size).before,
             densify=settings.sparse_as_dense,
             memory=self._take_memory,
             stays=group.size == 1 and settings.compression is Compression.none,
+            aligned=not settings.packs,
         )
         self._convoy = Convoy(self._layout, settings, self._tracks, alone=group.size == 1)
         self._synchronized = False
@@ -143,7 +144,7 @@ class Reducer(ParamListener):
         failure: Exception | None = None
         for bucket in self._convoy.arriving(group):
             gathered = self._convoy.settle(bucket)
-            if update is not None and failure is None:
+            if update is not None and failure is None and not self._convoy.has_failed:
                 try:
                     update([slot.param for slot in bucket.slots if slot not in gathered])
                 except Exception as error:  # noqa: BLE001 - raised below

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..channels.collective import Group
 from ..collectives.moving import all_gather_rows
 from ..errors import GradientError, MismatchError
+from .scaling import Scaling
 from .slot import Slot
 
 
@@ -23,6 +24,11 @@ class SparseHome:
 
     def __init__(self, slot: Slot) -> None:
         self.slot = slot
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the gradient's values, real where they are complex."""
+        return self.slot.param.dtype.to_real()
 
     def take(self, slot: Slot, last_pass: bool) -> bool:
         """Check that the gradient is still of the kind that all ranks gather."""
@@ -36,8 +42,10 @@ class SparseHome:
             slot.arrived = True
         return False
 
-    def reduce(self, group: Group, before: float, after: float, optimizer: str) -> None:
-        """Join the rows of all ranks, scaled; leave the gradient None where no rank has one.
+    def reduce(self, group: Group, scaling: Scaling, count: int, optimizer: str) -> None:
+        """Join the rows of all ranks, summed, or averaged over ``count`` of them.
+
+        Where no rank has one the gradient is None.
 
         ``optimizer`` is its name, by which errors and stalls tell it from others.
         Every rank must call it, for the same parameters in the same order.
@@ -54,9 +62,13 @@ class SparseHome:
             raise MismatchError(f"parameter {name!r} has gradients of {sorted(known)} sparse dimensions on the ranks")
         rows = mine if mine is not None else _no_rows(param, known.pop())
         indices = all_gather_rows(group, rows.indices().t(), what).t()
-        values = all_gather_rows(group, rows.values() * before, what)
-        joined = torch.sparse_coo_tensor(indices, values * after, param.shape, check_invariants=False)
-        param.grad = joined.coalesce()
+        mine_scaled = rows.values() if scaling.before == 1.0 else rows.values() * scaling.before
+        values = all_gather_rows(group, mine_scaled, what)
+        joined = torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False).coalesce()
+        # Those of one row have been added up by now.
+        total = joined._values()
+        scaling.finish((torch.view_as_real(total) if total.is_complex() else total).view(-1), count)
+        param.grad = joined
 
 
 def _no_rows(param: Tensor, sparse_dim: int) -> Tensor:

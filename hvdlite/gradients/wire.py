@@ -1,13 +1,13 @@
 """
 From a full bucket to its average: compress, all-reduce, decompress, as one object that is under way.
 
-    bucket.seal (scaled before) ── compress ── all-reduce ── wait ── decompress ── scaled after ── bucket
+    bucket.seal (scaled before) ── compress ── all-reduce ── wait ── decompress ── divided, or scaled ── bucket
 
 On a GPU the all-reduce is in the engine's own stream, and `wait` holds up the program's stream and not the program. All
 else is in the program's: it takes as long as a copy, and would compete with backward for the same memory elsewhere.
 
-An algorithm that needs collectives of its own replaces `InFlight` as a whole. When a bucket is launched,
-and when it is waited for, is decided in `reducer` and `convoy`.
+An algorithm that needs collectives of its own replaces `InFlight` as a whole, as `parcel` does. When a bucket is
+launched, and when it is waited for, is decided in `reducer` and `convoy`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from torch import Tensor
 
 from ..channels.collective import Group
 from ..channels.reduce_op import Average, ReduceOp, Sum
-from ..collectives.compression import CastCompression, Compression, Compressor
-from ..collectives.kernels import scale_by
+from ..collectives.compression import CastCompression, Compression, Travels, is_narrow, wire_dtype
+from ..collectives.own import OwnCompression
+from ..collectives.reduction import Reduction
 from .bucket import Bucket
+from .scaling import AS_IT_IS, Scaling
 from .tracks import NO_TRACK, Track, captures
 from .wires import Wires
 
@@ -33,7 +35,7 @@ SCALES_ON_THE_WAY = frozenset({"cuda"})
 class Settings:
     """How gradients are combined; the same on every rank."""
 
-    compression: Compressor
+    compression: Travels
     op: ReduceOp
     gradient_predivide_factor: float
     cap_bytes: int
@@ -41,26 +43,40 @@ class Settings:
     step_on_arrival: bool = False
 
     def signature(self) -> tuple[object, ...]:
-        """What two ranks compare; a compression of the user's own by its type."""
-        own_words = type(self.compression).__repr__ is not object.__repr__
-        compression = repr(self.compression) if own_words else type(self.compression).__qualname__
+        """What two ranks compare; a compression of the user's own by its words, or else its type's name."""
         scaling = (self.op, self.gradient_predivide_factor)
-        return (compression, *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival)
+        return (repr(self.compression), *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival)
+
+    @property
+    def packs(self) -> bool:
+        """Whether a compression of the user's own packs the gradients."""
+        return isinstance(self.compression, OwnCompression)
+
+    def of_wires(self) -> Reduction:
+        """What is then done to the wires."""
+        predivide = self.gradient_predivide_factor if self.op is Average else 1.0
+        return Reduction(self.op, 1.0 / predivide, predivide)
 
     def of_bystander(self) -> Settings:
         """Those of a rank that takes part in nothing: its gradients stay bit for bit what they are."""
         return replace(self, compression=Compression.none, op=Sum)
 
-    def scales(self, size: int) -> tuple[float, float]:
-        """The factors before and after the sum.
+    def scaling(self, dtype: torch.dtype, size: int) -> Scaling:
+        """What is done before and after the sum of gradients of this dtype over so many ranks."""
+        if self.packs:
+            # It is done to the wires.
+            return AS_IT_IS
+        return self.scaling_of_wire(wire_dtype(self.compression, dtype.to_real()), size)
 
-        An average is scaled before it is summed, so that it overflows no sooner than its terms do.
-        """
-        if self.op is not Average:
-            return 1.0, 1.0
-        if self.gradient_predivide_factor == 1.0:
-            return 1.0 / size, 1.0
-        return 1.0 / self.gradient_predivide_factor, self.gradient_predivide_factor / size
+    def scaling_of_wire(self, dtype: torch.dtype, size: int) -> Scaling:
+        """The same where it is this dtype that travels."""
+        if self.op is not Average or size == 1:
+            return AS_IT_IS
+        predivide = self.gradient_predivide_factor
+        if predivide == 1.0 and is_narrow(dtype):
+            # So that it overflows no sooner than its terms do.
+            return Scaling(1.0 / size, float(size))
+        return Scaling(1.0 / predivide, predivide)
 
 
 class InFlight:
@@ -80,26 +96,32 @@ class InFlight:
         self.bucket = bucket
         self._group = group
         self._track = track
-        self._compression = settings.compression
-        self._averages = settings.op is Average and group.size > 1
-        _, self._scale_after = settings.scales(group.size)
+        self._scaling = settings.scaling(bucket.plan.dtype, group.size)
         self._cast = _cast_of(settings.compression, bucket)
+        # By what the wire is multiplied on its way back, as if all ranks took part.
+        self._factor_back = 1.0
+        if self._cast is not None and self._scaling.over is not None:
+            self._factor_back = self._scaling.over / group.size
+            self._scaling = replace(self._scaling, over=float(group.size))
         self._wires = wires
         with track.compressing():
             on_the_way = self._cast is not None and bucket.plan.device.type in SCALES_ON_THE_WAY
             buffer, scale = bucket.seal(leave_scale=on_the_way)
-            self._out = _as_real(buffer)
+            self._out = as_real(buffer)
             # What is scaled: all but the flags, which are counts.
-            self._gradients = _as_real(buffer[: bucket.plan.grad_numel])
+            self._gradients = as_real(buffer[: bucket.plan.grad_numel])
             # Held until finish(): the engine reads and writes this memory meanwhile.
             if self._cast is None:
-                self._wire = settings.compression.compress(self._out)
+                self._wire = self._out
             else:
                 self._memory = wires.take(group, self._out.numel(), self._cast.dtype, self._out.device)
                 self._wire = self._memory.tensor
                 self._cast.convert(self._out, scale, self._gradients.numel(), self._wire)
         self._work = group.all_reduce(self._wire, f"the all-reduce of the {bucket.plan.describe()} ({name})")
         track.launched(self._work, self._wire)
+
+    failure: Exception | None = None
+    """What other ranks would have to be told of: nothing here fails on one rank alone."""
 
     @property
     def holds_wire(self) -> bool:
@@ -121,41 +143,35 @@ class InFlight:
             self._work.wait()
         self.bucket.accept()
         if self._cast is not None:
-            self._cast.convert(self._wire, self._scale_after, self._gradients.numel(), self._out)
+            self._cast.convert(self._wire, self._factor_back, self._gradients.numel(), self._out)
             self._wires.give_back(self._memory)
-        else:
-            self._compression.decompress(self._wire, self._out)
-            if self._scale_after != 1.0:
-                self._gradients.mul_(self._scale_after)
-        if self._averages:
-            self._weigh()
+        if self._scaling.over is not None:
+            self._average()
         self.bucket.hold()
 
-    def _weigh(self) -> None:
-        """Make it the average over those that count, where ranks sit out (`join` with average="active")."""
-        presence, gradients = self.bucket.presence, self._gradients
+    def _average(self) -> None:
+        """Make of the sum the average over those that count: all, unless ranks sit out (see `join`)."""
+        presence, size = self.bucket.presence, self._group.size
         if presence.device.type == "cpu":
-            weight = weight_of(presence, self._group.size)
-            if weight != 1.0:
-                gradients.mul_(weight)
+            self._scaling.finish(self._gradients, count_of(presence, size))
         else:
-            # On the device, which is not waited for: multiplying by 1 costs less than to ask.
-            weights = self._group.size / presence[0].float().clamp(min=1.0)
-            scale_by(gradients, torch.where(presence[1] > 0, weights, torch.ones_like(weights)).to(gradients.dtype))
+            # On the device, which is not waited for: what is multiplied or divided by 1 is not read.
+            active = presence[0].double().clamp(min=1.0)
+            self._scaling.finish_there(self._gradients, torch.where(presence[1] > 0, active, float(size)))
 
 
-def weight_of(presence: Tensor, size: int) -> float:
-    """By what an average over ``size`` ranks is to be multiplied; waits for the device."""
+def count_of(presence: Tensor, size: int) -> int:
+    """Over how many of ``size`` ranks an average is; waits for the device."""
     active, left_out = presence.tolist()
-    return size / active if left_out > 0 and active > 0 else 1.0
+    return int(active) if left_out > 0 and active > 0 else size
 
 
-def _cast_of(compression: Compressor, bucket: Bucket) -> CastCompression | None:
+def _cast_of(compression: Travels, bucket: Bucket) -> CastCompression | None:
     """How the bucket is cast to its wire, if that is all there is to be done."""
     real = bucket.plan.dtype.to_real()
-    # Not of a subclass, which may do more.
-    return compression if type(compression) is CastCompression and compression.casts(real) else None
+    return compression if isinstance(compression, CastCompression) and compression.casts(real) else None
 
 
-def _as_real(buffer: Tensor) -> Tensor:
+def as_real(buffer: Tensor) -> Tensor:
+    """A flat tensor's numbers, with complex ones as pairs of real ones, in the same memory."""
     return torch.view_as_real(buffer).view(-1) if buffer.is_complex() else buffer
