@@ -223,6 +223,36 @@ def _() -> Any:
     return hvd.allreduce(own().t(), op=hvd.Sum)
 
 
+@call("allreduce(op): as a number")
+def _() -> Any:
+    return [int(op) for op in (*OPS.values(), hvd.Adasum)], hvd.allreduce(own(), op=1)
+
+
+@call("allreduce(tensor): the result of one that has a gradient")
+def _() -> Any:
+    return hvd.allreduce(watched(), op=hvd.Sum).requires_grad
+
+
+@call("allreduce_async(tensor): the result of one that has a gradient")
+def _() -> Any:
+    result = hvd.synchronize(hvd.allreduce_async(watched(), op=hvd.Sum))
+    return result, result.requires_grad
+
+
+@call("allreduce_(tensor): a parameter")
+def _() -> Any:
+    param = torch.nn.Parameter(own())
+    result = hvd.allreduce_(param, op=hvd.Sum)
+    return result, param, result is param
+
+
+@call("grouped_allreduce_(tensors): parameters")
+def _() -> Any:
+    params = [torch.nn.Parameter(own()), torch.nn.Parameter(own(rows=1))]
+    hvd.grouped_allreduce_(params, op=hvd.Sum)
+    return params
+
+
 @call("sparse_allreduce_async(tensor): a matrix of rows, Sum")
 def _() -> Any:
     return dense(hvd.sparse_allreduce_async(rows_of_a_matrix(), "rows", hvd.Sum))
@@ -332,6 +362,13 @@ for _name, _function in {
     _broadcasting()
 
 
+@call("broadcast_(tensor): a parameter")
+def _() -> Any:
+    param = torch.nn.Parameter(own())
+    result = hvd.broadcast_(param, 0)
+    return param, result is param
+
+
 @call("broadcast(tensor): gradient")
 def _() -> Any:
     return gradient(lambda tensor: hvd.broadcast(tensor, 0), watched())
@@ -376,6 +413,11 @@ for _name, _function in {
         )
         call(f"{name}(splits): too many")(lambda: function(uneven(), torch.ones(hvd.size() + 1, dtype=torch.int32)))
         call(f"{name}(splits): a list")(lambda: function(uneven(), splits().tolist()))
+        call(f"{name}(splits): some of them 0")(
+            lambda: function(
+                own(), torch.tensor([4 if rank == hvd.size() - 1 else 0 for rank in range(hvd.size())]).int()
+            )
+        )
         call(f"{name}(name): given")(lambda: function(even(), name=f"given {name}"))
         call(f"{name}(process_set): the own one")(lambda: function(even(), name="x", process_set=members()))
         call(f"{name}(process_set): a foreign one")(lambda: function(even(), name="x", process_set=strangers()))
@@ -651,6 +693,21 @@ def _() -> Any:
     return state_of(optimizer)
 
 
+@call("broadcast_optimizer_state(optimizer): without a state, but with momentum")
+def _() -> Any:
+    model = plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5 ** (hvd.rank() + 1), momentum=0.5, weight_decay=0.5)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    return list(model.parameters()), optimizer.param_groups[0]["lr"]
+
+
+@call("broadcast_optimizer_state(optimizer): without anything but options")
+def _() -> Any:
+    optimizer = torch.optim.SGD(plain().parameters(), lr=0.5 ** (hvd.rank() + 1))
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    return optimizer.param_groups[0]["lr"]
+
+
 @call("broadcast_optimizer_state(optimizer): LBFGS")
 def _() -> Any:
     return hvd.broadcast_optimizer_state(torch.optim.LBFGS(module().parameters()), root_rank=0)
@@ -684,6 +741,11 @@ def _() -> Any:
 @call("broadcast_object(obj): a dict")
 def _() -> Any:
     return hvd.broadcast_object({"epoch": hvd.rank() + 3, "pair": (1, None)}, 0, name="dict")
+
+
+@call("broadcast_object(name): left out")
+def _() -> Any:
+    return hvd.broadcast_object([hvd.rank(), 5.0])
 
 
 @call("broadcast_object(root_rank): the last one")
@@ -749,6 +811,18 @@ def _() -> Any:
 def _() -> Any:
     every = hvd.global_process_set
     return [every.process_set_id, every.ranks, every.size(), every.rank(), every.included()]
+
+
+@call("ProcessSet(ranks): equal to others")
+def _() -> Any:
+    every = hvd.ProcessSet(range(hvd.size()))
+    return every == hvd.ProcessSet(list(range(hvd.size()))), every == hvd.ProcessSet([0, 9]), members() == members()
+
+
+@call("add_process_set(process_set): later than init")
+def _() -> Any:
+    added = hvd.add_process_set([0])
+    return hvd.remove_process_set(added)
 
 
 @call("remove_process_set(process_set): the global one")
@@ -1013,6 +1087,57 @@ def _() -> Any:
     return [param for _, param in params]
 
 
+@call("DistributedOptimizer(optimizer): mixed precision, with clipping")
+def _() -> Any:
+    model, optimizer = wrapped()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        scaler.scale(model(own()).sum()).backward()
+        optimizer.synchronize()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_value_(model.parameters(), 0.5)
+        with optimizer.skip_synchronize():
+            scaler.step(optimizer)
+        scaler.update()
+    return list(model.parameters())
+
+
+@call("DistributedOptimizer(optimizer): a scheduler of it")
+def _() -> Any:
+    model, optimizer = wrapped()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        back(model)
+        optimizer.step()
+        scheduler.step()
+    return scheduler.get_last_lr(), optimizer.param_groups[0]["lr"], list(model.parameters())
+
+
+@call("DistributedOptimizer(optimizer): its class")
+def _() -> Any:
+    _, optimizer = wrapped()
+    return isinstance(optimizer, torch.optim.Optimizer), isinstance(optimizer, torch.optim.SGD)
+
+
+@call("DistributedOptimizer(optimizer): several groups of parameters")
+def _() -> Any:
+    model, optimizer = wrapped(
+        lambda params: torch.optim.SGD([{"params": [param], "lr": 0.5} for param in params], lr=1.0), names=False
+    )
+    return steps(model, optimizer)
+
+
+@call("DistributedOptimizer.zero_grad(): what it leaves")
+def _() -> Any:
+    model, optimizer = wrapped()
+    back(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    return [param.grad is None for param in model.parameters()]
+
+
 @call("DistributedOptimizer.zero_grad(): before step")
 def _() -> Any:
     model, optimizer = wrapped()
@@ -1101,7 +1226,7 @@ def _() -> Any:
 
 @call("DistributedOptimizer.add_param_group(param_group): given")
 def _() -> Any:
-    model, optimizer = wrapped()
+    _, optimizer = wrapped()
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr": 0.5})
     return [group["lr"] for group in optimizer.param_groups]
 
@@ -1191,7 +1316,8 @@ def _() -> Any:
 
 @call("join(device): given")
 def _() -> Any:
-    return hvd.join(-1)
+    # Which one it is depends on who comes last.
+    return 0 <= hvd.join(-1) < hvd.size()
 
 
 def encode(value: Any) -> Any:
@@ -1230,7 +1356,9 @@ SETS: list[hvd.ProcessSet] = []
 
 def main() -> None:
     path, word = sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else ""
-    early = {name: outcome(name, getattr(hvd, name)) for name in ("rank", "size", "local_rank", "local_size", "cross_rank")}
+    early = {
+        name: outcome(name, getattr(hvd, name)) for name in ("rank", "size", "local_rank", "local_size", "cross_rank")
+    }
     early["allreduce"] = outcome("", lambda: hvd.allreduce(torch.ones(2)))
     early["is_initialized"] = outcome("", hvd.is_initialized)
     # The size is not known before: the launcher's word for it.
