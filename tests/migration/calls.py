@@ -23,6 +23,7 @@ CALLS: dict[str, Callable[[], Any]] = {}
 DONE: list[str] = []
 DTYPES = [torch.int32, torch.int64, torch.float16, torch.float32, torch.float64]
 MOVED_DTYPES = [torch.uint8, torch.int8, torch.int16, *DTYPES]
+NOT_HOROVODS = [torch.bool, torch.bfloat16]
 OPS = {"Average": hvd.Average, "Sum": hvd.Sum, "Min": hvd.Min, "Max": hvd.Max, "Product": hvd.Product}
 CAUGHT_AS = {
     "ValueError": ValueError,
@@ -120,8 +121,9 @@ for _name, _function in {**REDUCING, **GROUPED}.items():
 
     def _reducing(name: str = _name, function: Callable[..., Any] = _function) -> None:
         first = "tensors" if name.startswith("grouped") else "tensor"
-        for dtype in [*DTYPES, torch.uint8, torch.int8, torch.int16]:
+        for dtype in [*MOVED_DTYPES, *NOT_HOROVODS]:
             call(f"{name}({first}): {dtype}")(lambda dtype=dtype: function(one_or_two(name, dtype), op=hvd.Sum))
+        call(f"{name}({first}): not contiguous")(lambda: function([own().t()] if first == "tensors" else own().t()))
         call(f"{name}({first}): a number")(lambda: function(3.0))
         call(f"{name}({first}): with no elements")(
             lambda: function([torch.ones(0, 2)] if first == "tensors" else torch.ones(0, 2), op=hvd.Sum)
@@ -218,11 +220,6 @@ def _() -> Any:
     return hvd.grouped_allreduce([])
 
 
-@call("allreduce(tensor): not contiguous")
-def _() -> Any:
-    return hvd.allreduce(own().t(), op=hvd.Sum)
-
-
 @call("allreduce(op): as a number")
 def _() -> Any:
     return [int(op) for op in (*OPS.values(), hvd.Adasum)], hvd.allreduce(own(), op=1)
@@ -293,8 +290,9 @@ for _name, _function in {
 
     def _gathering(name: str = _name, function: Callable[..., Any] = _function) -> None:
         first = "tensors" if name.startswith("grouped") else "tensor"
-        for dtype in MOVED_DTYPES:
+        for dtype in [*MOVED_DTYPES, *NOT_HOROVODS]:
             call(f"{name}({first}): {dtype}")(lambda dtype=dtype: function(one_or_two(name, dtype)))
+        call(f"{name}({first}): not contiguous")(lambda: function([own().t()] if first == "tensors" else own().t()))
         call(f"{name}({first}): another number of rows on each rank")(
             lambda: function([own(rows=hvd.rank())] if first == "tensors" else own(rows=hvd.rank()))
         )
@@ -339,8 +337,9 @@ for _name, _function in {
 }.items():
 
     def _broadcasting(name: str = _name, function: Callable[..., Any] = _function) -> None:
-        for dtype in MOVED_DTYPES:
+        for dtype in [*MOVED_DTYPES, *NOT_HOROVODS]:
             call(f"{name}(tensor): {dtype}")(lambda dtype=dtype: function(own(dtype), 0))
+        call(f"{name}(tensor): not contiguous")(lambda: function(own().t(), 0))
         call(f"{name}(tensor): a scalar")(lambda: function(torch.tensor(hvd.rank() + 2.0), 0))
         call(f"{name}(tensor): of another shape on the last rank")(
             lambda: function(own(rows=4 + (hvd.rank() == hvd.size() - 1)), 0, name="shapes")
@@ -401,8 +400,9 @@ for _name, _function in {
         def uneven() -> torch.Tensor:
             return own(rows=int(splits().sum()))
 
-        for dtype in MOVED_DTYPES:
+        for dtype in [*MOVED_DTYPES, *NOT_HOROVODS]:
             call(f"{name}(tensor): {dtype}")(lambda dtype=dtype: function(even(dtype)))
+        call(f"{name}(tensor): not contiguous")(lambda: function(own(rows=3, columns=4 * hvd.size()).t()))
         call(f"{name}(tensor): rows that cannot be spread")(lambda: function(own(rows=2 * hvd.size() + 1)))
         call(f"{name}(splits): given")(lambda: function(uneven(), splits()))
         call(f"{name}(splits): of 64 bits")(lambda: function(uneven(), splits().long()))
@@ -449,8 +449,9 @@ for _name, _function in {
 
     def _scattering(name: str = _name, function: Callable[..., Any] = _function) -> None:
         first = "tensors" if name.startswith("grouped") else "tensor"
-        for dtype in [*DTYPES, torch.uint8]:
+        for dtype in [*MOVED_DTYPES, *NOT_HOROVODS]:
             call(f"{name}({first}): {dtype}")(lambda dtype=dtype: function(one_or_two(name, dtype), op=hvd.Sum))
+        call(f"{name}({first}): not contiguous")(lambda: function([own().t()] if first == "tensors" else own().t()))
         call(f"{name}({first}): more ranks than rows")(
             lambda: function([own(rows=1)] if first == "tensors" else own(rows=1), op=hvd.Sum)
         )

@@ -24,8 +24,9 @@ RECORDED = json.loads((HERE / "recorded.json").read_text())
 PAIRS = re.compile(r"`(\w+)`")
 # What hvdlite does otherwise, in the page's words: of the calls that match, at least one differs at some size.
 DIFFERENT = {
-    r"(grouped_)?(allreduce|reducescatter)\w*\(tensors?\): torch\.(u?int8|int16)": "any dtype",
-    r"allreduce\(tensor\): not contiguous": "any layout",
+    r"(grouped_)?(allreduce|reducescatter)\w*\(tensors?\): torch\.(u?int8|int16|bool|bfloat16)": "any dtype",
+    r"\w*(allgather|broadcast_?|alltoall)\w*\(tensors?\): torch\.(bool|bfloat16)": "any dtype",
+    r"\w+\(tensors?\): not contiguous": "any layout",
     r"allgather\(tensor\): a scalar": "a scalar counts as one row",
     r"allreduce(_async)?\(tensor\): a number": "a TypeError where it is no tensor, and no AttributeError",
     r"grouped_allreduce\(tensors\): none": "no tensors give none",
