@@ -529,22 +529,43 @@ def test_wires_of_other_sizes_or_dtypes_on_ranks_are_an_error_on_all(kind, engin
     run_worlds(3, rank, engine=engine)
 
 
-def test_training_goes_on_after_an_error_that_the_program_takes():
-    def rank(number: int) -> list[float]:
-        turn = iter([True, False, True])
-        compression = Faulty(lambda t: raising(t) if number == 1 and not next(turn) else (t.clone(), None))
-        param = nn.Parameter(torch.zeros(2))
-        optimizer = wrap(hvd.global_process_set, [param], compression)
+@engines
+@pytest.mark.parametrize("when", ["compress", "decompress"])
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_training_goes_on_after_an_error_that_the_program_takes(length, when, engine):
+    """On one rank, in the second step, at the first, the second or the last of three buckets."""
+
+    def rank(number: int) -> list[list[float]]:
+        step = 0
+
+        def fault(tensor: Tensor) -> Tensor:
+            return raising(tensor) if (number, step, len(tensor)) == (1, 1, length) else tensor.clone()
+
+        compression = Faulty(lambda t: (fault(t), None)) if when == "compress" else Faulty(None, fault)
+        params = [nn.Parameter(torch.zeros(each)) for each in (1, 2, 3)]
+        optimizer = wrap(hvd.global_process_set, params, compression, bucket_cap_mb=1e-6)
         for step in range(3):
             optimizer.zero_grad()
-            (param * (number + 1.0)).sum().backward()
-            try:
+            sum((param * (number + 1.0)).sum() for param in params).backward()
+            if step == 1:
+                with pytest.raises((ValueError, hvd.CommunicationError), match=f"gradient of 'p{length - 1}'"):
+                    optimizer.step()
+            else:
                 optimizer.step()
-            except (ValueError, hvd.CommunicationError):
-                assert step == 1
-        return param.tolist()
+        return [param.tolist() for param in params]
 
-    assert run_worlds(2, rank) == [[-3.0, -3.0]] * 2
+    assert run_worlds(2, rank, engine=engine) == [[[-3.0], [-3.0] * 2, [-3.0] * 3]] * 2
+
+
+def test_autotune_measures_with_it_or_says_what_is_wrong_with_it():
+    def rank(group: Group) -> None:
+        params = [nn.Parameter(torch.zeros(3))]
+        wrap(set_of(group), params, Int8OfHvdlite(), autotune=True).close()
+        fault = Faulty(None, raising) if group.rank else Faulty()
+        with pytest.raises((ValueError, hvd.CommunicationError), match=r"rank 1|ZeroDivisionError"):
+            wrap(set_of(group), params, fault, autotune=True)
+
+    run_ranks(2, rank)
 
 
 def test_a_rank_that_waits_elsewhere_between_backward_and_step_is_waited_for():

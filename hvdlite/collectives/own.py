@@ -52,7 +52,12 @@ class OwnCompression:
             call, context = "compress(buffer)", None
             wire = self._call(call, of, self._given.compress, _as_real(tensor))
             if not isinstance(wire, Tensor):
-                raise TypeError(f"compression={self!r}: {call} returned {_words(wire)}, not a tensor, for {of}")
+                is_pair = isinstance(wire, tuple) and len(wire) == 2 and isinstance(wire[0], Tensor)
+                hint = " (one in Horovod's manner is passed as its class, or derived from Horovod's Compressor)"
+                raise TypeError(
+                    f"compression={self!r}: {call} returned {_words(wire)}, not a tensor, for {of}"
+                    f"{hint if is_pair else ''}"
+                )
         self._require_carried(wire, tensor, f"{call} returned", of)
         # Itself where that can be: what it is `decompress` may know it by.
         travels = wire.is_contiguous() and not (wire.is_conj() or wire.is_neg() or wire.requires_grad)
