@@ -291,6 +291,34 @@ def test_the_wires_dtype_says_how_an_average_is_made(kind, engine):
     run_worlds(3, rank, engine=engine)
 
 
+@pytest.mark.parametrize("kind", [Sees, SeesEach])
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_every_op_its_gradient_and_other_dtypes_go_through_it(kind, dtype):
+    ops = [op for op in hvd.ReduceOp if op is not hvd.Adasum]
+
+    def rank(number: int) -> None:
+        for op in ops:
+            found = []
+            for compression in (hvd.Compression.none, kind(dtype)):
+                mine = torch.tensor([1.0 + number, 5.0 - number], requires_grad=True)
+                got = hvd.allreduce(mine, op=op, compression=compression, name=op.name)
+                got.sum().backward()
+                found += [got.detach(), mine.grad]
+            assert torch.equal(found[0], found[2])
+            assert torch.equal(found[1], found[3])
+        whole = hvd.allreduce(torch.tensor([3 + number, -4]), compression=kind(), name="whole")
+        assert whole.tolist() == [3, -4]
+        turned = torch.complex(torch.ones(2), torch.full((2,), 2.0 * number))
+        for scattered in (False, True):
+            operation = hvd.reducescatter if scattered else hvd.allreduce
+            got = operation(turned, compression=kind(), name="turned")
+            assert got.tolist() == [1 + 1j] * (1 if scattered else 2)
+        assert hvd.allreduce(torch.ones(0), compression=kind(), name="empty").shape == (0,)
+        assert hvd.allreduce(torch.tensor(2.0 * number), compression=kind(), name="scalar").item() == 1.0
+
+    run_worlds(2, rank)
+
+
 def test_factors_are_the_wires():
     def rank(number: int) -> None:
         wire = torch.tensor([7, -7], dtype=torch.int32) * (number + 1)

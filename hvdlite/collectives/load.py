@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ..channels.collective import Group
@@ -137,10 +138,11 @@ def reduce_scatter_packed(
         whole = next(packed)
         parts = pieces_of(whole.wire, counts)
         mine = wires.reduce_scatter(group, [part.view(-1) for part in parts], divisor, what)
-        part = Packed(mine.view(parts[group.rank].shape), whole.context, whole.is_as_it_was)
-        if whole.wire is tensor:
+        part = Packed(mine.view(parts[group.rank].shape), whole.context, is_as_it_was=whole.is_as_it_was)
+        if whole.wire is whole.given:
             # Then it may count on that.
-            results[-1] = out = part.wire
+            part.given = part.wire
+            results[-1] = out = torch.view_as_complex(part.wire) if tensor.is_complex() else part.wire
         try:
             if out.numel():
                 compression.unpack(part, out, of)
