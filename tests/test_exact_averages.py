@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from worlds import run_worlds
 
 import hvdlite as hvd
+from hvdlite.channels import hierarchy
 from hvdlite.channels.collective import Group
+from hvdlite.channels.hierarchy import HierarchicalChannels, places_of
+from hvdlite.collectives.reduction import Reduction
 
 SIZES = [1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5, 6)), 7,
          pytest.param(8, marks=pytest.mark.slow)]  # fmt: skip
@@ -168,6 +171,26 @@ def test_averages_are_quotients_of_sums_in_rank_order_where_the_engine_keeps_tha
             require_average(got, terms, in_rank_order=in_rank_order)
 
     run_worlds(size, rank, engine=engine)
+
+
+def test_so_it_is_within_hosts_and_between_them(monkeypatch):
+    monkeypatch.setattr(hierarchy, "LEAST_BYTES", 16)
+    values = [with_room(seed, 1001, dtype) for seed, dtype in enumerate(FLOATS)]
+
+    def rank(group: Group) -> None:
+        places = places_of(group.rank, "aaabbb")
+        assert places is not None
+        channels = HierarchicalChannels(group._channels, None, places, group.rank, "test", {"cpu"})
+        engine = channels.open()
+        levels = group.duplicate()
+        levels.change_engines(group._channels, engine)
+        for value in values:
+            flat = value.clone()
+            Reduction(hvd.Average).all_reduce(levels, flat, [1001], 6, "an average")
+            assert same_bits(flat, value)
+        channels.close(engine)
+
+    run_ranks(6, rank)
 
 
 def test_a_sum_is_divided_first_and_scaled_then():

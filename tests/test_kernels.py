@@ -15,7 +15,7 @@ from ranks import run_ranks, set_of
 import hvdlite as hvd
 from hvdlite.channels.collective import Group
 from hvdlite.collectives import compression, kernels
-from hvdlite.collectives.kernels import gives_what_torch_gives, scale_by, scale_cast
+from hvdlite.collectives.kernels import divide, divide_by, gives_what_torch_gives, scale_by, scale_cast
 from hvdlite.gradients import wire
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -84,6 +84,18 @@ def test_scaling_by_a_scalar_of_the_device_is_a_product():
     tensor = torch.tensor([1.0, 3.0]).half()
     scale_by(tensor, torch.tensor(1.0 / 3.0).half())
     assert tensor.equal(torch.tensor([1.0, 3.0]).half() * torch.tensor(1.0 / 3.0).half())
+
+
+def test_a_quotient_is_rounded_as_such_and_is_no_product_by_the_inverse():
+    values = torch.arange(1.0, 2000.0)
+    for number in (1, 3, 7):
+        expected = torch.tensor([value / number for value in values.tolist()], dtype=torch.float64).float()
+        by_program, on_the_device = values.clone(), values.clone()
+        divide(by_program, number)
+        divide_by(on_the_device, torch.tensor(float(number)))
+        assert by_program.equal(expected)
+        assert on_the_device.equal(expected)
+    assert not (values * (1 / 7)).equal(expected), "it makes a difference"
 
 
 def test_scaled_on_the_way_to_the_wire_or_before_gradients_have_the_same_bits(monkeypatch):

@@ -4,9 +4,8 @@ What a bucket looks like on the wire: `Compression.none`, `.fp16`, `.bf16`.
     bucket ── compress (one cast) ── wire ── summed over ranks ── decompress ── bucket
 
 A wire of 16 bits carries what has been scaled before, in the bucket's own precision: an average of values that fit the
-wire does not overflow it, and each value is rounded once. The sum of wider ones is divided. The seam
-is `Compressor`: two methods on whole flat buffers. Parameters and optimizer state keep their dtype; only what travels
-is smaller.
+wire does not overflow it, and each value is rounded once. The sum of wider ones is divided. Compressions of a user's
+own are behind `own`. Parameters and optimizer state keep their dtype; only what travels is smaller.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ..channels.collective import Group
@@ -40,7 +41,7 @@ class Load:
         try:
             for tensor, of in self._named:
                 packed = compression.pack(tensor, of)
-                check(tensor, packed.wire, of)
+                check(tensor, packed.wire, f"compression={compression!r}: what it made of {of}")
                 self.packed.append(packed)
         except Exception as error:  # noqa: BLE001 - raised when all ranks know of it
             self.failure = error
@@ -121,8 +122,8 @@ def reduce_scatter_packed(
         wires.check_wire(tensor, wire, of)
         if wire.dim() == 0 or len(wire) != len(tensor):
             raise ValueError(
-                f"compression={compression!r}: a reducescatter spreads the rows of what is compressed, and of shape "
-                f"{tuple(tensor.shape)} it made {tuple(wire.shape)} for {of}: use one that keeps the first dimension"
+                f"{of} has shape {tuple(wire.shape)}, of which a reducescatter spreads the rows, and the tensor "
+                f"{tuple(tensor.shape)}: use one that keeps the first dimension"
             )
 
     load = Load(compression, tensors, words, check)
@@ -137,10 +138,11 @@ def reduce_scatter_packed(
         whole = next(packed)
         parts = pieces_of(whole.wire, counts)
         mine = wires.reduce_scatter(group, [part.view(-1) for part in parts], divisor, what)
-        part = Packed(mine.view(parts[group.rank].shape), whole.context, whole.is_as_it_was)
-        if whole.wire.data_ptr() == tensor.data_ptr():
-            # It may count on the wire being the buffer.
-            results[-1] = out = pieces_of(tensor, counts)[group.rank]
+        part = Packed(mine.view(parts[group.rank].shape), whole.context, is_as_it_was=whole.is_as_it_was)
+        if whole.wire is whole.given:
+            # Then it may count on that.
+            part.given = part.wire
+            results[-1] = out = torch.view_as_complex(part.wire) if tensor.is_complex() else part.wire
         try:
             if out.numel():
                 compression.unpack(part, out, of)

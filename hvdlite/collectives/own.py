@@ -23,6 +23,8 @@ class Packed:
 
     wire: Tensor
     context: Any = None
+    # Of one in hvdlite's manner what it was given, which is what it is to write into.
+    given: Tensor | None = None
     # Whether the compression has nothing to do with it.
     is_as_it_was: bool = False
 
@@ -40,6 +42,7 @@ class OwnCompression:
 
         One of hvdlite's manner is given real floats alone; complex numbers as pairs of them, integers not at all.
         """
+        given = None
         if self.takes_each:
             call = "compress(tensor)"
             pair = self._call(call, of, self._given.compress, tensor)
@@ -49,14 +52,20 @@ class OwnCompression:
         else:
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 return Packed(tensor, is_as_it_was=True)
-            call, context = "compress(buffer)", None
-            wire = self._call(call, of, self._given.compress, _as_real(tensor))
+            call, context, given = "compress(buffer)", None, as_real(tensor)
+            wire = self._call(call, of, self._given.compress, given)
             if not isinstance(wire, Tensor):
-                raise TypeError(f"compression={self!r}: {call} returned {_words(wire)}, not a tensor, for {of}")
+                is_pair = isinstance(wire, tuple) and len(wire) == 2 and isinstance(wire[0], Tensor)
+                hint = " (one in Horovod's manner is passed as its class, or derived from Horovod's Compressor)"
+                raise TypeError(
+                    f"compression={self!r}: {call} returned {_words(wire)}, not a tensor, for {of}"
+                    f"{hint if is_pair else ''}"
+                )
         self._require_carried(wire, tensor, f"{call} returned", of)
         # Itself where that can be: what it is `decompress` may know it by.
         travels = wire.is_contiguous() and not (wire.is_conj() or wire.is_neg() or wire.requires_grad)
-        return Packed(wire if travels else wire.detach().contiguous().resolve_conj().resolve_neg(), context)
+        carried = wire if travels else wire.detach().contiguous().resolve_conj().resolve_neg()
+        return Packed(carried, context, given)
 
     def unpack(self, packed: Packed, out: Tensor, of: str) -> None:
         """Write what has come of a wire into ``out``, the tensor that was packed."""
@@ -65,7 +74,8 @@ class OwnCompression:
                 out.copy_(packed.wire)
             return
         if not self.takes_each:
-            self._call("decompress(wire, out)", of, self._given.decompress, packed.wire, _as_real(out))
+            given = as_real(out) if packed.given is None else packed.given
+            self._call("decompress(wire, out)", of, self._given.decompress, packed.wire, given)
             return
         call = "decompress(tensor, ctx)"
         result = self._call(call, of, self._given.decompress, packed.wire, packed.context)
@@ -105,7 +115,8 @@ class OwnCompression:
         return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _as_real(tensor: Tensor) -> Tensor:
+def as_real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, in the same memory."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

@@ -64,7 +64,7 @@ class Reduction:
 
     def check_wire(self, tensor: Tensor, wire: Tensor, of: str) -> None:
         """Raise a ValueError if what a compression has made of a tensor cannot be reduced so."""
-        self.check_dtype(wire, f"the compression of {of}")
+        self.check_dtype(wire, of)
         if self.op is Adasum and _reals(wire) != _reals(tensor):
             raise ValueError(f"{of}: op=hvd.Adasum needs a compression that keeps the number of elements")
 

@@ -199,11 +199,15 @@ def combine_packed(
     ``tensors`` are either those of each parameter or a flat one of all; ``counts`` are the parameters' elements.
     """
 
+    reduction = Reduction(Adasum)
+
     def check(tensor: Tensor, wire: Tensor, of: str) -> None:
         is_inexact = wire.is_floating_point() or wire.is_complex()
+        if is_inexact:
+            reduction.check_dtype(wire, of)
         if not is_inexact or _reals(wire) != _reals(tensor):
             raise ValueError(
-                f"op=hvd.Adasum: {compression!r} makes {wire.numel()} numbers of {wire.dtype} out of "
+                f"op=hvd.Adasum: {of}: {compression!r} makes {wire.numel()} numbers of {wire.dtype} out of "
                 f"{tensor.numel()} of {tensor.dtype}: use one that keeps each number a floating-point number of its own"
             )
 
@@ -211,7 +215,7 @@ def combine_packed(
     share_outcome(group, load.failure, what, layout=load.layout)
     for flat, own_counts, packed in load.flats():
         of_params = own_counts if len(tensors) > 1 else [count * flat.numel() // sum(counts) for count in counts]
-        Reduction(Adasum).all_reduce(group, flat, of_params, 1, what)
+        reduction.all_reduce(group, flat, of_params, 1, what)
         put_back(flat, own_counts, packed)
     load.unpack()
     share_outcome(group, load.failure, f"the end of {what}")

@@ -56,7 +56,10 @@ class DistributedOptimizer(AveragingOptimizer):
 
     ``named_parameters``: ``model.named_parameters()``; names make messages readable and must be unique.
 
-    ``compression``: what travels, see `Compression`. Parameters and optimizer state keep their dtype.
+    ``compression``: what travels, see `Compression`. Parameters and optimizer state keep their dtype. One of your own
+    sees gradients and nothing else: in hvdlite's manner (see `Compressor`) those of a bucket, in Horovod's each alone,
+    in its shape. The wires that it makes are summed and divided. They travel in ``step()``, not during backward; and
+    what goes wrong in it is an error on every rank.
 
     ``backward_passes_per_step``: how many backward passes add to a gradient before it is averaged. They
     are summed, not averaged, as in Horovod. A ``step()`` that comes early, at the end of an epoch, averages
@@ -67,7 +70,8 @@ class DistributedOptimizer(AveragingOptimizer):
     GradScaler's scale, are each rank's own. `synchronize` does nothing then, and `skip_synchronize` is an error.
 
     ``gradient_predivide_factor``: f scales by 1/f before the sum and by f/size after it; only for
-    ``Average``. 1.0 scales by 1/size before the sum.
+    ``Average``. With 1.0 the sum is divided by size: the average of equal gradients is that very gradient. What travels
+    in 16 bits is then scaled by 1/size before the sum, so that it overflows no sooner than its terms.
 
     ``num_groups``: Horovod's older name for a number of ``groups``.
 

@@ -8,7 +8,14 @@ import pytest
 import torch
 
 from hvdlite.collectives import kernels
-from hvdlite.collectives.kernels import gives_what_torch_gives, scale_by, scale_cast, scale_cast_in_torch
+from hvdlite.collectives.kernels import (
+    divide,
+    divide_by,
+    gives_what_torch_gives,
+    scale_by,
+    scale_cast,
+    scale_cast_in_torch,
+)
 
 pytest.importorskip("cupy")
 pytestmark = [
@@ -73,6 +80,19 @@ def test_scaling_by_a_scalar_of_the_device(dtype):
         expected[start : start + numel].mul_(scalar)
         scale_by(whole[start : start + numel], scalar)
         assert same_bits(whole, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dividing_is_no_product_by_the_inverse(dtype):
+    for numel, start, number in itertools.product((0, 1, 100, 4099), (0, 1), (1, 3, 7)):
+        whole = torch.randn(start + numel + 3, device=GPU).to(dtype)
+        expected = whole.cpu()
+        expected[start : start + numel].div_(number)
+        by_program = whole.clone()
+        divide_by(whole[start : start + numel], torch.tensor(number, device=GPU).to(dtype))
+        divide(by_program[start : start + numel], number)
+        assert same_bits(whole.cpu(), expected)
+        assert same_bits(by_program.cpu(), expected)
 
 
 def test_a_kernel_runs_in_pytorchs_stream_and_is_captured_with_it():
