@@ -19,7 +19,7 @@ from __future__ import annotations
 
 
 class HvdliteError(RuntimeError):
-    """Anything that goes wrong while hvdlite runs, other than a wrong argument."""
+    """Anything that goes wrong while hvdlite runs; of wrong arguments, only what Horovod notices no sooner."""
 
 
 class NotInitializedError(HvdliteError, ValueError):

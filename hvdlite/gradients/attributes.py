@@ -9,13 +9,14 @@ program changes in one, it changes in its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from ..channels.reduce_op import ReduceOp
 from ..collectives.compression import AnyCompression
+from ..errors import GradientError
 from ..process_set import ProcessSet
 from .arguments import check_positive_int
 from .deltas import Deltas
@@ -31,6 +32,8 @@ class HorovodsAttributes(OptimizerProxy):
     _reducer: Reducer | Deltas
     _named: list[tuple[str, Tensor]]
     _skipping: bool
+    # Whether the user has called `synchronize` since the last step.
+    _synchronized: bool
     _given_settings: Settings
     _given_compression: AnyCompression
     _given_process_set: ProcessSet
@@ -86,20 +89,24 @@ class HorovodsAttributes(OptimizerProxy):
     def _handles(self) -> dict[Tensor, tuple[None, None]]:
         """The parameters whose gradients have come since the last step, or `synchronize`.
 
-        There is no handle to each, nor a context: gradients travel in buckets.
+        There is no handle to each, nor a context: gradients travel in buckets. An empty dictionary may be set where
+        nothing is on its way.
         """
         return dict.fromkeys(self._reducer.passes_of(), (None, None))
+
+    @_handles.setter
+    def _handles(self, value: Mapping[Any, Any]) -> None:
+        if value or self._reducer.has_arrivals:
+            raise GradientError(
+                "optimizer._handles was set while gradients are on their way between the ranks, or to what is none of "
+                "these: call optimizer.synchronize(), and to drop them optimizer.zero_grad(), on every rank"
+            )
 
     @property
     def _allreduce_delay(self) -> dict[Tensor, int]:
         """For each parameter, how many backward passes are still to come before its gradient travels."""
         passes_of, needed = self._reducer.passes_of(), self._reducer.backward_passes_per_step
         return {param: max(0, needed - passes_of.get(param, 0)) for _, param in sorted(self._named, key=_name)}
-
-    @property
-    def _synchronized(self) -> bool:
-        """Whether the gradients are averages, which no step has used yet."""
-        return self._reducer.is_synchronized
 
     @property
     def _should_synchronize(self) -> bool:

@@ -41,8 +41,9 @@ class AveragingOptimizer(HorovodsAttributes):
         self._named = list(named)
         self._named_groups = groups
         self._skipping = False
-        # Whether the user has called `synchronize` since the last step, and was ever told that it took two.
-        self._called_synchronize = self._has_warned = False
+        self._synchronized = False
+        # Whether the user was told that a step came after `synchronize`.
+        self._has_warned = False
         reducer.add_params(named, groups)
         # Parameters outlive their optimizer; the hooks on them must not.
         finalizer = weakref.finalize(self, reducer.abandon)
@@ -68,7 +69,8 @@ class AveragingOptimizer(HorovodsAttributes):
         does not average again either, but warns once, as Horovod does.
         """
         self._reducer.synchronize()
-        self._called_synchronize = True
+        # With Adasum nothing has been waited for.
+        self._synchronized = isinstance(self._reducer, Reducer)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -132,8 +134,8 @@ class AveragingOptimizer(HorovodsAttributes):
         return result
 
     def _warn_of_synchronizing_twice(self) -> None:
-        called, self._called_synchronize = self._called_synchronize, False
-        if called and not self._skipping and not self._has_warned and isinstance(self._reducer, Reducer):
+        was_synchronized, self._synchronized = self._synchronized, False
+        if was_synchronized and not self._skipping and not self._has_warned:
             self._has_warned = True
             # Horovod's words.
             warnings.warn(

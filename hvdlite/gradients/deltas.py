@@ -66,11 +66,6 @@ class Deltas(ParamListener):
         """False: gradients stay where they are."""
         return False
 
-    @property
-    def is_synchronized(self) -> bool:
-        """False: there is nothing to wait for."""
-        return False
-
     def passes_of(self) -> dict[Tensor, int]:
         """The backward passes that have added to each gradient since the last step, where there were any."""
         return dict(self._passes)

@@ -230,11 +230,6 @@ class Reducer(ParamListener):
         """Whether some gradient is complete and has not been synchronized."""
         return self._collecting and any(slot.arrived for slot in self._layout.slots.values())
 
-    @property
-    def is_synchronized(self) -> bool:
-        """Whether the gradients are averages, which no step has used yet."""
-        return self._synchronized
-
     def passes_of(self) -> dict[Tensor, int]:
         """The backward passes that have added to each gradient of this step, where there were any."""
         return {slot.param: slot.passes for slot in self._layout.slots.values() if slot.passes}

@@ -103,6 +103,24 @@ def test_what_a_program_clears_is_its_own_copy():
     assert run_worlds(2, rank) == [[-3.0] * 3] * 2
 
 
+def test_no_handles_may_be_set_where_there_are_none():
+    def rank(own: int) -> list[float]:
+        model = Model()
+        optimizer = model.wrapped()
+        optimizer._handles = {}
+        (model.a.sum() * (own + 1)).backward()
+        model.b.sum().backward()
+        with pytest.raises(AssertionError, match="on their way between the ranks"):
+            optimizer._handles = {}
+        optimizer.synchronize()
+        optimizer._handles = {}
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        return model.a.tolist()
+
+    assert run_worlds(2, rank) == [[-1.5] * 3] * 2
+
+
 def test_passes_per_step_may_be_set_as_attributes():
     def rank(own: int) -> None:
         optimizer = Model().wrapped()
@@ -248,7 +266,14 @@ def plain_steps(model: Model, optimizer: hvd.DistributedOptimizer) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("use", [skipping, reading_groups, plain_steps])
+def saying_that_nothing_was_synchronized(model: Model, optimizer: hvd.DistributedOptimizer) -> None:
+    model.backward()
+    optimizer.synchronize()
+    optimizer._synchronized = False
+    optimizer.step()
+
+
+@pytest.mark.parametrize("use", [skipping, reading_groups, plain_steps, saying_that_nothing_was_synchronized])
 def test_other_steps_do_not_warn(use):
     assert warned(2, use) == []
 
