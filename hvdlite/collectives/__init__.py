@@ -5,6 +5,6 @@ The collectives as users call them, and what they are made of.
 
 Modules import only what stands before them:
 
-    kernels < codec < compression < fusion < adasum < reduction < submission < combining < join < moving < asynchronous
-        < autograd < operations < replicate < moments < batch_norm
+    kernels < codec < compression < travel < fusion < adasum < reduction < submission < combining < join < moving
+        < asynchronous < autograd < operations < replicate < moments < batch_norm
 """

@@ -194,7 +194,7 @@ class _Broadcast(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (total,) = allreduce("allreduce", grads, _PLAIN_SUM, _derived(ctx.name), ctx.process_set)
         group = group_of(ctx.process_set)
-        is_root = group.rank == group.place_of_root(ctx.root_rank)
+        is_root = group.rank == group.place_of_root(ctx.root_rank, title("broadcast", ctx.name))
         return total if is_root else torch.zeros_like(total), None, None, None
 
 

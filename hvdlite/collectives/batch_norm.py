@@ -26,6 +26,9 @@ from ..process_set import ProcessSet, check_process_set
 from ..process_sets import global_process_set
 from .moments import Moments, computed_in, gradient_sums, input_gradient, measure, merge
 from .submission import submit
+from .travel import check_travels
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _forwards = itertools.count(1)
 
@@ -72,6 +75,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize a batch."""
+        input = check_travels(input, self._title())
         self._check_input_dim(input)
         group = self.process_set.membership().group if self.training else None
         if group is None or group.size == 1:
@@ -83,7 +87,11 @@ class SyncBatchNorm(_BatchNorm):
         return f"{super().extra_repr()}{ranks}"  # type: ignore[no-untyped-call]  # torch's
 
     def _check_input_dim(self, input: Tensor) -> None:
-        title = "SyncBatchNorm" if self.name is None else f"SyncBatchNorm {self.name!r}"
+        title = self._title()
+        if input.dtype not in _FLOATS:
+            raise ValueError(f"{title}: the input is of {input.dtype}: pass floats, as input.float()")
+        if input.is_inference() and not torch.is_inference_mode_enabled() and torch.is_grad_enabled():
+            raise ValueError(f"{title}: the input was made in torch.inference_mode() and has no gradient: clone() it")
         if not 2 <= input.dim() <= 5:
             raise ValueError(f"{title}: expected 2D to 5D input (got {input.dim()}D input)")
         if input.size(1) != self.num_features or self.num_features == 0:
@@ -91,6 +99,9 @@ class SyncBatchNorm(_BatchNorm):
                 f"{title}: expected {self.num_features} channels, one at least, in the second dimension, "
                 f"got input of shape {tuple(input.shape)}"
             )
+
+    def _title(self) -> str:
+        return "SyncBatchNorm" if self.name is None else f"SyncBatchNorm {self.name!r}"
 
     def _synchronized(self, input: Tensor, group: Group) -> Tensor:
         moments, forward_name = self._gather(input, group)

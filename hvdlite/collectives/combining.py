@@ -23,7 +23,8 @@ from ..process_set import ProcessSet
 from .compression import Compression
 from .fusion import flat_of, fused, mark_written, own_memory
 from .reduction import COMPRESSIONS, Reduction
-from .submission import check_writable, signature, submit, title
+from .submission import signature, submit, title
+from .travel import check_writable, traveller
 
 
 def start_allreduce(
@@ -37,12 +38,12 @@ def start_allreduce(
 ) -> Handle:
     """All-reduce one tensor, or a group of them as one operation."""
     is_group = kind == "grouped_allreduce"
-    for tensor in tensors:
-        reduction.check_dtype(tensor, title(kind, name))
-        if in_place:
-            check_writable(tensor, title(kind, name))
     targets = list(tensors)
-    sources = [tensor.detach() for tensor in tensors]
+    sources = [traveller(tensor) for tensor in tensors]
+    for source in sources:
+        reduction.check_dtype(source, title(kind, name))
+        if in_place:
+            check_writable(source, title(kind, name))
 
     def body(turn: Turn) -> Any:
         _check_stand_ins(reduction, turn)
@@ -55,13 +56,13 @@ def start_allreduce(
                 if not in_place:
                     outputs[number] = own_memory(piece, flat).view(sources[number].shape)
                 elif piece.data_ptr() != sources[number].data_ptr():
-                    targets[number].copy_(piece.view(sources[number].shape))
+                    sources[number].copy_(piece.view(sources[number].shape))
         if in_place:
-            mark_written(targets)
+            mark_written(sources)
         return outputs if is_group else outputs[0]
 
-    same = {**signature(tensors, is_group=is_group), **reduction.same()}
-    return submit(Request(kind, name, same, own=reduction.own()), process_set, tensors, body)
+    same = {**signature(sources, is_group=is_group), **reduction.same()}
+    return submit(Request(kind, name, same, own=reduction.own()), process_set, sources, body)
 
 
 def start_reducescatter(
@@ -81,11 +82,11 @@ def start_reducescatter(
     if reduction.op not in (Average, Sum):
         # Horovod's words.
         raise ValueError(f"Reducescatter currently only supports AVERAGE and SUM. ({what}: hvd.{reduction.op.name})")
-    for tensor in tensors:
-        reduction.check_dtype(tensor, what)
-        if tensor.dim() == 0:
+    sources = [traveller(tensor) for tensor in tensors]
+    for source in sources:
+        reduction.check_dtype(source, what)
+        if source.dim() == 0:
             raise ValueError(f"{what}: a scalar has no rows to scatter: pass a tensor of at least one dimension")
-    sources = [tensor.detach() for tensor in tensors]
 
     def body(turn: Turn) -> Any:
         size = turn.group.size
@@ -100,10 +101,10 @@ def start_reducescatter(
                 outputs[number] = own_memory(piece, flat).view(like.shape)
         return outputs if is_group else outputs[0]
 
-    same = {**signature(tensors, is_group=is_group), **reduction.same()}
+    same = {**signature(sources, is_group=is_group), **reduction.same()}
     if rows is not None:
         same["rows"] = [list(counts) for counts in rows]
-    return submit(Request(kind, name, same), process_set, tensors, body)
+    return submit(Request(kind, name, same), process_set, sources, body)
 
 
 def stand_in(kind: str, same: Any) -> Callable[[Turn], None]:

@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..values import shown
 from .codec import BF16Compressor, FP16Compressor, NoneCompressor, PerTensor
 from .codec import Compressor as HorovodCompressor
 from .kernels import scale_cast
@@ -104,7 +105,7 @@ def check_compression(compression: object) -> Compressor:
         in_horovods_manner = isinstance(compression, (type, HorovodCompressor))
         return PerTensor(compression) if in_horovods_manner else compression
     raise TypeError(
-        f"compression={compression!r} is not a compression: use hvd.Compression.none, hvd.Compression.fp16 "
+        f"compression={shown(compression)} is not a compression: use hvd.Compression.none, hvd.Compression.fp16 "
         "or hvd.Compression.bf16, an object with compress(buffer) and decompress(wire, out), or a class in Horovod's "
         "manner, with static methods compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx)"
     )

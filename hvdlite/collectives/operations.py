@@ -27,12 +27,14 @@ from ..agreement.handle import Handle
 from ..channels.reduce_op import Average, ReduceOp
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
+from ..values import shown
 from . import autograd
 from .combining import start_allreduce
 from .compression import AnyCompression, Compression
 from .moving import check_splits, start_barrier, start_broadcast
 from .reduction import make_reduction
-from .submission import check_tensor, check_tensors, title
+from .submission import check_tensors, title
+from .travel import check_travels
 
 
 def allreduce(
@@ -55,7 +57,7 @@ def allreduce(
     The gradient of a minimum or maximum goes to the ranks that had it, in equal parts; `Adasum` has none.
     """
     what = title("allreduce", name)
-    check_tensor(tensor, what)
+    tensor = check_travels(tensor, what)
     reduction = make_reduction(what, average, op, prescale_factor, postscale_factor, compression)
     return autograd.allreduce("allreduce", [tensor], reduction, name, process_set)[0]
 
@@ -71,7 +73,7 @@ def allreduce_(
 ) -> Tensor:
     """`allreduce`, into the tensor itself."""
     what = title("allreduce", name)
-    check_tensor(tensor, what)
+    check_travels(tensor, what)
     reduction = make_reduction(what, average, op, prescale_factor, postscale_factor)
     start_allreduce("allreduce", [tensor], reduction, name, process_set, in_place=True).wait()
     return tensor
@@ -105,10 +107,10 @@ def grouped_allreduce_(
 ) -> list[Tensor]:
     """`grouped_allreduce`, into the tensors themselves."""
     what = title("grouped_allreduce", name)
-    members = check_tensors(tensors, what)
+    check_tensors(tensors, what)
     reduction = make_reduction(what, average, op, prescale_factor, postscale_factor)
-    start_allreduce("grouped_allreduce", members, reduction, name, process_set, in_place=True).wait()
-    return members
+    start_allreduce("grouped_allreduce", tensors, reduction, name, process_set, in_place=True).wait()
+    return list(tensors)
 
 
 def reducescatter(
@@ -126,7 +128,7 @@ def reducescatter(
     Other arguments are as for `allreduce`.
     """
     what = title("reducescatter", name)
-    check_tensor(tensor, what)
+    tensor = check_travels(tensor, what)
     reduction = make_reduction(what, None, op, prescale_factor, postscale_factor, compression)
     return autograd.reducescatter("reducescatter", [tensor], reduction, name, process_set)[0]
 
@@ -154,7 +156,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     tensor of one element. The gradient of a rank's rows is the sum of what all ranks have for them, where Horovod
     divides it by their number.
     """
-    check_tensor(tensor, title("allgather", name))
+    tensor = check_travels(tensor, title("allgather", name))
     return autograd.allgather("allgather", [tensor], name, process_set)[0]
 
 
@@ -174,7 +176,7 @@ def broadcast(
     ``root_rank`` is the root's rank among all, in a process set too. The gradient is the root's, and is the sum of
     all ranks', where Horovod divides it by their number.
     """
-    check_tensor(tensor, title("broadcast", name))
+    tensor = check_travels(tensor, title("broadcast", name))
     return autograd.broadcast(tensor, root_rank, name, process_set)
 
 
@@ -182,7 +184,7 @@ def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """`broadcast`, into the tensor itself."""
-    check_tensor(tensor, title("broadcast", name))
+    check_travels(tensor, title("broadcast", name))
     start_broadcast(tensor, root_rank, name, process_set, in_place=True).wait()
     return tensor
 
@@ -199,7 +201,7 @@ def alltoall(
     go nowhere. With splits the result is a pair: the tensor, and how many rows came from each rank, as an int32 tensor.
     Without them all ranks get as many.
     """
-    check_tensor(tensor, title("alltoall", name))
+    tensor = check_travels(tensor, title("alltoall", name))
     counts = check_splits(tensor, splits, group_of(process_set, title("alltoall", name)).size, name)
     return autograd.alltoall(tensor, counts, splits, name, process_set)
 
@@ -225,7 +227,7 @@ def synchronize(handle: Handle) -> Any:
 def _known(handle: object, asker: str) -> Handle:
     if not isinstance(handle, Handle):
         raise ValueError(
-            f"{asker}({handle!r}): this is not a handle: pass what hvd.allreduce_async, or another function whose "
+            f"{asker}({shown(handle)}): this is not a handle: pass what hvd.allreduce_async, or another function whose "
             "name has _async in it, has returned"
         )
     return handle

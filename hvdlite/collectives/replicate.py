@@ -12,7 +12,6 @@ rank, in a process set too.
 
 from __future__ import annotations
 
-import copy
 import json
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,7 +27,9 @@ from ..channels.flat import as_bytes
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
 from ..signing import digest
-from .submission import check_has_values, submit, title
+from .fusion import is_plain, plain
+from .submission import submit, title
+from .travel import check_travels, check_writable, traveller, travels
 
 # Large enough for a handful of broadcasts per model, small beside the model itself.
 PACK_BYTES = 64 * 2**20
@@ -48,12 +49,15 @@ def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: Pro
     Several threads may call it at once for models whose tensors have different names.
     """
     kind = "broadcast_parameters"
-    root = group_of(process_set, kind).place_of_root(root_rank)
+    root = group_of(process_set, kind).place_of_root(root_rank, kind)
     named = _named_tensors(params)
-    tensors = [tensor for _, tensor in named]
+    tensors = [traveller(tensor) for _, tensor in named]
     same = {
-        "root_rank": root_rank,
-        "tensors": [[name, list(tensor.shape), str(tensor.dtype), tensor.device.type] for name, tensor in named],
+        "root_rank": int(root_rank),
+        "tensors": [
+            [name, list(tensor.shape), str(tensor.dtype), tensor.device.type]
+            for (name, _), tensor in zip(named, tensors, strict=True)
+        ],
     }
     request = Request(kind, _digest([name for name, _ in named]), same, has_users_name=False, is_compared=True)
     submit(request, process_set, tensors, lambda turn: _broadcast_tensors(tensors, root, turn)).wait()
@@ -80,13 +84,17 @@ def broadcast_optimizer_state(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"{kind}: optimizer={optimizer!r} is not a torch.optim.Optimizer")
     group = group_of(process_set, kind)
-    root = group.place_of_root(root_rank)
+    root = group.place_of_root(root_rank, kind)
+    for param in (param for entry in optimizer.param_groups for param in entry["params"]):
+        # The others have a shape, and need not travel themselves.
+        if torch.nn.parameter.is_lazy(param) or param.is_nested:
+            check_travels(param, kind, "a parameter")
     # Under the wrapper, whose class says nothing, the state's shape is that of the optimizer it wraps.
     about = [
         sorted(optimizer.defaults),
         [[list(param.shape) for param in entry["params"]] for entry in optimizer.param_groups],
     ]
-    same = {"root_rank": root_rank, "(settings, parameter shapes by parameter group)": about}
+    same = {"root_rank": int(root_rank), "(settings, parameter shapes by parameter group)": about}
     is_root = group.rank == root
     skeleton, tensors = _take_tensors_out(optimizer.state_dict() if is_root else None)
     data, error = _pickled(skeleton) if is_root else (None, None)
@@ -106,7 +114,12 @@ def broadcast_optimizer_state(
     # Where the root's cannot be pickled, the error is told on the root too.
     state = _unpickled(received, group.describe_rank(root), kind, error)
     if not is_root:
-        optimizer.load_state_dict(_put_tensors_back(state, tensors))
+        try:
+            optimizer.load_state_dict(_put_tensors_back(state, tensors))
+        except RuntimeError as error:
+            raise TypeError(
+                f"{kind}: the state of {group.describe_rank(root)} cannot be loaded here: {_one_line(error)}"
+            ) from error
 
 
 def broadcast_object(
@@ -120,10 +133,10 @@ def broadcast_object(
     kind = "broadcast_object"
     what = title(kind, name)
     group = group_of(process_set, what)
-    root = group.place_of_root(root_rank)
+    root = group.place_of_root(root_rank, what)
     is_root = group.rank == root
     data, error = _pickled(obj) if is_root else (None, None)
-    request = Request(kind, name, {"root_rank": root_rank}, is_compared=True)
+    request = Request(kind, name, {"root_rank": int(root_rank)}, is_compared=True)
     received = submit(request, process_set, [], lambda turn: turn.group.broadcast_signed(data, root, turn.what)).wait()
     if is_root and error is None:
         return obj
@@ -174,12 +187,21 @@ def _pickled(obj: object) -> tuple[bytes, Exception | None]:
     try:
         return pickle.dumps(obj), None
     except Exception as error:  # noqa: BLE001 - whatever an object's own methods raise
-        return pickle.dumps(_Unpicklable(f"{type(error).__name__}: {error}")), error
+        return pickle.dumps(_Unpicklable(_one_line(error))), error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _unpickled(data: bytes, owner: str, what: str, own_error: Exception | None) -> Any:
     """The object of the rank described as ``owner``; ``data`` are known to be signed with the job's key."""
-    value = pickle.loads(data)
+    try:
+        value = pickle.loads(data)
+    except Exception as error:
+        raise TypeError(
+            f"{what}: the object of {owner} cannot be unpickled here: {_one_line(error)}: pass another"
+        ) from error
     if isinstance(value, _Unpicklable):
         raise TypeError(
             f"{what}: the object of {owner} cannot be pickled, and so not sent: {value.cause}"
@@ -236,7 +258,8 @@ def _named_tensors(params: Params) -> list[tuple[str, Tensor]]:
                 f"broadcast_parameters: {name!r} is {type(value).__name__}, not a tensor, and cannot be "
                 "overwritten in place: leave it out, and pass it through hvd.broadcast_object(...)"
             )
-        check_has_values(value, f"broadcast_parameters: {name!r}")
+        check_travels(value, "broadcast_parameters", repr(name))
+        check_writable(value, "broadcast_parameters", repr(name))
         named.append((name, value))
     return named
 
@@ -266,11 +289,14 @@ def _broadcast_pack(pack: list[Tensor], root: int, group: Group, what: str) -> N
     places = [flat[start : start + tensor.nbytes] for start, tensor in zip(starts, pack, strict=False)]
     if group.rank == root:
         for place, tensor in zip(places, pack, strict=True):
-            place.copy_(as_bytes(tensor.contiguous()))
+            place.copy_(as_bytes(plain(tensor)))
     group.broadcast(flat, root, what).wait()
     if group.rank != root:
         for place, tensor in zip(places, pack, strict=True):
-            tensor.copy_(place.view(tensor.dtype).view(tensor.shape))
+            if is_plain(tensor):
+                as_bytes(tensor).copy_(place)
+            else:
+                tensor.copy_(place.view(tensor.dtype).view(tensor.shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,14 +310,16 @@ def _take_tensors_out(value: Any) -> tuple[Any, list[Tensor]]:
     tensors: list[Tensor] = []
 
     def walk(item: Any) -> Any:
-        if isinstance(item, Tensor):
-            tensors.append(item.detach())
+        if isinstance(item, Tensor) and travels(item):
+            tensors.append(traveller(item))
             return _Place(len(tensors) - 1)
         if isinstance(item, dict):
             return {key: walk(entry) for key, entry in item.items()}
-        if isinstance(item, (list, tuple)):
+        # Not a subclass of these, which may be made otherwise.
+        if type(item) in (list, tuple):
             return type(item)(walk(entry) for entry in item)
-        return copy.copy(item)
+        # What is no tensor that travels is pickled; if that cannot be done, all ranks are told.
+        return item
 
     return walk(value), tensors
 
@@ -301,6 +329,6 @@ def _put_tensors_back(value: Any, tensors: list[Tensor]) -> Any:
         return tensors[value.number]
     if isinstance(value, dict):
         return {key: _put_tensors_back(entry, tensors) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return type(value)(_put_tensors_back(entry, tensors) for entry in value)
     return value

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import GradientError
-from .arguments import check_positive_int, names_of_added_group
+from .arguments import check_positive_int, check_trained, names_of_added_group
 from .arrival import StepByBucket
 from .deltas import Deltas
 from .proxy import OptimizerProxy
@@ -86,8 +86,7 @@ class AveragingOptimizer(OptimizerProxy):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes make a step; on every rank, between two steps."""
-        check_positive_int(passes, "backward_passes_per_step")
-        self._reducer.backward_passes_per_step = passes
+        self._reducer.backward_passes_per_step = check_positive_int(passes, "backward_passes_per_step")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As PyTorch's. A GradientError where gradients are on their way, since they would be lost."""
@@ -166,7 +165,11 @@ class AveragingOptimizer(OptimizerProxy):
         """As PyTorch's, and average its gradients too. Every rank must call it; it waits for all."""
         self._reducer.require_nothing_pending("add_param_group() was called", "call step() first")
         self._optimizer.add_param_group(param_group)
-        named = names_of_added_group(self._optimizer, [name for name, _ in self._named])
+        try:
+            named = check_trained(names_of_added_group(self._optimizer, [name for name, _ in self._named]))
+        except (TypeError, ValueError):
+            self._optimizer.param_groups.pop()
+            raise
         self._named += named
         self._reducer.add_params(named)
         self._reducer.meet()

@@ -91,7 +91,8 @@ def _parts_beside(path: Path) -> list[Path]:
     found = [
         (int(number), entry)
         for entry in path.parent.iterdir()
-        if (number := entry.name.removeprefix(prefix).removesuffix(".part")).isdigit()
+        if (number := entry.name.removeprefix(prefix).removesuffix(".part")).isdecimal()
+        and number.isascii()
         and entry.name == f"{prefix}{number}.part"
     ]
     return [entry for _, entry in sorted(found)]
