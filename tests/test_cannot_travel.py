@@ -9,22 +9,21 @@ The ranks are threads of one world, over gloo.
 
 from __future__ import annotations
 
-import math
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import kinds
 import pytest
 import torch
+from calls import Rank, Tally, bare, difference, fault_of
 from kinds import KINDS, Kind
 from torch import Tensor, nn
 from worlds import run_worlds
+from wrong_values import RIGHT, WRONG
 
 import hvdlite as hvd
-
-NAN, INF = math.nan, math.inf
 
 
 @pytest.fixture(autouse=True)
@@ -33,87 +32,7 @@ def _a_mesh() -> Iterator[None]:
         yield
 
 
-@dataclass
-class Tally:
-    """What went wrong, by call; how many calls there were."""
-
-    calls: int = 0
-    wrong: list[str] = field(default_factory=list)
-
-
-# -- how a call ends
-
-
-def fault_of(error: BaseException, words: Sequence[str]) -> str | None:
-    """What is wrong with an error that a call has ended in, or None: it names one of the words, and is hvdlite's."""
-    text = str(error)
-    if not isinstance(error, TypeError | ValueError):
-        return f"ended in {type(error).__name__}: {text}"
-    if not any(word in text for word in words):
-        return f"does not say what it is about: {text}"
-    if "\n" in text or len(text) > 700:
-        return f"is no one sentence: {text}"
-    frames = traceback.extract_tb(error.__traceback__)
-    if "/hvdlite/" not in frames[-1].filename:
-        return f"was raised in {frames[-1].filename}: {text}"
-    return None
-
-
-class Rank:
-    """One rank that makes the calls, all ranks the same; what they come to is in its tally."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.tally = Tally()
-
-    def attempt(
-        self,
-        label: str,
-        call: Callable[[], Any],
-        check: Callable[[Any], str | None],
-        *,
-        words: Sequence[str],
-        must: bool | None,
-    ) -> None:
-        """Make a call. ``must``: whether it has to work; None where it may end either way."""
-        self.tally.calls += 1
-        try:
-            result = call()
-        except Exception as error:  # noqa: BLE001 - it is what is looked at
-            fault = fault_of(error, words)
-            if fault is None and must:
-                fault = f"was refused: {error}"
-        else:
-            fault = "was not refused" if must is False else check(result)
-        if fault is not None:
-            self.tally.wrong.append(f"rank {self.rank}: {label} {fault}")
-        self.is_in_step(label)
-
-    def is_in_step(self, label: str) -> None:
-        total = hvd.allreduce(torch.tensor([float(self.tally.calls), self.rank + 1.0]), op=hvd.Sum, name="in step?")
-        size = hvd.size()
-        expected = [float(self.tally.calls) * size, size * (size + 1) / 2]
-        assert total.tolist() == expected, f"after {label} the ranks are out of step; before: {self.tally.wrong}"
-
-
 # -- the functions, with kinds of tensors
-
-
-def bare(value: Tensor) -> Tensor:
-    """The values of a traveller, in plain memory of their own."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return value.detach().as_subclass(Tensor).contiguous().resolve_conj().resolve_neg().clone()
-
-
-def difference(found: Any, expected: Tensor) -> str | None:
-    if not isinstance(found, Tensor):
-        return f"gave a {type(found).__name__}"
-    found = bare(found)
-    if (found.dtype, found.shape) != (expected.dtype, expected.shape):
-        return f"gave {found.dtype} of {tuple(found.shape)}, not {expected.dtype} of {tuple(expected.shape)}"
-    if found.numel() and not torch.equal(found.view(-1).view(torch.uint8), expected.view(-1).view(torch.uint8)):
-        return f"gave {found.flatten()[:8]}, not {expected.flatten()[:8]}"
-    return None
 
 
 def total_of(everyones: Sequence[Tensor]) -> Tensor:
@@ -292,9 +211,9 @@ def call_broadcast_parameters(rank: Rank, kind_name: str) -> None:
     )
 
 
-def calls_with_all_kinds(rank: int) -> Tally:
+def calls_with_all_kinds(rank: int, kind_names: Iterable[str] = KINDS) -> Tally:
     caller = Rank(rank)
-    for kind_name in KINDS:
+    for kind_name in kind_names:
         for function_name, function in TENSOR_FUNCTIONS.items():
             call_with_kind(caller, function_name, function, kind_name)
         call_broadcast_parameters(caller, kind_name)
@@ -310,3 +229,191 @@ def require_sound(tallies: Sequence[Tally], at_least: int) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_tensors_of_every_kind_travel_or_are_refused_in_one_sentence():
     require_sound(run_worlds(2, calls_with_all_kinds), at_least=3000)
+
+
+SOME_KINDS = ["plain", "conjugated", "negated", "expanded", "of length 0", "torch.float8_e5m2", "quint8", "sparse CSR"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("size", [1, 3])
+def test_some_kinds_do_so_among_any_number_of_ranks(size):
+    tallies = run_worlds(size, lambda rank: calls_with_all_kinds(rank, SOME_KINDS))
+    require_sound(tallies, at_least=200)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_rank_that_alone_passes_what_cannot_travel_is_told_and_may_pass_something_else():
+    def rank(rank: int) -> list[float]:
+        if rank == 1:
+            with pytest.raises(TypeError, match="allreduce of 'a': the tensor is quantized"):
+                hvd.allreduce(KINDS["quint8"].make(rank), name="a", op=hvd.Sum)
+        return hvd.allreduce(torch.ones(1), name="a", op=hvd.Sum).tolist()
+
+    assert run_worlds(2, rank) == [[2.0], [2.0]]
+
+
+def test_every_function_that_takes_a_tensor_is_among_those_that_are_called():
+    takers = {name for name in hvd.__all__ if {"tensor", "tensors", "params"} & set(parameters(getattr(hvd, name)))}
+    assert takers == {*TENSOR_FUNCTIONS, "broadcast_parameters", "sparse_allreduce_async"}
+
+
+# -- the functions, with arguments of every kind
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.ones(2))
+
+
+# What a function is given besides the argument that is looked at.
+GIVEN: dict[str, Callable[[], Any]] = {
+    "tensor": lambda: torch.arange(8.0).view(4, 2) + hvd.rank(),
+    "tensors": lambda: [torch.arange(8.0).view(4, 2) + hvd.rank(), torch.ones(2)],
+    "root_rank": lambda: 0,
+    "params": lambda: {"a": torch.ones(2)},
+    "optimizer": lambda: torch.optim.SGD([weight()], lr=0.1),
+    "num_features": lambda: 2,
+}
+# Where a function has them without a default, or they are to be so that both ways can be told apart.
+GIVEN_TO: dict[str, dict[str, Callable[[], Any]]] = {
+    "sparse_allreduce_async": {
+        "tensor": lambda: torch.ones(2).to_sparse(), "name": lambda: "sparse", "op": lambda: hvd.Sum,
+    },
+    "broadcast_object": {"obj": hvd.rank},
+    "allgather_object": {"obj": hvd.rank},
+}  # fmt: skip
+# In these the argument means something else, or is PyTorch's own.
+LEFT_OUT = {("SyncBatchNorm", "device"), ("sparse_allreduce_async", "average"), ("broadcast_optimizer_state", "model")}
+# What others call otherwise, or have other wrong values for.
+NAMED_OTHERWISE = {("add_process_set", "process_set"): "ranks_or_comm", ("remove_process_set", "process_set"): "handle"}
+# What these say of themselves.
+OF_THEMSELVES = {"add_process_set": "ProcessSet", "remove_process_set": "remove_process_set"}
+
+
+def functions() -> dict[str, Callable[..., Any]]:
+    """Every public one that takes an argument of those that there are wrong values for."""
+    apart = {"run", "init", "start_timeline", "join", "Handle", "Compressor"}
+    found = {}
+    for name in hvd.__all__:
+        function = getattr(hvd, name)
+        if callable(function) and name not in apart and set(parameters(function)) & set(WRONG):
+            found[name] = function
+    return found
+
+
+def parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def given(name: str, function: Callable[..., Any], /, **changed: Any) -> dict[str, Any]:
+    made = {**GIVEN, **GIVEN_TO.get(name, {})}
+    needed = {
+        key
+        for key, parameter in parameters(function).items()
+        if parameter.default is inspect.Parameter.empty or key in GIVEN_TO.get(name, {})
+    }
+    return {**{key: made[key]() for key in needed - changed.keys() if key in made}, **changed}
+
+
+def finished(result: Any) -> Any:
+    """What comes of a call in the end; of an optimizer, whether it is there."""
+    if isinstance(result, hvd.Handle):
+        return finished(hvd.synchronize(result))
+    if isinstance(result, hvd.DistributedOptimizer):
+        hvd.barrier()
+        result.close()
+        return "an optimizer"
+    if isinstance(result, hvd.SyncBatchNorm):
+        return result(torch.ones(2, 2) + hvd.rank())
+    return list(result) if isinstance(result, tuple) else result
+
+
+def apart(found: Any, expected: Any) -> str | None:
+    if isinstance(expected, list):
+        pairs = zip(found, expected, strict=True)
+        return next((fault for one, other in pairs if (fault := apart(one, other)) is not None), None)
+    if isinstance(expected, Tensor):
+        if expected.is_sparse:
+            found, expected = found.to_dense(), expected.to_dense()
+        return difference(found, bare(expected))
+    return None if found == expected else f"gave {found!r}, not {expected!r}"
+
+
+def calls_with_all_arguments(rank: int) -> Tally:
+    caller = Rank(rank)
+    for name, function in functions().items():
+        for argument in parameters(function):
+            kind = NAMED_OTHERWISE.get((name, argument), argument)
+            if kind not in WRONG or (name, argument) in LEFT_OUT:
+                continue
+            words = [argument, name.removesuffix("_").removesuffix("_async"), OF_THEMSELVES.get(name, name)]
+            for number, value in enumerate(WRONG[kind]):
+                caller.attempt(
+                    f"{name}({argument}=number {number}, a {type(value).__name__})",
+                    lambda f=function, n=name, a=argument, v=value: finished(f(**given(n, f, **{a: v}))),
+                    lambda result: None,
+                    words=words,
+                    must=False,
+                )
+            for value, meant in RIGHT.get(kind, ()):
+                caller.attempt(
+                    f"{name}({argument}={type(value).__name__})",
+                    lambda f=function, n=name, a=argument, v=value: finished(f(**given(n, f, **{a: v}))),
+                    lambda result, f=function, n=name, a=argument, v=meant: apart(
+                        result, finished(f(**given(n, f, **{a: v})))
+                    ),
+                    words=words,
+                    must=True,
+                )
+    return caller.tally
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_arguments_of_every_kind_are_taken_or_refused_in_one_sentence():
+    require_sound(run_worlds(2, calls_with_all_arguments), at_least=785)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_timelines_are_refused_names_that_no_file_can_have_on_every_rank(tmp_path):
+    def calls(rank: int) -> Tally:
+        caller = Rank(rank)
+        for number, value in enumerate(WRONG["file_path"]):
+            label = f"start_timeline(file_path=number {number})"
+            caller.attempt(
+                label, lambda v=value: hvd.start_timeline(v), lambda result: None, words=["start_timeline"], must=False
+            )
+        hvd.start_timeline(tmp_path / "\N{SNOWMAN}.json")
+        caller.is_in_step("start_timeline")
+        hvd.stop_timeline()
+        return caller.tally
+
+    require_sound(run_worlds(2, calls), at_least=len(WRONG["file_path"]))
+    assert [path.name for path in tmp_path.iterdir()] == ["\N{SNOWMAN}.json"]
+
+
+def refusal(call: Callable[[], Any], words: Sequence[str]) -> str | None:
+    """What is wrong with how a call without other ranks ends, which is to be refused."""
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - it is what is looked at
+        return fault_of(error, words)
+    return "was not refused"
+
+
+@pytest.mark.parametrize(
+    ("function", "argument"),
+    [
+        *((hvd.init, argument) for argument in ("timeout_s", "process_sets", "hierarchical")),
+        *((hvd.join, argument) for argument in ("device", "average")),
+        (hvd.ProcessSet, "ranks_or_comm"),
+    ],
+)
+def test_functions_that_are_called_alone_refuse_arguments_of_a_wrong_kind(function, argument):
+    for value in WRONG[argument]:
+        fault = refusal(
+            lambda value=value: function(**{argument: value}), [argument, function.__name__, "hvd.ProcessSet"]
+        )
+        assert fault is None, (function, argument, type(value), fault)
+    assert not hvd.is_initialized()

@@ -25,7 +25,7 @@ from ..channels.collective import Group
 from ..process_set import ProcessSet, check_process_set
 from ..process_sets import global_process_set
 from .moments import Moments, computed_in, gradient_sums, input_gradient, measure, merge
-from .submission import submit
+from .submission import submit, title
 from .travel import check_travels
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -61,6 +61,7 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_set = check_process_set(process_set, "SyncBatchNorm")
+        title("SyncBatchNorm", name)
         self.name = name
 
     @classmethod
@@ -87,16 +88,16 @@ class SyncBatchNorm(_BatchNorm):
         return f"{super().extra_repr()}{ranks}"  # type: ignore[no-untyped-call]  # torch's
 
     def _check_input_dim(self, input: Tensor) -> None:
-        title = self._title()
+        what = self._title()
         if input.dtype not in _FLOATS:
-            raise ValueError(f"{title}: the input is of {input.dtype}: pass floats, as input.float()")
+            raise ValueError(f"{what}: the input is of {input.dtype}: pass floats, as input.float()")
         if input.is_inference() and not torch.is_inference_mode_enabled() and torch.is_grad_enabled():
-            raise ValueError(f"{title}: the input was made in torch.inference_mode() and has no gradient: clone() it")
+            raise ValueError(f"{what}: the input was made in torch.inference_mode() and has no gradient: clone() it")
         if not 2 <= input.dim() <= 5:
-            raise ValueError(f"{title}: expected 2D to 5D input (got {input.dim()}D input)")
+            raise ValueError(f"{what}: expected 2D to 5D input (got {input.dim()}D input)")
         if input.size(1) != self.num_features or self.num_features == 0:
             raise ValueError(
-                f"{title}: expected {self.num_features} channels, one at least, in the second dimension, "
+                f"{what}: expected {self.num_features} channels, one at least, in the second dimension, "
                 f"got input of shape {tuple(input.shape)}"
             )
 

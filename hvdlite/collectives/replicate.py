@@ -27,6 +27,7 @@ from ..channels.flat import as_bytes
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
 from ..signing import digest
+from ..values import shown
 from .fusion import is_plain, plain
 from .submission import submit, title
 from .travel import check_travels, check_writable, traveller, travels
@@ -82,7 +83,7 @@ def broadcast_optimizer_state(
         raise ValueError("cannot broadcast torch.optim.LBFGS state: it is not averaged by hvdlite either")
     kind = "broadcast_optimizer_state"
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{kind}: optimizer={optimizer!r} is not a torch.optim.Optimizer")
+        raise TypeError(f"{kind}: optimizer={shown(optimizer)} is not a torch.optim.Optimizer")
     group = group_of(process_set, kind)
     root = group.place_of_root(root_rank, kind)
     for param in (param for entry in optimizer.param_groups for param in entry["params"]):
@@ -235,15 +236,17 @@ class _Meta:
 
 
 def _named_tensors(params: Params) -> list[tuple[str, Tensor]]:
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+    if isinstance(params, Tensor | str | bytes | bytearray) or not isinstance(params, Iterable):
         # The first words are Horovod's.
         raise ValueError(
             f"invalid params of type: {type(params)}. Pass model.state_dict(), model.named_parameters() "
             "or a list of tensors"
         )
     if isinstance(params, Mapping):
+        for name in params:
+            _check_entry_name(name)
         # Sorted, so that ranks that built their dictionaries in different orders still agree.
-        entries: list[tuple[str, Any]] = sorted(params.items())
+        entries: list[tuple[str, Any]] = sorted(params.items(), key=lambda entry: (type(entry[0]).__name__, entry[0]))
     else:
         entries = [
             (item[0], item[1]) if isinstance(item, tuple) and len(item) == 2 else (f"entry {number}", item)
@@ -251,17 +254,24 @@ def _named_tensors(params: Params) -> list[tuple[str, Tensor]]:
         ]
     named = []
     for name, value in entries:
+        _check_entry_name(name)
         if value is None:
             continue
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"broadcast_parameters: {name!r} is {type(value).__name__}, not a tensor, and cannot be "
+                f"broadcast_parameters: {shown(name)} is {type(value).__name__}, not a tensor, and cannot be "
                 "overwritten in place: leave it out, and pass it through hvd.broadcast_object(...)"
             )
         check_travels(value, "broadcast_parameters", repr(name))
         check_writable(value, "broadcast_parameters", repr(name))
         named.append((name, value))
     return named
+
+
+def _check_entry_name(name: object) -> None:
+    """A name travels, so that ranks can compare it; None is Horovod's for an entry without one."""
+    if name is not None and not isinstance(name, str | int):
+        raise TypeError(f"broadcast_parameters: the name {shown(name)} of an entry is not a str: give it one")
 
 
 def _packs(tensors: list[Tensor]) -> Iterator[list[Tensor]]:

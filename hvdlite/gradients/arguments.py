@@ -35,7 +35,10 @@ def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
             "every call would have to be averaged on all ranks; use SGD, AdamW or another first-order optimizer"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"{type(optimizer).__name__} is not a torch.optim.Optimizer")
+        raise TypeError(
+            f"hvd.DistributedOptimizer: optimizer={shown(optimizer)} is not a torch.optim.Optimizer: pass one of "
+            "torch.optim's, such as SGD"
+        )
     return optimizer
 
 
