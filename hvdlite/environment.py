@@ -34,7 +34,7 @@ from types import MappingProxyType
 from .idle import remarks_of_idle
 from .values import LONGEST_S
 
-_DECIMAL = re.compile(r"[0-9]{1,30}(\.[0-9]{0,30})?([eE][+-]?[0-9]{1,3})?|\.[0-9]{1,30}([eE][+-]?[0-9]{1,3})?")
+_DECIMAL = re.compile(r"\+?([0-9]{1,30}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?[0-9]{1,3})?")
 
 DYNAMIC = "DYNAMIC"
 """As `Environment.timeline`: none now, but the program may start one."""

@@ -127,6 +127,21 @@ def inside_fake_mode(call: Call, value: Any) -> Any:
         return call(value)
 
 
+def inside_meta(call: Call, value: Any) -> Any:
+    with torch.device("meta"):
+        return call(value)
+
+
+def left_by_vmap(rank: int) -> Tensor:
+    kept: list[Tensor] = []
+    torch.vmap(lambda x: (kept.append(x), x)[1])(base(rank))
+    return kept[0]
+
+
+def left_by_functionalize(rank: int) -> Tensor:
+    return torch._to_functional_tensor(base(rank))
+
+
 def inside_vmap(call: Call, value: Any) -> Any:
     return torch.vmap(call)(value)
 
@@ -161,14 +176,17 @@ _MESH: list[DeviceMesh] = []
 
 @contextmanager
 def a_mesh() -> Iterator[None]:
-    """A device mesh of this process alone, for what is distributed by PyTorch."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    """A device mesh, of this process alone if it is in no group, for what is distributed by PyTorch."""
+    is_alone = not dist.is_initialized()
+    if is_alone:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        _MESH.append(DeviceMesh("cpu", [0]))
+        _MESH.append(DeviceMesh("cpu", list(range(dist.get_world_size()))))
         yield
     finally:
         _MESH.clear()
-        dist.destroy_process_group()
+        if is_alone:
+            dist.destroy_process_group()
 
 
 FLOATS = [torch.float64, torch.float16, torch.bfloat16]
@@ -230,6 +248,7 @@ TRAVELLERS = {
     "of a subclass that knows no functions": Kind(lambda rank: Tensor._make_subclass(Mute, base(rank)), True, True),
     "of inference mode": Kind(under_inference, True, True, writable=False),
     "over numpy's read-only memory": Kind(of_numpy, True, True),
+    "where a device is the default": Kind(base, True, True, around=inside_meta),
     "copied on writing": Kind(lambda rank: torch._lazy_clone(base(rank)), True, True),
     **{str(dtype): Kind(lambda rank, dtype=dtype: base(rank).to(dtype), True) for dtype in MOVED_ONLY},
     **{str(dtype): Kind(lambda rank, dtype=dtype: base(rank).to(dtype), True) for dtype in EIGHTS},
@@ -271,6 +290,8 @@ NO_TRAVELLERS = {
     "inside grad": Kind(base, around=inside_grad),
     "beside grad": Kind(base, around=beside_grad),
     "inside functionalize": Kind(base, around=inside_functionalize),
+    "left by vmap": Kind(left_by_vmap),
+    "left by functionalize": Kind(left_by_functionalize),
     "inside jvp": Kind(base, around=inside_jvp, is_of_thread=False),
     **{str(dtype): Kind(lambda rank, dtype=dtype: base(rank, torch.uint8).view(dtype)) for dtype in TINY},
     "None": Kind(lambda rank: None),

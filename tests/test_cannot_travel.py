@@ -9,6 +9,7 @@ The ranks are threads of one world, over gloo.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ def _a_mesh() -> Iterator[None]:
 def total_of(everyones: Sequence[Tensor]) -> Tensor:
     if everyones[0].dtype is torch.bool:
         return torch.stack(list(everyones)).any(0)
-    return torch.stack(list(everyones)).sum(0, dtype=everyones[0].dtype)
+    return functools.reduce(torch.add, everyones)
 
 
 def share(rows: Tensor, rank: int, size: int) -> Tensor:
@@ -74,7 +75,7 @@ class Function:
 
     def __call__(self, value: Any, name: str) -> Any:
         options = {key: hvd.size() - 1 if key == "root_rank" else option for key, option in self.options.items()}
-        result = self.call([value, torch.ones(2, 2)] if self.grouped else value, name=name, **options)
+        result = self.call([value, torch.ones(2, 2, device="cpu")] if self.grouped else value, name=name, **options)
         return hvd.synchronize(result) if isinstance(result, hvd.Handle) else result
 
 
@@ -148,12 +149,12 @@ def momentum_of(value: Any, **_: Any) -> Any:
 
 
 def entry_of(value: Any, **_: Any) -> Any:
-    hvd.broadcast_parameters({"an entry": value, "another": torch.ones(2)}, hvd.size() - 1)
+    hvd.broadcast_parameters({"an entry": value, "another": torch.ones(2, device="cpu")}, hvd.size() - 1)
     return value
 
 
 def normalized(value: Any, **_: Any) -> None:
-    hvd.SyncBatchNorm(2, name="a layer")(value)
+    hvd.SyncBatchNorm(2, name="a layer", device="cpu")(value)
 
 
 # Of these it is enough that they end as they should, where no value is given for it.
@@ -206,7 +207,11 @@ def call_broadcast_parameters(rank: Rank, kind_name: str) -> None:
         f"broadcast_parameters of {kind_name}",
         lambda: kind.around(entry_of, own),
         check,
-        words=["broadcast_parameters: 'an entry'", "broadcast_parameters: elements of 'an entry'"],
+        words=[
+            "broadcast_parameters: 'an entry'",
+            "broadcast_parameters: elements of 'an entry'",
+            "broadcast_parameters: this is",
+        ],
         must=must,
     )
 

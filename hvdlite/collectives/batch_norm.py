@@ -80,6 +80,7 @@ class SyncBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         group = self.process_set.membership().group if self.training else None
         if group is None or group.size == 1:
+            self._check_plain_dtype(input)
             return super().forward(input)
         return self._synchronized(input, group)
 
@@ -99,6 +100,14 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(
                 f"{what}: expected {self.num_features} channels, one at least, in the second dimension, "
                 f"got input of shape {tuple(input.shape)}"
+            )
+
+    def _check_plain_dtype(self, input: Tensor) -> None:
+        """PyTorch's own takes halves in a layer of float32, and mixes no other dtypes."""
+        own = self.running_mean if self.weight is None else self.weight
+        if own is not None and own.dtype != input.dtype and not (input.dtype.itemsize == 2 and own.dtype.itemsize == 4):
+            raise ValueError(
+                f"{self._title()}: the input is of {input.dtype}, and the layer of {own.dtype}: convert one of them"
             )
 
     def _title(self) -> str:

@@ -21,11 +21,12 @@ from ..process_set import ProcessSet
 from ..process_sets import group_of
 from ..values import shown
 from ..world import current_world
-from .travel import check_travels
+from .travel import check_is_outside, check_travels
 
 
 def submit(request: Request, process_set: ProcessSet, tensors: Sequence[Tensor], body: Callable[[Turn], Any]) -> Handle:
     """Ask for an operation among the ranks of a process set; ``tensors`` are those that the body reads or writes."""
+    check_is_outside(request.describe())
     streams = [torch.cuda.current_stream(device) for device in {t.device: None for t in tensors if t.is_cuda}]
     is_inference = torch.is_inference_mode_enabled()
 
@@ -33,6 +34,8 @@ def submit(request: Request, process_set: ProcessSet, tensors: Sequence[Tensor],
         with ExitStack() as as_the_caller:
             as_the_caller.enter_context(torch.inference_mode(is_inference))
             as_the_caller.enter_context(torch.no_grad())
+            # The caller's torch.device(...), say, is not for what is made here, where the body is carried out by him.
+            as_the_caller.enter_context(torch._C.DisableTorchFunction())
             for stream in reversed(streams):
                 as_the_caller.enter_context(torch.cuda.stream(stream))
             return body(turn)

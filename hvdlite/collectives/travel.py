@@ -56,6 +56,7 @@ def check_travels(tensor: object, what: str, subject: str = "the tensor") -> Ten
     """
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{what}: {type(tensor).__name__} is not a tensor: wrap it, as torch.tensor(value)")
+    check_is_outside(what)
     if nn.parameter.is_lazy(tensor):
         raise ValueError(f"{what}: {subject} has no shape yet: pass one batch through its lazy module first")
     # A subclass may answer what is asked below in its own way.
@@ -98,13 +99,16 @@ def _is_of_own_making(tensor: Tensor) -> bool:
     return type(tensor) not in _PLAIN_TYPES and type(tensor).__torch_dispatch__ is not _NO_DISPATCH
 
 
-def _is_in_fake_mode(_: Tensor) -> bool:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-def _is_in_transform(tensor: Tensor) -> bool:
-    # Those that are not wrapped themselves would do, but for autograd, which refuses ours there.
-    return torch._C._are_functorch_transforms_active() or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+def check_is_outside(what: str) -> None:
+    """Raise a TypeError where tensors are not what they seem; other ranks are nothing that these know of."""
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        raise TypeError(f"{what}: this is inside FakeTensorMode, in which nothing has values: call it outside")
+    # In torch.func.functionalize too.
+    if torch._C._are_functorch_transforms_active():
+        raise TypeError(
+            f"{what}: this is inside a transform of torch.func, as vmap or grad, which knows of no other ranks: call "
+            "it outside"
+        )
 
 
 def _is_without_memory(tensor: Tensor) -> bool:
@@ -136,11 +140,10 @@ _OTHER_FORMS: tuple[_Case, ...] = (
         lambda tensor: f"a {_kind(tensor)}: {_INSIDE.get(_kind(tensor), 'pass the plain tensor that it is made of')}",
     ),
     (
-        _is_in_transform,
-        lambda _: "inside a transform of torch.func, as vmap or grad, which knows of no other ranks: call this outside",
+        torch._C._functorch.is_functorch_wrapped_tensor,
+        lambda _: "one of a transform of torch.func, as vmap or grad: pass the one that was given to it",
     ),
-    (_is_in_fake_mode, lambda _: "inside FakeTensorMode, in which nothing has values: call this outside"),
-    (torch._is_functional_tensor, lambda _: "one of torch.func.functionalize's: call this outside"),
+    (torch._is_functional_tensor, lambda _: "one of a transform that has ended: pass the one that was given to it"),
     (
         lambda tensor: tensor.layout is torch.sparse_coo,
         lambda tensor: f"{tensor.layout}: {_DENSE}, or sum it with hvd.sparse_allreduce_async",
