@@ -1,4 +1,4 @@
-"""The thousands of calls of tests/test_cannot_travel.py by real ranks: over shared memory, over gloo, unchecked."""
+"""The calls of tests/test_cannot_travel.py by real ranks, over shared memory: checked and unchecked."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ import kinds
 import test_cannot_travel as calls
 hvd.init()
 with kinds.a_mesh():
-    tallies = [calls.calls_with_all_kinds(hvd.rank()), calls.calls_with_all_arguments(hvd.rank())]
-for tally in tallies:
-    calls.require_sound([tally], at_least=2000)
+    calls.require_sound([calls.calls_with_all_kinds(hvd.rank())], at_least=3000)
 """
 
 
-@pytest.mark.parametrize("env", [{}, {"HVDLITE_SHM": "0"}, {"HVDLITE_CHECK": "0"}], ids=["shm", "gloo", "unchecked"])
+@pytest.mark.parametrize("env", [{}, {"HVDLITE_CHECK": "0"}], ids=["checked", "unchecked"])
 def test_real_ranks_end_every_call_in_step(launch, env):
     tests = str(Path(__file__).parents[1])
     job = launch("-np", "2", "python", "-X", "faulthandler", "-c", PROGRAM, env={"PYTHONPATH": tests, **env})
