@@ -18,7 +18,7 @@ from .errand import Delivery, Order
 from .errors import JobError, UsageError
 from .flags import TEXTS, Parser, Value, closest
 from .report import signal_name
-from .words import one_line
+from .words import one_line, visible
 
 # They start nothing that could return.
 _NO_ARGUMENTS = frozenset({"dry-run", "cb", "check", "check-build", "help", "version"})
@@ -205,10 +205,10 @@ def _returned(delivery: Delivery) -> list[Any]:
     if first in raised:
         _raise_again(first, **returns[first])
     if delivery.exit_code == UsageError.exit_code and first is None:
-        raise ValueError(delivery.report)
+        raise ValueError(visible(delivery.report))
     if delivery.exit_code:
         # Only a signal to the courier ends a job without a word.
-        raise JobError(delivery.report or f"the job was ended by {signal_name(delivery.exit_code - 128)}")
+        raise JobError(visible(delivery.report) or f"the job was ended by {signal_name(delivery.exit_code - 128)}")
     size = max((each["size"] for each in returns.values()), default=1)
     for rank in range(size):
         if rank not in returns:
@@ -221,16 +221,20 @@ def _unpickled(rank: int, value: bytes) -> object:
         return pickle.loads(value)
     except Exception as error:
         raise JobError(
-            f"what rank {rank} returned cannot be unpickled here: {type(error).__name__}: {error}"
+            f"what rank {rank} returned cannot be unpickled here: {type(error).__name__}: {visible(str(error))}"
         ) from error
 
 
 def _raise_again(rank: int, *, host: str, error: bytes | None, summary: str, traceback: str, **_: object) -> NoReturn:
-    cause = RemoteTraceback(f'\nrank {rank} on {host}:\n"""\n{traceback}"""')
+    # A worker's words, which the caller's terminal is to show and not to obey.
+    cause = RemoteTraceback(f'\nrank {rank} on {host}:\n"""\n{visible(traceback)}"""')
     try:
         exception = pickle.loads(error or b"")
     except Exception:  # noqa: BLE001  # its class may need other arguments, or not be there
         exception = None
     if not isinstance(exception, Exception):
-        exception = JobError(f"rank {rank} on {host} raised {summary}")
+        exception = JobError(f"rank {rank} on {host} raised {visible(summary)}")
+    shown = tuple(visible(each) if isinstance(each, str) else each for each in exception.args)
+    if shown != exception.args:
+        exception.args = shown
     raise exception from cause

@@ -5,7 +5,10 @@ import subprocess
 import threading
 
 import pytest
-from hvdlite_launcher import run
+from hvdlite_launcher import JobError, run
+from hvdlite_launcher.errand import Delivery
+from hvdlite_launcher.errors import UsageError
+from hvdlite_launcher.function import _returned
 
 LOCK = threading.Lock()
 
@@ -135,3 +138,49 @@ def test_what_cannot_be_called_is_named(func):
 def test_what_are_no_arguments_for_it_is_named(args, kwargs):
     with pytest.raises(TypeError, match=r"run\(\): (args|kwargs)="):
         run(print, args, kwargs, np=1)
+
+
+class ToldError(Exception):
+    pass
+
+
+class UnknownError(Exception):
+    """Of a class that cannot be made of what is pickled."""
+
+    def __init__(self, one, two):
+        super().__init__(one)
+
+
+ESCAPE = "\x1b]0;a title\x07 and \x1b[31mred\x1b[0m"
+SHOWN = r"\x1b]0;a title\x07 and " + "\x1b[31mred\x1b[0m"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (ToldError(ESCAPE, 5), ToldError, (SHOWN, 5)),
+        (ToldError("plain"), ToldError, ("plain",)),
+        (UnknownError(ESCAPE, 2), JobError, (f"rank 1 on a host raised UnknownError: {SHOWN}",)),
+    ],
+)
+def test_a_terminal_shows_the_words_of_a_workers_exception_and_obeys_none_of_them(error, kind, said):
+    told = {
+        "value": None,
+        "size": 2,
+        "host": "a host",
+        "error": pickle.dumps(error),
+        "summary": f"UnknownError: {ESCAPE}",
+    }
+    delivery = Delivery(returns={1: pickle.dumps({**told, "traceback": f"Traceback\n{ESCAPE}\n"})}, exit_code=1, rank=1)
+    with pytest.raises(kind) as caught:
+        _returned(delivery)
+    assert caught.value.args == said
+    assert SHOWN in str(caught.value.__cause__)
+    assert ESCAPE not in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(("exit_code", "kind"), [(UsageError.exit_code, ValueError), (1, JobError)])
+def test_so_it_does_with_the_launchers_report(exit_code, kind):
+    with pytest.raises(kind) as caught:
+        _returned(Delivery(returns={}, exit_code=exit_code, rank=None, report=f"a worker said {ESCAPE}"))
+    assert str(caught.value) == f"a worker said {SHOWN}"
