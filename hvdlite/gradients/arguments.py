@@ -36,7 +36,7 @@ def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"hvd.DistributedOptimizer: optimizer={shown(optimizer)} is not a torch.optim.Optimizer: pass one of "
+            f"hvd.DistributedOptimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer: pass one of "
             "torch.optim's, such as SGD"
         )
     return optimizer
