@@ -26,11 +26,15 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from .idle import remarks_of_idle
+from .values import LONGEST_S
+
+_DECIMAL = re.compile(r"\+?([0-9]{1,30}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?[0-9]{1,3})?")
 
 DYNAMIC = "DYNAMIC"
 """As `Environment.timeline`: none now, but the program may start one."""
@@ -157,11 +161,11 @@ class _Reader:
         name, text = self.text(name, also=also)
         if not text:
             return None
-        try:
-            seconds = float(text)
-        except ValueError:
-            seconds = math.nan
-        if math.isfinite(seconds) and (seconds > 0 or (or_zero and seconds == 0)):
+        # float() reads digits of all scripts, and 1_0.
+        seconds = float(text) if _DECIMAL.fullmatch(text) else math.nan
+        if seconds > LONGEST_S:
+            raise ValueError(f"{name}={text!r} is more seconds than can be waited: give {LONGEST_S:g} at most")
+        if seconds > 0 or (or_zero and seconds == 0):
             return seconds
         never = ", or 0 for never" if or_zero else ""
         raise ValueError(f"{name}={text!r} is not a positive number of seconds, such as 60{never}")

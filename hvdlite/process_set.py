@@ -8,13 +8,13 @@ Who registers them, and gives them numbers, is `registry`; the set of all ranks 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from .channels.collective import Group
 from .errors import WrongTypeError
+from .values import MOST, shown, whole_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,22 +125,22 @@ def check_process_set(process_set: object, what: str) -> ProcessSet:
     """Raise a TypeError unless it is a process set; ``what`` is whose argument it is."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
-            f"{what}: process_set={process_set!r} is not a hvd.ProcessSet: pass what hvd.add_process_set returns, or "
-            "leave it away for all ranks"
+            f"{what}: process_set={shown(process_set)} is not a hvd.ProcessSet: pass what hvd.add_process_set returns, "
+            "or leave it away for all ranks"
         )
     return process_set
 
 
 def check_first_sets(process_sets: Iterable[ProcessSet] | str | None) -> list[ProcessSet]:
     """What `hvd.init` is to register; a ValueError if that is not a list of different sets, or ``"dynamic"``."""
-    if process_sets is None or process_sets == "dynamic":
+    if process_sets is None or (isinstance(process_sets, str) and process_sets == "dynamic"):
         return []
     if isinstance(process_sets, (str, ProcessSet)) or not isinstance(process_sets, Iterable):
-        raise ValueError(f'process_sets={process_sets!r} is neither a list of hvd.ProcessSet nor "dynamic"')
+        raise ValueError(f'process_sets={shown(process_sets)} is neither a list of hvd.ProcessSet nor "dynamic"')
     found: list[ProcessSet] = []
     for number, process_set in enumerate(process_sets):
         if not isinstance(process_set, ProcessSet):
-            raise ValueError(f"process_sets: entry number {number}, {process_set!r}, is not a hvd.ProcessSet")
+            raise ValueError(f"process_sets: entry number {number}, {shown(process_set)}, is not a hvd.ProcessSet")
         if process_set.process_set_id == 0:
             # That of all ranks, which is there anyway.
             continue
@@ -157,10 +157,10 @@ def check_first_sets(process_sets: Iterable[ProcessSet] | str | None) -> list[Pr
 def _check_ranks(ranks: Any) -> tuple[int, ...]:
     try:
         items = list(ranks)
-    except TypeError:
+    except (TypeError, RuntimeError):
         raise ValueError(
-            f"ProcessSet({ranks!r}): pass the global ranks of its members as a list, such as [0, 1]; communicators "
-            "of MPI's are not known here"
+            f"ProcessSet({shown(ranks)}): pass the global ranks of its members as a list, such as [0, 1]; "
+            "communicators of MPI's are not known here"
         ) from None
     if not items:
         raise ValueError("ProcessSet([]): a process set has one rank at least")
@@ -172,10 +172,7 @@ def _check_ranks(ranks: Any) -> tuple[int, ...]:
 
 
 def _check_rank(item: Any) -> int:
-    try:
-        rank = operator.index(item)
-    except TypeError:
-        rank = -1
-    if isinstance(item, bool) or rank < 0:
-        raise ValueError(f"ProcessSet: {item!r} is not a rank, a whole number from 0")
+    rank = whole_number(item)
+    if rank is None or not 0 <= rank <= MOST:
+        raise ValueError(f"ProcessSet: {shown(item)} is not a rank, a whole number from 0")
     return rank

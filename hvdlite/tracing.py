@@ -10,6 +10,7 @@ import os
 
 from .log import log
 from .timeline import session as timeline
+from .values import is_file_name, shown
 from .world import current_world
 
 
@@ -25,12 +26,17 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     ``HVDLITE_TIMELINE``, or ``hvdlite-run --timeline-filename``, starts one in `init`. ``mark_cycles``: there are no
     cycles here, as Horovod has them; steps are marked in any case.
     """
-    if not isinstance(file_path, str | os.PathLike):
-        raise TypeError(f"start_timeline: file_path={file_path!r} is not a path")
+    path = os.fspath(file_path) if isinstance(file_path, str | os.PathLike) else None
+    if not isinstance(path, str):
+        raise TypeError(f"start_timeline: file_path={shown(file_path)} is not a path: pass a str or a pathlib.Path")
+    if not is_file_name(path):
+        raise ValueError(
+            f"start_timeline: file_path={shown(file_path)} can name no file: it is empty, or has a NUL in it"
+        )
     world = current_world()
     if mark_cycles:
         log.info("start_timeline: mark_cycles marks nothing: there are no cycles, and steps are marked in any case")
-    timeline.start(world.group, world.conductor, file_path)
+    timeline.start(world.group, world.conductor, path)
 
 
 def stop_timeline() -> None:

@@ -22,6 +22,7 @@ from .errors import LaunchEnvironmentError, NotInitializedError
 from .farewell import say_farewell
 from .process_set import ProcessSet, check_first_sets
 from .timeline import session as timeline
+from .values import seconds, shown
 
 # As torch.distributed's own: rank 0 may evaluate or save for long while the others wait; stalls are told of before.
 DEFAULT_TIMEOUT_S = 1800.0
@@ -62,15 +63,15 @@ def init(
     if _world is not None:
         return
     first_sets = check_first_sets(process_sets)
-    if timeout_s is not None and (not isinstance(timeout_s, (int, float)) or not timeout_s > 0):
-        raise ValueError(f"timeout_s={timeout_s!r} is not a positive number of seconds")
+    if timeout_s is not None:
+        timeout_s = seconds(timeout_s, "timeout_s")
     if _is_child_of_multiprocessing():
         raise LaunchEnvironmentError(
             "hvd.init() was called in a child process that multiprocessing started, where it would take the place "
             'of its parent\'s rank: put what the main program does under `if __name__ == "__main__":`'
         )
     if hierarchical is not None and not isinstance(hierarchical, bool):
-        raise ValueError(f"hierarchical={hierarchical!r} is none of True, False and None")
+        raise ValueError(f"hierarchical={shown(hierarchical)} is none of True, False and None")
     environment = read_environment(os.environ)
     if hierarchical is not None:
         environment = replace(environment, hierarchical=hierarchical)

@@ -7,7 +7,6 @@ happen is in `cli` and what that calls.
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -69,6 +68,11 @@ EXAMPLE = "hvdlite-run -np 4 python train.py"
 _GRACE_S = 3.0
 # The flags, by their dest, whose value is a list with commas between.
 _COMMA_SEPARATED = frozenset({"hosts", "network_interface"})
+# Those whose value is a text, and no number that could be written as one.
+TEXTS = frozenset(
+    {"hosts", "hostfile", "output_filename", "ssh_identity_file", "ssh_args", "ssh_program", "remote_python"}
+    | {"network_interface", "config_file"}
+) | frozenset(horovodrun.TEXTS)
 _OTHER_KEYS = {"environment": "x"}
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 # What is said of a flag where it is no word of a command line, all as text; None is a value that is not there.
@@ -203,10 +207,7 @@ def _positive(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
+    seconds = horovodrun.decimal(text)
     if not 0 <= seconds <= 86400:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds up to a day, such as 10")
     return seconds

@@ -16,8 +16,9 @@ from typing import Any, NoReturn, TypeVar
 
 from .errand import Delivery, Order
 from .errors import JobError, UsageError
-from .flags import Parser, Value, closest
+from .flags import TEXTS, Parser, Value, closest
 from .report import signal_name
+from .words import one_line, visible
 
 # They start nothing that could return.
 _NO_ARGUMENTS = frozenset({"dry-run", "cb", "check", "check-build", "help", "version"})
@@ -41,11 +42,11 @@ def run(
 ) -> list[Returned]:
     """See `hvdlite_launcher.run`."""
     if not callable(func):
-        raise TypeError(f"run() calls a function, and {func!r} is none")
-    if not isinstance(args, Iterable) or isinstance(args, str):
-        raise TypeError(f"run(): args={args!r} is no sequence of arguments, such as ({args!r},)")
-    if not isinstance(kwargs, Mapping | None):
-        raise TypeError(f"run(): kwargs={kwargs!r} is no mapping from names to arguments")
+        raise TypeError(f"run() calls a function, and {_shown(func)} is none")
+    if not isinstance(args, Iterable) or isinstance(args, str | bytes | Mapping):
+        raise TypeError(f"run(): args={_shown(args)} is no sequence of arguments, such as ({_shown(args)},)")
+    if not isinstance(kwargs, Mapping | None) or not all(isinstance(name, str) for name in kwargs or ()):
+        raise TypeError(f"run(): kwargs={_shown(kwargs)} is no mapping from names to arguments")
     words = tuple(_words(flags))
     if all(flags.get(name) is None for name in ("np", "n", "num_proc", "hosts", "hostfile", "config_file")):
         raise ValueError("how many workers? Give run() np, hosts or hostfile, such as np=4")
@@ -69,17 +70,38 @@ def _words(flags: Mapping[str, object]) -> Iterator[str]:
         if (other := given.setdefault(known[name].dest, name)) != name:
             raise TypeError(f"run(): {other} and {name} say the same; give one of them")
         try:
-            yield from parser.words_for(known[name], _as_text(value))
+            yield from parser.words_for(known[name], _as_value(known[name].dest, value))
         except UsageError as error:
             raise ValueError(f"{name}: {error}") from None
 
 
-def _as_text(value: object) -> Value:
+def _as_value(dest: str, value: object) -> Value:
     if isinstance(value, Mapping):
-        return {str(name): None if each is None else str(each) for name, each in value.items()}
+        return {_as_text("hosts", name): None if each is None else _as_text(dest, each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [str(each) for each in value]
-    return str(value)
+        return [_as_text(dest, each) for each in value]
+    return _as_text(dest, value)
+
+
+def _as_text(dest: str, value: object) -> str:
+    """What would stand on the command line; a `UsageError` where nobody would write that there."""
+    is_number = dest not in TEXTS and (hasattr(value, "__index__") or hasattr(value, "__float__"))
+    try:
+        text = os.fspath(value) if isinstance(value, str | os.PathLike) else str(value) if is_number else None
+        # A NUL ends what programs are told, and half of a pair of surrogates is no character.
+        if isinstance(text, str) and b"\0" not in os.fsencode(text):
+            return text
+    except Exception:  # noqa: BLE001  # by an object's own method, or of a number of thousands of digits
+        pass
+    kind = "a str" if dest in TEXTS else "a str or a number"
+    raise UsageError(f"{_shown(value)} is not {kind} that can be said there")
+
+
+def _shown(value: object) -> str:
+    try:
+        return one_line(repr(value)[:200])
+    except Exception:  # noqa: BLE001  # whatever an object's own method raises
+        return f"<{type(value).__name__}>"
 
 
 def _pickled_call(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
@@ -183,10 +205,10 @@ def _returned(delivery: Delivery) -> list[Any]:
     if first in raised:
         _raise_again(first, **returns[first])
     if delivery.exit_code == UsageError.exit_code and first is None:
-        raise ValueError(delivery.report)
+        raise ValueError(visible(delivery.report))
     if delivery.exit_code:
         # Only a signal to the courier ends a job without a word.
-        raise JobError(delivery.report or f"the job was ended by {signal_name(delivery.exit_code - 128)}")
+        raise JobError(visible(delivery.report) or f"the job was ended by {signal_name(delivery.exit_code - 128)}")
     size = max((each["size"] for each in returns.values()), default=1)
     for rank in range(size):
         if rank not in returns:
@@ -199,16 +221,20 @@ def _unpickled(rank: int, value: bytes) -> object:
         return pickle.loads(value)
     except Exception as error:
         raise JobError(
-            f"what rank {rank} returned cannot be unpickled here: {type(error).__name__}: {error}"
+            f"what rank {rank} returned cannot be unpickled here: {type(error).__name__}: {visible(str(error))}"
         ) from error
 
 
 def _raise_again(rank: int, *, host: str, error: bytes | None, summary: str, traceback: str, **_: object) -> NoReturn:
-    cause = RemoteTraceback(f'\nrank {rank} on {host}:\n"""\n{traceback}"""')
+    # A worker's words, which the caller's terminal is to show and not to obey.
+    cause = RemoteTraceback(f'\nrank {rank} on {host}:\n"""\n{visible(traceback)}"""')
     try:
         exception = pickle.loads(error or b"")
     except Exception:  # noqa: BLE001  # its class may need other arguments, or not be there
         exception = None
     if not isinstance(exception, Exception):
-        exception = JobError(f"rank {rank} on {host} raised {summary}")
+        exception = JobError(f"rank {rank} on {host} raised {visible(summary)}")
+    shown = tuple(visible(each) if isinstance(each, str) else each for each in exception.args)
+    if shown != exception.args:
+        exception.args = shown
     raise exception from cause

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -92,12 +93,14 @@ class Refused:
     values: int = 1
 
 
+def decimal(text: str) -> float:
+    """A number as everybody writes it, in digits of ASCII; nan if it is none. float() reads those of all scripts."""
+    return float(text) if _DECIMAL.fullmatch(text.strip()) else math.nan
+
+
 def _number(name: str, text: str) -> str:
     """At least 0; Horovod's words if it is not."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
+    number = decimal(text)
     if not math.isfinite(number):
         raise ValueError(f"{text!r} is not a number, such as 60")
     if number < 0:
@@ -143,6 +146,7 @@ def _any(_: str, text: str) -> str:
     return text
 
 
+_DECIMAL = re.compile(r"[+-]?([0-9]{1,30}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?[0-9]{1,3})?")
 _STALL_CHECK_DISABLE = "HVDLITE_STALL_CHECK_DISABLE"
 _HIERARCHICAL = "HVDLITE_HIERARCHICAL_ALLREDUCE"
 _LOG_HIDE_TIME = "HVDLITE_LOG_HIDE_TIME"
@@ -200,6 +204,10 @@ ROWS: tuple[Sets | Idle | Refused, ...] = (
     Refused(("--reset-limit",)),
     Refused(("--blacklist-cooldown-range",), values=2),
 )
+
+
+TEXTS = ("HVDLITE_AUTOTUNE_LOG", "HVDLITE_TIMELINE", "HVDLITE_LOG_LEVEL", "mpi_args", "binding_args")
+"""Of what `add_flags` keeps, what is a text and no number."""
 
 
 def _dest(row: Sets | Idle) -> str:

@@ -41,6 +41,31 @@ MEANINGS = [
 ]
 
 
+NUMBERS = ["FUSION_THRESHOLD", "STALL_CHECK_TIME_SECONDS", "STALL_SHUTDOWN_TIME_SECONDS", "GLOO_TIMEOUT_SECONDS"]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "\N{ARABIC-INDIC DIGIT THREE}",
+            "\N{FULLWIDTH DIGIT TWO}",
+            "\N{SUPERSCRIPT TWO}",
+            "1_0",
+            "0x10",
+            "1e",
+            "e1",
+            ".",
+        ),
+        *("-1", "inf", "nan", "1e999", "1e18", "9" * 5000, "1 0", "True", "1e", "--1", "1,5"),
+    ],
+)
+def test_a_number_is_written_in_ascii_and_no_longer_than_can_be_waited(name, text):
+    with pytest.raises(ValueError, match=f"HVDLITE_{name}="):
+        read_environment({f"HVDLITE_{name}": text})
+
+
 @pytest.mark.parametrize("prefix", ["HVDLITE", "HOROVOD"])
 @pytest.mark.parametrize(("name", "text", "said"), MEANINGS)
 def test_a_variable_means_the_same_under_both_names(prefix, name, text, said):

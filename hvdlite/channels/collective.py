@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import operator
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from torch._C._distributed_c10d import AllToAllOptions
 
 from ..errors import CommunicationError, MismatchError, PeerLostError, WrongTypeError, says_peer_lost
 from ..signing import TAG_BYTES, Signer, digest
+from ..values import shown, whole_number
 from .engine import AloneChannels, Channels, ClosedEngine, Engine, EngineWork, HasMemory, PeerGoneError
 from .flat import as_bytes, pieces_of
 from .recorder import Recorder
@@ -183,20 +183,17 @@ class Group:
             return self._error_of_end(where, _first_line(error))
         return CommunicationError(f"{where}: {_first_line(error)}")
 
-    def place_of_root(self, root_rank: object) -> int:
+    def place_of_root(self, root_rank: object, what: str) -> int:
         """The place in this group of a root that a user named by its global rank; a ValueError if it has none."""
-        try:
-            rank: int | None = operator.index(root_rank)  # type: ignore[arg-type]  # what is no number is refused by it
-        except TypeError:
-            rank = None
-        if isinstance(root_rank, bool) or rank not in self.ranks:
+        root = whole_number(root_rank)
+        if root not in self.ranks:
             if self.set_id == 0:
                 members = f"the {self.size} ranks, 0 to {self.size - 1}"
             else:
                 members = f"the ranks of the process set, {', '.join(map(str, self.ranks))}"
-            kind = WrongTypeError if rank is None else ValueError
-            raise kind(f"root_rank={root_rank!r} is not one of {members}")
-        return self.ranks.index(rank)
+            kind = WrongTypeError if root is None else ValueError
+            raise kind(f"{what}: root_rank={shown(root_rank)} is not one of {members}")
+        return self.ranks.index(root)
 
     def _error_of_end(self, where: str, words: str, seen: int | None = None) -> CommunicationError:
         """A rank has left: the global rank ``seen``, if the engine says which."""

@@ -5,6 +5,6 @@ The collectives as users call them, and what they are made of.
 
 Modules import only what stands before them:
 
-    kernels < codec < own < compression < fusion < adasum < reduction < outcome < load < submission < combining < join
-        < moving < asynchronous < autograd < operations < replicate < moments < batch_norm
+    kernels < codec < own < compression < travel < fusion < adasum < reduction < outcome < load < submission < combining
+        < join < moving < asynchronous < autograd < operations < replicate < moments < batch_norm
 """

@@ -5,7 +5,7 @@ The asynchronous functions: asked for now, carried out when all ranks have asked
 
 Each returns at once and reads its tensors later: they must not be changed before the operation is over. Those whose
 names end in ``_`` overwrite them. Gradients flow through none of these. What arguments and results are is said at the
-functions of the same names, in `operations`.
+functions of the same names, in `operations`; the results of a group are a tuple.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from ..process_sets import global_process_set, group_of
 from .combining import start_allreduce, start_reducescatter
 from .moving import AllGather, AllToAll, check_splits, start_allgather, start_alltoall, start_broadcast, start_sparse
 from .reduction import make_reduction
-from .submission import check_tensor, check_tensors, title
+from .submission import check_tensors, title
+from .travel import check_travels, layout_of
 
 
 def allreduce_async(
@@ -36,7 +37,7 @@ def allreduce_async(
 ) -> Handle:
     """`allreduce` in the background."""
     what = title("allreduce", name)
-    check_tensor(tensor, what)
+    tensor = check_travels(tensor, what)
     reduction = make_reduction(what, average, op, prescale_factor, postscale_factor)
     return start_allreduce("allreduce", [tensor], reduction, name, process_set)
 
@@ -52,7 +53,7 @@ def allreduce_async_(
 ) -> Handle:
     """`allreduce_` in the background."""
     what = title("allreduce", name)
-    check_tensor(tensor, what)
+    check_travels(tensor, what)
     reduction = make_reduction(what, average, op, prescale_factor, postscale_factor)
     return start_allreduce("allreduce", [tensor], reduction, name, process_set, in_place=True)
 
@@ -84,9 +85,9 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """`grouped_allreduce_` in the background."""
     what = title("grouped_allreduce", name)
-    members = check_tensors(tensors, what)
+    check_tensors(tensors, what)
     reduction = make_reduction(what, average, op, prescale_factor, postscale_factor)
-    return start_allreduce("grouped_allreduce", members, reduction, name, process_set, in_place=True)
+    return start_allreduce("grouped_allreduce", tensors, reduction, name, process_set, in_place=True)
 
 
 def reducescatter_async(
@@ -99,7 +100,7 @@ def reducescatter_async(
 ) -> Handle:
     """`reducescatter` in the background."""
     what = title("reducescatter", name)
-    check_tensor(tensor, what)
+    tensor = check_travels(tensor, what)
     reduction = make_reduction(what, None, op, prescale_factor, postscale_factor)
     return start_reducescatter("reducescatter", [tensor], reduction, name, process_set)
 
@@ -127,8 +128,9 @@ def sparse_allreduce_async(
     Ranks may have different numbers of values. The handle may be called, as Horovod's result, or synchronized.
     """
     what = title("sparse_allreduce", name)
-    if not isinstance(tensor, Tensor) or tensor.layout != torch.sparse_coo:
-        kind = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+    layout = layout_of(tensor)
+    if layout is not torch.sparse_coo:
+        kind = layout or type(tensor).__name__
         raise TypeError(f"{what}: {kind} is not a sparse COO tensor: pass tensor.to_sparse(), or use hvd.allreduce")
     reduction = make_reduction(what, None, op, 1.0, 1.0)
     if reduction.op not in (Average, Sum):
@@ -138,7 +140,7 @@ def sparse_allreduce_async(
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
     """`allgather` in the background."""
-    check_tensor(tensor, title("allgather", name))
+    tensor = check_travels(tensor, title("allgather", name))
     return start_allgather("allgather", AllGather([tensor], is_group=False), [tensor], name, process_set)
 
 
@@ -154,7 +156,7 @@ def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """`broadcast` in the background."""
-    check_tensor(tensor, title("broadcast", name))
+    tensor = check_travels(tensor, title("broadcast", name))
     return start_broadcast(tensor, root_rank, name, process_set)
 
 
@@ -162,7 +164,7 @@ def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """`broadcast_` in the background."""
-    check_tensor(tensor, title("broadcast", name))
+    check_travels(tensor, title("broadcast", name))
     return start_broadcast(tensor, root_rank, name, process_set, in_place=True)
 
 
@@ -172,7 +174,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`alltoall` in the background."""
-    check_tensor(tensor, title("alltoall", name))
+    """`alltoall` in the background; the result is a pair without ``splits`` too, as in Horovod."""
+    tensor = check_travels(tensor, title("alltoall", name))
     counts = check_splits(tensor, splits, group_of(process_set, title("alltoall", name)).size, name)
     return start_alltoall(AllToAll(tensor, counts, splits), tensor, name, process_set)

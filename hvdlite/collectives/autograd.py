@@ -32,6 +32,7 @@ from .combining import start_allreduce, start_reducescatter
 from .compression import CastCompression
 from .moving import AllGather, AllToAll, start_allgather, start_alltoall, start_broadcast
 from .reduction import Reduction
+from .submission import title
 
 _PLAIN_AVERAGE = Reduction(Average)
 
@@ -159,7 +160,7 @@ class _Broadcast(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (average,) = allreduce("allreduce", grads, _PLAIN_AVERAGE, _derived(ctx.name), ctx.process_set)
         group = group_of(ctx.process_set)
-        is_root = group.rank == group.place_of_root(ctx.root_rank)
+        is_root = group.rank == group.place_of_root(ctx.root_rank, title("broadcast", ctx.name))
         if not is_root:
             # Not zeros that have come from nowhere: a second backward pass has to come through here on every rank.
             average = average.masked_fill(torch.ones((), dtype=torch.bool, device=average.device), 0)
@@ -177,13 +178,13 @@ class _Alltoall(Function):
         process_set: ProcessSet,
     ) -> Tensor | tuple[Tensor, Tensor]:
         body = AllToAll(tensor, counts, given)
-        result: Tensor | tuple[Tensor, Tensor] = start_alltoall(body, tensor, name, process_set).wait()
+        output, received = start_alltoall(body, tensor, name, process_set).wait()
         ctx.name, ctx.process_set = name, process_set
         ctx.received, ctx.kept_rows = body.received, len(tensor) - sum(counts)
-        if isinstance(result, tuple):
-            ctx.mark_non_differentiable(result[1])
-            return _as_own(result[0]), result[1]
-        return _as_own(result)
+        if given is None:
+            return _as_own(output)
+        ctx.mark_non_differentiable(received)
+        return _as_own(output), received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:

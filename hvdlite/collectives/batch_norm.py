@@ -26,7 +26,10 @@ from ..errors import UnsupportedError
 from ..process_set import ProcessSet, check_process_set
 from ..process_sets import global_process_set
 from .moments import Moments, computed_in, gradient_sums, input_gradient, measure, merge
-from .submission import submit
+from .submission import submit, title
+from .travel import check_travels
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _forwards = itertools.count(1)
 
@@ -59,6 +62,7 @@ class SyncBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
         self.process_set = check_process_set(process_set, "SyncBatchNorm")
+        title("SyncBatchNorm", name)
         self.name = name
 
     @classmethod
@@ -73,9 +77,11 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize a batch."""
+        input = check_travels(input, self._title())
         self._check_input_dim(input)
         group = self.process_set.membership().group if self.training else None
         if group is None or group.size == 1:
+            self._check_plain_dtype(input)
             return super().forward(input)
         return self._synchronized(input, group)
 
@@ -84,15 +90,30 @@ class SyncBatchNorm(_BatchNorm):
         return f"{super().extra_repr()}{ranks}"  # type: ignore[no-untyped-call]  # torch's
 
     def _check_input_dim(self, input: Tensor) -> None:
-        title = "SyncBatchNorm" if self.name is None else f"SyncBatchNorm {self.name!r}"
+        what = self._title()
+        if input.dtype not in _FLOATS:
+            raise ValueError(f"{what}: the input is of {input.dtype}: pass floats, as input.float()")
+        if input.is_inference() and not torch.is_inference_mode_enabled() and torch.is_grad_enabled():
+            raise ValueError(f"{what}: the input was made in torch.inference_mode() and has no gradient: clone() it")
         if input.dim() < 2:
             # Horovod's words.
-            raise ValueError(f"{title}: expected at least 2D input (got {input.dim()}D input)")
+            raise ValueError(f"{what}: expected at least 2D input (got {input.dim()}D input)")
         if input.size(1) != self.num_features or self.num_features == 0:
             raise UnsupportedError(
-                f"{title}: expected {self.num_features} channels, one at least, in the second dimension, "
+                f"{what}: expected {self.num_features} channels, one at least, in the second dimension, "
                 f"got input of shape {tuple(input.shape)}"
             )
+
+    def _check_plain_dtype(self, input: Tensor) -> None:
+        """PyTorch's own takes halves in a layer of float32, and mixes no other dtypes."""
+        own = self.running_mean if self.weight is None else self.weight
+        if own is not None and own.dtype != input.dtype and not (input.dtype.itemsize == 2 and own.dtype.itemsize == 4):
+            raise ValueError(
+                f"{self._title()}: the input is of {input.dtype}, and the layer of {own.dtype}: convert one of them"
+            )
+
+    def _title(self) -> str:
+        return "SyncBatchNorm" if self.name is None else f"SyncBatchNorm {self.name!r}"
 
     def _synchronized(self, input: Tensor, group: Group) -> Tensor:
         moments, forward_name = self._gather(input, group)

@@ -26,7 +26,8 @@ from .fusion import flat_of, fused, mark_written, own_memory
 from .load import all_reduce_packed, reduce_scatter_packed
 from .own import OwnCompression
 from .reduction import COMPRESSIONS, Reduction
-from .submission import check_writable, signature, submit, title
+from .submission import signature, submit, title
+from .travel import check_writable, traveller
 
 
 def start_allreduce(
@@ -40,12 +41,12 @@ def start_allreduce(
 ) -> Handle:
     """All-reduce one tensor, or a group of them as one operation."""
     is_group = kind == "grouped_allreduce"
-    for tensor in tensors:
-        reduction.check_dtype(tensor, title(kind, name))
-        if in_place:
-            check_writable(tensor, title(kind, name))
     targets = list(tensors)
-    sources = [tensor.detach() for tensor in tensors]
+    sources = [traveller(tensor) for tensor in tensors]
+    for source in sources:
+        reduction.check_dtype(source, title(kind, name))
+        if in_place:
+            check_writable(source, title(kind, name))
 
     def body(turn: Turn) -> Any:
         _check_stand_ins(reduction, turn)
@@ -56,7 +57,7 @@ def start_allreduce(
                 for target, result in zip(targets, results, strict=True):
                     target.copy_(result)
                 results = targets
-            return results if is_group else results[0]
+            return tuple(results) if is_group else results[0]
         outputs = list(targets)
         for members in fused(sources):
             flat = flat_of([sources[number] for number in members], may_share=in_place)
@@ -66,13 +67,13 @@ def start_allreduce(
                 if not in_place:
                     outputs[number] = own_memory(piece, flat).view(sources[number].shape)
                 elif piece.data_ptr() != sources[number].data_ptr():
-                    targets[number].copy_(piece.view(sources[number].shape))
+                    sources[number].copy_(piece.view(sources[number].shape))
         if in_place:
-            mark_written(targets)
-        return outputs if is_group else outputs[0]
+            mark_written(sources)
+        return tuple(outputs) if is_group else outputs[0]
 
-    same = {**signature(tensors, is_group=is_group), **reduction.same()}
-    return submit(Request(kind, name, same, own=reduction.own()), process_set, tensors, body)
+    same = {**signature(sources, is_group=is_group), **reduction.same()}
+    return submit(Request(kind, name, same, own=reduction.own()), process_set, sources, body)
 
 
 def start_reducescatter(
@@ -94,11 +95,11 @@ def start_reducescatter(
         raise UnsupportedError(
             f"Reducescatter currently only supports AVERAGE and SUM. ({what}: hvd.{reduction.op.name})"
         )
-    for tensor in tensors:
-        reduction.check_dtype(tensor, what)
-        if tensor.dim() == 0:
+    sources = [traveller(tensor) for tensor in tensors]
+    for source in sources:
+        reduction.check_dtype(source, what)
+        if source.dim() == 0:
             raise ValueError(f"{what}: a scalar has no rows to scatter: pass a tensor of at least one dimension")
-    sources = [tensor.detach() for tensor in tensors]
 
     def body(turn: Turn) -> Any:
         size = turn.group.size
@@ -107,7 +108,7 @@ def start_reducescatter(
             copies = [flat_of([source]).view(source.shape) for source in sources]
             words = words_of(sources, turn.what)
             results = reduce_scatter_packed(turn.group, reduction, copies, words, row_counts, turn.divisor, turn.what)
-            return results if is_group else results[0]
+            return tuple(results) if is_group else results[0]
         outputs = list(sources)
         for members in fused(sources):
             slices = [pieces_of(sources[number], row_counts[number]) for number in members]
@@ -116,12 +117,12 @@ def start_reducescatter(
             mine = [pieces[turn.group.rank] for pieces in slices]
             for number, piece, like in zip(members, pieces_of(flat, [m.numel() for m in mine]), mine, strict=True):
                 outputs[number] = own_memory(piece, flat).view(like.shape)
-        return outputs if is_group else outputs[0]
+        return tuple(outputs) if is_group else outputs[0]
 
-    same = {**signature(tensors, is_group=is_group), **reduction.same()}
+    same = {**signature(sources, is_group=is_group), **reduction.same()}
     if rows is not None:
         same["rows"] = [list(counts) for counts in rows]
-    return submit(Request(kind, name, same), process_set, tensors, body)
+    return submit(Request(kind, name, same), process_set, sources, body)
 
 
 def stand_in(kind: str, same: Any) -> Callable[[Turn], None]:

@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
+from ..values import shown
 from .codec import BF16Compressor, FP16Compressor, NoneCompressor
 from .codec import Compressor as HorovodCompressor
 from .kernels import scale_cast
@@ -125,7 +126,7 @@ def check_compression(compression: object) -> Travels:
     if isinstance(compression, Compressor):
         return OwnCompression(compression, takes_each=isinstance(compression, (type, HorovodCompressor)))
     raise TypeError(
-        f"compression={compression!r} is not a compression: use hvd.Compression.none, hvd.Compression.fp16 "
+        f"compression={shown(compression)} is not a compression: use hvd.Compression.none, hvd.Compression.fp16 "
         "or hvd.Compression.bf16, an object with compress(buffer) and decompress(wire, out), or a class in Horovod's "
         "manner, with static methods compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx)"
     )

@@ -22,6 +22,7 @@ import torch
 from ..agreement.handle import Handle
 from ..agreement.request import Turn
 from ..channels.roster import SitsOut
+from ..values import shown, whole_number
 from ..world import current_world
 from .combining import stand_in
 
@@ -41,9 +42,9 @@ def join(device: int = -1, average: str = _OF_ALL) -> int:
 
     ``device``: the GPU for what this rank gives to all-reduces of CUDA tensors; -1 is the current one.
     """
-    if average not in (_OF_ALL, _OF_ACTIVE):
-        raise ValueError(f"join: average={average!r} is neither {_OF_ALL!r} nor {_OF_ACTIVE!r}")
-    _check_device(device)
+    if not isinstance(average, str) or average not in (_OF_ALL, _OF_ACTIVE):
+        raise ValueError(f"join: average={shown(average)} is neither {_OF_ALL!r} nor {_OF_ACTIVE!r}")
+    device = _check_device(device)
     world = current_world()
     sitting = _Sitting(average_of_active=average == _OF_ACTIVE)
     handle = world.conductor.join(
@@ -61,12 +62,14 @@ def join(device: int = -1, average: str = _OF_ALL) -> int:
     return last_rank
 
 
-def _check_device(device: object) -> None:
-    if isinstance(device, bool) or not isinstance(device, int):
-        raise TypeError(f"join: device={device!r} is not the number of a GPU, nor -1 for the current one")
+def _check_device(device: object) -> int:
+    number = whole_number(device)
+    if number is None:
+        raise TypeError(f"join: device={shown(device)} is not the number of a GPU, nor -1 for the current one")
     gpus = torch.cuda.device_count()
-    if gpus and device >= gpus:
-        raise ValueError(f"join: device={device} is none of this process's {gpus} GPUs, 0 to {gpus - 1}")
+    if gpus and number >= gpus:
+        raise ValueError(f"join: device={shown(device)} is none of this process's {gpus} GPUs, 0 to {gpus - 1}")
+    return number
 
 
 class _Sitting:

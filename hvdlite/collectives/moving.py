@@ -24,9 +24,11 @@ from ..channels.reduce_op import Average
 from ..errors import UnsupportedError
 from ..process_set import ProcessSet
 from ..process_sets import group_of
+from ..values import shown
 from .fusion import is_plain, mark_written, plain
 from .reduction import Reduction, average
-from .submission import check_writable, signature, submit, title
+from .submission import signature, submit, title
+from .travel import check_travels, check_writable, traveller
 
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -35,7 +37,8 @@ class AllGather:
     """The body of an all-gather of one tensor or several: bytes of all that are on a device travel as one."""
 
     def __init__(self, tensors: Sequence[Tensor], *, is_group: bool) -> None:
-        self._tensors = [tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach() for tensor in tensors]
+        bare = [traveller(tensor) for tensor in tensors]
+        self._tensors = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in bare]
         self._is_group = is_group
         self.rows: list[list[int]] = []
         """By tensor and rank, once it is done."""
@@ -55,29 +58,27 @@ class AllGather:
             pieces = [pieces_of(part, column) for part, column in zip(parts, zip(*sizes, strict=True), strict=True)]
             for place, number in enumerate(members):
                 outputs[number] = _joined([row[place] for row in pieces], self._tensors[number], self.rows[number])
-        return outputs if self._is_group else outputs[0]
+        return tuple(outputs) if self._is_group else outputs[0]
 
 
 class AllToAll:
     """The body of an all-to-all: a rank's rows, so many for each rank."""
 
     def __init__(self, tensor: Tensor, splits: Sequence[int], given: Tensor | Sequence[int] | None) -> None:
-        """``splits`` are the rows for each rank; ``given`` how the user said it, who gets an answer if he did."""
-        self._tensor = tensor.detach()
+        """``splits`` are the rows for each rank; ``given`` how the user said it: the answer lies where that does."""
+        self._tensor = traveller(tensor)
         self._given = given
         self.splits = list(splits)
         self.received: list[int] = []
         """How many rows came from each rank, once it is done."""
 
-    def __call__(self, turn: Turn) -> Tensor | tuple[Tensor, Tensor]:
+    def __call__(self, turn: Turn) -> tuple[Tensor, Tensor]:
         self.received = [own[turn.group.rank] for own in turn.owns]
         row_bytes = _row_bytes(self._tensor)
         rows = plain(self._tensor[: sum(self.splits)])
         sent = [count * row_bytes for count in self.splits]
         parts = turn.group.all_to_all(as_bytes(rows), sent, [count * row_bytes for count in self.received], turn.what)
         output = _joined(parts, self._tensor, self.received)
-        if self._given is None:
-            return output
         device = self._given.device if isinstance(self._given, Tensor) else "cpu"
         return output, torch.tensor(self.received, dtype=torch.int32, device=device)
 
@@ -100,18 +101,19 @@ def start_broadcast(
     tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
 ) -> Handle:
     """Give the tensor of the root, a global rank, to all ranks."""
-    group = group_of(process_set, title("broadcast", name))
-    root = group.place_of_root(root_rank)
+    what = title("broadcast", name)
+    group = group_of(process_set, what)
+    root = group.place_of_root(root_rank, what)
     if in_place:
-        check_writable(tensor, title("broadcast", name))
-    source = tensor.detach()
+        check_writable(tensor, what)
+    source = traveller(tensor)
 
     def body(turn: Turn) -> Tensor:
         if source.numel() == 0:
             return tensor if in_place else torch.empty_like(source)
         if in_place and is_plain(source):
             turn.group.broadcast(source, root, turn.what).wait()
-            mark_written([tensor])
+            mark_written([source])
             return tensor
         is_root = turn.group.rank == root
         wire = plain(source) if is_root else torch.empty(source.shape, dtype=source.dtype, device=source.device)
@@ -121,11 +123,11 @@ def start_broadcast(
         if not in_place:
             return wire
         if not is_root:
-            tensor.copy_(wire)
+            source.copy_(wire)
         return tensor
 
-    same = {**signature([tensor], is_group=False), "root_rank": group.ranks[root]}
-    return submit(Request("broadcast", name, same), process_set, [tensor], body)
+    same = {**signature([source], is_group=False), "root_rank": group.ranks[root]}
+    return submit(Request("broadcast", name, same), process_set, [source], body)
 
 
 def start_barrier(process_set: ProcessSet) -> Handle:
@@ -136,10 +138,14 @@ def start_barrier(process_set: ProcessSet) -> Handle:
 
 def start_sparse(tensor: Tensor, reduction: Reduction, name: str | None, process_set: ProcessSet) -> Handle:
     """Join the indices and the values of sparse tensors; divide them, where it is an average."""
-    mine = tensor.detach()
+    with torch._C.DisableTorchFunctionSubclass():
+        mine = tensor.detach()
+        parts = [mine._indices().t(), mine._values()]
+    for part in parts:
+        check_travels(part, title("sparse_allreduce", name))
 
     def body(turn: Turn) -> Tensor:
-        indices = AllGather([mine._indices().t(), mine._values()], is_group=True)
+        indices = AllGather(parts, is_group=True)
         joined, values = indices(Turn(turn.group, turn.what, [[own, own] for own in turn.owns], turn.divisor))
         if reduction.op is Average:
             average(values, turn.divisor)
@@ -161,6 +167,8 @@ def check_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: in
                 f"workers. ({what}: {len(tensor)} rows for {size} ranks)"
             )
         return [len(tensor) // size] * size
+    if isinstance(splits, Tensor):
+        check_travels(splits, f"{what}: splits")
     given = splits if isinstance(splits, Tensor) else _splits_of_list(splits, what)
     if given.dim() != 1:
         raise ValueError(f"alltoall expects a 1D splits tensor ({what}: it has {given.dim()} dimensions)")
@@ -186,14 +194,14 @@ def check_splits(tensor: Tensor, splits: Tensor | Sequence[int] | None, size: in
 
 def _splits_of_list(splits: Sequence[int], what: str) -> Tensor:
     try:
-        given = torch.tensor(splits)
-    except (TypeError, ValueError, RuntimeError):
+        given = torch.tensor(splits, device="cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         given = None
     if given is not None and given.is_floating_point() and torch.equal(given, given.trunc()):
         # So is an empty list.
         given = given.long()
     if given is None or given.dtype not in _WHOLE:
-        raise ValueError(f"{what}: splits={splits!r} are not whole numbers of rows")
+        raise ValueError(f"{what}: splits={shown(splits)} are not whole numbers of rows: pass a list of ints")
     return given
 
 

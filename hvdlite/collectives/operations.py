@@ -9,8 +9,10 @@ For values of the user's own; gradients of a `DistributedOptimizer` take the way
   same, with the same ``name``, pair up. ``name`` is what messages call it; without one, they pair up in the order of
   their calls.
 - Tensors may have any number of dimensions, also none and of no length, any layout in memory, and dtypes from uint8,
-  int8 to int64, bool, float16, bfloat16, float32, float64 to complex64 and complex128. Arguments are left alone but by
-  the functions whose names end in ``_``, which overwrite them.
+  int8 to int64, bool, float16, bfloat16, float32, float64 to complex64 and complex128; the functions that do no
+  arithmetic take all others that PyTorch can copy. What cannot travel (see `travel`) is a TypeError or a ValueError
+  before anything is asked of the other ranks. Arguments are left alone but by the functions whose names end in ``_``,
+  which overwrite them.
 - Results are contiguous, and the same bits on every rank that gets the same.
 - The gradient of each is Horovod's (see `autograd`); it does not flow through those that end in ``_``, nor through the
   asynchronous ones.
@@ -28,12 +30,14 @@ from ..channels.reduce_op import Average, ReduceOp
 from ..errors import WrongTypeError
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
+from ..values import shown
 from . import autograd
 from .combining import start_allreduce
 from .compression import AnyCompression, Compression
 from .moving import check_splits, start_barrier, start_broadcast
 from .reduction import make_reduction
-from .submission import check_tensor, check_tensors, title
+from .submission import check_tensors, title
+from .travel import check_travels
 
 
 def allreduce(
@@ -57,7 +61,7 @@ def allreduce(
     The gradient is the same operation on the gradients of all ranks' results: ``op``, factors and ``compression``.
     """
     what = title("allreduce", name)
-    check_tensor(tensor, what)
+    tensor = check_travels(tensor, what)
     reduction = make_reduction(what, average, op, prescale_factor, postscale_factor, compression)
     return autograd.allreduce("allreduce", [tensor], reduction, name, process_set)[0]
 
@@ -73,7 +77,7 @@ def allreduce_(
 ) -> Tensor:
     """`allreduce`, into the tensor itself."""
     what = title("allreduce", name)
-    check_tensor(tensor, what)
+    check_travels(tensor, what)
     reduction = make_reduction(what, average, op, prescale_factor, postscale_factor)
     start_allreduce("allreduce", [tensor], reduction, name, process_set, in_place=True).wait()
     return tensor
@@ -104,13 +108,13 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> list[Tensor]:
-    """`grouped_allreduce`, into the tensors themselves."""
+) -> tuple[Tensor, ...]:
+    """`grouped_allreduce`, into the tensors themselves; these, as a tuple."""
     what = title("grouped_allreduce", name)
-    members = check_tensors(tensors, what)
+    check_tensors(tensors, what)
     reduction = make_reduction(what, average, op, prescale_factor, postscale_factor)
-    start_allreduce("grouped_allreduce", members, reduction, name, process_set, in_place=True).wait()
-    return members
+    start_allreduce("grouped_allreduce", tensors, reduction, name, process_set, in_place=True).wait()
+    return tuple(tensors)
 
 
 def reducescatter(
@@ -129,7 +133,7 @@ def reducescatter(
     factors, and times the number of ranks for a sum.
     """
     what = title("reducescatter", name)
-    check_tensor(tensor, what)
+    tensor = check_travels(tensor, what)
     reduction = make_reduction(what, None, op, prescale_factor, postscale_factor, compression)
     return autograd.reducescatter("reducescatter", [tensor], reduction, name, process_set)[0]
 
@@ -156,16 +160,16 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     The first dimension may differ between ranks, the others and the dtype may not. A scalar counts as a
     tensor of one element. The gradient of a rank's rows is the average of what all ranks have for them.
     """
-    check_tensor(tensor, title("allgather", name))
+    tensor = check_travels(tensor, title("allgather", name))
     return autograd.allgather("allgather", [tensor], name, process_set)[0]
 
 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Tensor]:
-    """`allgather` of several tensors as one operation; a list of results."""
+) -> tuple[Tensor, ...]:
+    """`allgather` of several tensors as one operation; a tuple of results."""
     members = check_tensors(tensors, title("grouped_allgather", name))
-    return list(autograd.allgather("grouped_allgather", members, name, process_set))
+    return tuple(autograd.allgather("grouped_allgather", members, name, process_set))
 
 
 def broadcast(
@@ -176,7 +180,7 @@ def broadcast(
     ``root_rank`` is the root's rank among all, in a process set too. The gradient is the average of all ranks' on the
     root, and zeros elsewhere.
     """
-    check_tensor(tensor, title("broadcast", name))
+    tensor = check_travels(tensor, title("broadcast", name))
     return autograd.broadcast(tensor, root_rank, name, process_set)
 
 
@@ -184,7 +188,7 @@ def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """`broadcast`, into the tensor itself."""
-    check_tensor(tensor, title("broadcast", name))
+    check_travels(tensor, title("broadcast", name))
     start_broadcast(tensor, root_rank, name, process_set, in_place=True).wait()
     return tensor
 
@@ -201,7 +205,7 @@ def alltoall(
     go nowhere. With splits the result is a pair: the tensor, and how many rows came from each rank, as an int32 tensor.
     Without them all ranks get as many. The gradient is what comes back of the rows, sent back.
     """
-    check_tensor(tensor, title("alltoall", name))
+    tensor = check_travels(tensor, title("alltoall", name))
     counts = check_splits(tensor, splits, group_of(process_set, title("alltoall", name)).size, name)
     return autograd.alltoall(tensor, counts, splits, name, process_set)
 
@@ -227,7 +231,7 @@ def synchronize(handle: Handle | None) -> Any:
 def _known(handle: object, asker: str) -> Handle:
     if not isinstance(handle, Handle):
         raise WrongTypeError(
-            f"{asker}({handle!r}): this is not a handle: pass what hvd.allreduce_async, or another function whose "
+            f"{asker}({shown(handle)}): this is not a handle: pass what hvd.allreduce_async, or another function whose "
             "name has _async in it, has returned"
         )
     return handle

@@ -25,6 +25,7 @@ from ..channels.flat import as_bytes
 from ..channels.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from ..channels.work import Work
 from ..errors import UnsupportedError, WrongTypeError
+from ..values import real_number, shown, whole_number
 from .adasum import adasum_all_reduce
 from .compression import AnyCompression, Compression, Travels, check_compression, is_narrow, wire_dtype
 from .kernels import divide
@@ -233,29 +234,35 @@ def make_reduction(
             DeprecationWarning,
             stacklevel=3,
         )
+        if real_number(average) not in (0.0, 1.0):
+            raise ValueError(f"{what}: average={shown(average)} is neither True nor False: use op=hvd.Average instead")
         op = Average if average else Sum
-    try:
-        known = Average if op is None else ReduceOp(op)  # type: ignore[arg-type]  # what is no number is refused by it
-    except ValueError:
-        names = ", ".join(f"hvd.{member.name}" for member in ReduceOp)
-        kind = UnsupportedError if isinstance(op, int) else WrongTypeError
-        raise kind(f"{what}: op={op!r} is not one of {names}") from None
     return Reduction(
-        known,
+        Average if op is None else _known_op(what, op),
         _check_factor(what, "prescale_factor", prescale_factor),
         _check_factor(what, "postscale_factor", postscale_factor),
         check_compression(compression),
     )
 
 
-def _check_factor(what: str, argument: str, value: object) -> float:
+def _known_op(what: str, op: object) -> ReduceOp:
     try:
-        # A str would do for float(), and is a mistake.
-        factor = float("no number" if isinstance(value, str | bytes) else value)  # type: ignore[arg-type]  # refused by it
-    except (TypeError, ValueError, RuntimeError):
-        raise TypeError(f"{what}: {argument}={value!r} is not a number") from None
-    if math.isnan(factor):
-        raise UnsupportedError(f"{what}: {argument} is {value!r}, by which nothing can be scaled")
+        # A bool is none of the numbers that Horovod has for them.
+        return ReduceOp(whole_number(op))  # type: ignore[arg-type]  # None is refused by it
+    except ValueError:
+        names = ", ".join(f"hvd.{member.name}" for member in ReduceOp)
+        kind = WrongTypeError if whole_number(op) is None else UnsupportedError
+        raise kind(f"{what}: op={shown(op)} is not one of {names}") from None
+
+
+def _check_factor(what: str, argument: str, value: object) -> float:
+    factor = real_number(value)
+    if factor is None:
+        raise TypeError(f"{what}: {argument}={shown(value)} is not a number: pass one, such as 0.5")
+    if not math.isfinite(factor):
+        raise UnsupportedError(
+            f"{what}: {argument} is {shown(value)}, by which nothing can be scaled: pass a finite number"
+        )
     return factor
 
 

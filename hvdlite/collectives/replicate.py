@@ -28,7 +28,10 @@ from ..channels.flat import as_bytes
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
 from ..signing import digest
-from .submission import check_has_values, submit, title
+from ..values import shown
+from .fusion import is_plain, plain
+from .submission import submit, title
+from .travel import check_travels, check_writable, traveller
 
 # Large enough for a handful of broadcasts per model, small beside the model itself.
 PACK_BYTES = 64 * 2**20
@@ -52,12 +55,15 @@ def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: Pro
     """
     kind = "broadcast_parameters"
     group = group_of(process_set, kind)
-    root = group.place_of_root(root_rank)
+    root = group.place_of_root(root_rank, kind)
     named = _named_tensors(params)
-    tensors = [tensor for _, tensor in named]
+    tensors = [traveller(tensor) for _, tensor in named]
     same = {
         "root_rank": group.ranks[root],
-        "tensors": [[name, list(tensor.shape), str(tensor.dtype), tensor.device.type] for name, tensor in named],
+        "tensors": [
+            [name, list(tensor.shape), str(tensor.dtype), tensor.device.type]
+            for (name, _), tensor in zip(named, tensors, strict=True)
+        ],
     }
     request = Request(kind, digest_of([name for name, _ in named]), same, has_users_name=False, is_compared=True)
     submit(request, process_set, tensors, lambda turn: broadcast_tensors(tensors, root, turn)).wait()
@@ -74,7 +80,7 @@ def broadcast_object(
     kind = "broadcast_object"
     what = title(kind, name)
     group = group_of(process_set, what)
-    root = group.place_of_root(root_rank)
+    root = group.place_of_root(root_rank, what)
     is_root = group.rank == root
     data, error = to_bytes(obj) if is_root else (None, None)
     request = Request(kind, name, {"root_rank": group.ranks[root]}, is_compared=True)
@@ -132,20 +138,29 @@ def to_bytes(obj: object, dumps: Dumps | None = None) -> tuple[bytes, Exception 
     # Imported now, as most programs need none.
     import cloudpickle  # type: ignore[import-untyped]  # noqa: PLC0415  # it has no types
 
-    failure: Exception | None = None
+    failure: Exception = ValueError("nothing was tried")
     for pickler_class in (pickle.Pickler, cloudpickle.Pickler):
         try:
             return (dumps or _dumps)(obj, pickler_class), None
         except Exception as error:  # noqa: BLE001 - whatever an object's own methods raise
             failure = error
-    return pickle.dumps(_Unpicklable(f"{type(failure).__name__}: {failure}")), failure
+    return pickle.dumps(_Unpicklable(_one_line(failure))), failure
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def from_bytes(
     data: bytes, owner: str, what: str, own_error: Exception | None, loads: Callable[[bytes], Any] = pickle.loads
 ) -> Any:
     """The object of the rank described as ``owner``; ``data`` are known to be signed with the job's key."""
-    value = loads(data)
+    try:
+        value = loads(data)
+    except Exception as error:
+        raise TypeError(
+            f"{what}: the object of {owner} cannot be unpickled here: {_one_line(error)}: pass another"
+        ) from error
     if isinstance(value, _Unpicklable):
         raise TypeError(
             f"{what}: the object of {owner} cannot be pickled, and so not sent: {value.cause}"
@@ -160,15 +175,17 @@ def _dumps(obj: object, pickler_class: type[pickle.Pickler]) -> bytes:
 
 
 def _named_tensors(params: Params) -> list[tuple[str, Tensor]]:
-    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+    if isinstance(params, Tensor | str | bytes | bytearray) or not isinstance(params, Iterable):
         # The first words are Horovod's.
         raise ValueError(
             f"invalid params of type: {type(params)}. Pass model.state_dict(), model.named_parameters() "
             "or a list of tensors"
         )
     if isinstance(params, Mapping):
+        for name in params:
+            _check_entry_name(name)
         # Sorted, so that ranks that built their dictionaries in different orders still agree.
-        entries: list[tuple[str, Any]] = sorted(params.items())
+        entries: list[tuple[str, Any]] = sorted(params.items(), key=lambda entry: (type(entry[0]).__name__, entry[0]))
     else:
         entries = [
             (item[0], item[1]) if isinstance(item, tuple) and len(item) == 2 else (f"entry {number}", item)
@@ -176,16 +193,24 @@ def _named_tensors(params: Params) -> list[tuple[str, Tensor]]:
         ]
     named = []
     for name, value in entries:
+        _check_entry_name(name)
         if value is None:
             continue
         if not isinstance(value, Tensor):
             raise TypeError(
-                f"broadcast_parameters: {name!r} is {type(value).__name__}, not a tensor, and cannot be "
+                f"broadcast_parameters: {shown(name)} is {type(value).__name__}, not a tensor, and cannot be "
                 "overwritten in place: leave it out, and pass it through hvd.broadcast_object(...)"
             )
-        check_has_values(value, f"broadcast_parameters: {name!r}")
+        check_travels(value, "broadcast_parameters", repr(name))
+        check_writable(value, "broadcast_parameters", repr(name))
         named.append((name, value))
     return named
+
+
+def _check_entry_name(name: object) -> None:
+    """A name travels, so that ranks can compare it; None is Horovod's for an entry without one."""
+    if name is not None and not isinstance(name, str | int):
+        raise TypeError(f"broadcast_parameters: the name {shown(name)} of an entry is not a str: give it one")
 
 
 def _packs(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
@@ -213,8 +238,11 @@ def _broadcast_pack(pack: list[Tensor], root: int, group: Group, what: str) -> N
     places = [flat[start : start + tensor.nbytes] for start, tensor in zip(starts, pack, strict=False)]
     if group.rank == root:
         for place, tensor in zip(places, pack, strict=True):
-            place.copy_(as_bytes(tensor.contiguous()))
+            place.copy_(as_bytes(plain(tensor)))
     group.broadcast(flat, root, what).wait()
     if group.rank != root:
         for place, tensor in zip(places, pack, strict=True):
-            tensor.copy_(place.view(tensor.dtype).view(tensor.shape))
+            if is_plain(tensor):
+                as_bytes(tensor).copy_(place)
+            else:
+                tensor.copy_(place.view(tensor.dtype).view(tensor.shape))

@@ -17,16 +17,16 @@ from torch import Tensor
 
 from ..agreement.handle import Handle
 from ..agreement.request import Request, Turn
-from ..errors import WrongTypeError
 from ..process_set import ProcessSet
 from ..process_sets import group_of
+from ..values import shown
 from ..world import current_world
+from .travel import check_is_outside, check_travels
 
 
 def submit(request: Request, process_set: ProcessSet, tensors: Sequence[Tensor], body: Callable[[Turn], Any]) -> Handle:
     """Ask for an operation among the ranks of a process set; ``tensors`` are those that the body reads or writes."""
-    if request.name is not None and not isinstance(request.name, str):
-        raise TypeError(f"{request.kind}: name={request.name!r} is not a str")
+    check_is_outside(request.describe())
     streams = [torch.cuda.current_stream(device) for device in {t.device: None for t in tensors if t.is_cuda}]
     is_inference = torch.is_inference_mode_enabled()
 
@@ -34,6 +34,8 @@ def submit(request: Request, process_set: ProcessSet, tensors: Sequence[Tensor],
         with ExitStack() as as_the_caller:
             as_the_caller.enter_context(torch.inference_mode(is_inference))
             as_the_caller.enter_context(torch.no_grad())
+            # The caller's torch.device(...), say, is not for what is made here, where the body is carried out by him.
+            as_the_caller.enter_context(torch._C.DisableTorchFunction())
             for stream in reversed(streams):
                 as_the_caller.enter_context(torch.cuda.stream(stream))
             return body(turn)
@@ -61,41 +63,15 @@ def signature(tensors: Sequence[Tensor], *, is_group: bool, any_first: bool = Fa
     return {"dtype": dtypes[0], "shape": shapes[0], "device": devices[0]}
 
 
-def check_tensor(tensor: object, what: str) -> None:
-    """Raise a TypeError unless it is a dense tensor, and a ValueError unless it has values."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{what}: {type(tensor).__name__} is not a tensor: wrap it, as torch.tensor(value)")
-    if tensor.layout != torch.strided:
-        raise WrongTypeError(
-            f"{what}: the tensor is {tensor.layout}: pass a dense one, as tensor.to_dense(), or sum it with "
-            "hvd.sparse_allreduce_async"
-        )
-    check_has_values(tensor, f"{what}: the tensor")
-
-
-def check_has_values(tensor: Tensor, what: str) -> None:
-    """Raise a ValueError for a tensor that is a shape and no more."""
-    if tensor.is_meta:
-        raise ValueError(f"{what} is on the meta device and has no values: make it on a real one, as to_empty() does")
-
-
 def check_tensors(tensors: object, what: str) -> list[Tensor]:
-    """The tensors of a grouped operation as a list, or a TypeError."""
-    if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence):
-        raise TypeError(f"{what}: {type(tensors).__name__} is not a list of tensors")
-    for number, tensor in enumerate(tensors):
-        check_tensor(tensor, f"{what}: tensor {number}")
-    return list(tensors)
-
-
-def check_writable(tensor: Tensor, what: str) -> None:
-    """Raise a ValueError if a tensor could not be overwritten; in the middle of an operation the others would hang."""
-    if any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)):
-        raise ValueError(f"{what}: elements of the tensor share their memory, as expand() makes them: clone() it")
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(f"{what}: the tensor was made in torch.inference_mode(), and is to change there only")
+    """The tensors of a grouped operation as `check_travels` gives them, or a TypeError."""
+    if isinstance(tensors, Tensor | str | bytes | bytearray) or not isinstance(tensors, Sequence):
+        raise TypeError(f"{what}: {type(tensors).__name__} is not a list of tensors: put it in one, as [tensor]")
+    return [check_travels(tensor, f"{what}: tensor {number}") for number, tensor in enumerate(tensors)]
 
 
 def title(kind: str, name: str | None) -> str:
-    """What messages call an operation."""
+    """What messages call an operation; a TypeError where its name is none."""
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"{kind}: name={shown(name)} is not a str: pass one, or leave it out")
     return Request(kind, name).describe()

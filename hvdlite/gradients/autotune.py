@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from .. import files
 from ..channels.collective import Group
 from ..log import log
 from .params import require_same_model
@@ -88,8 +89,7 @@ def _by_rank_0(group: Group, decide: Callable[[], Answer]) -> Answer:
 
 def _append(path: str | None, line: str) -> None:
     if path is not None:
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(line)
+        files.append(path, line)
 
 
 def _conclude(

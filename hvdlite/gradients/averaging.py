@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import GradientError
-from .arguments import names_of_added_group
+from .arguments import check_trained, names_of_added_group
 from .arrival import StepByBucket
 from .attributes import HorovodsAttributes
 from .deltas import Deltas
@@ -184,7 +184,11 @@ class AveragingOptimizer(HorovodsAttributes):
         """As PyTorch's, and average its gradients too. Every rank must call it; it waits for all."""
         self._reducer.require_nothing_pending("add_param_group() was called", "call step() first")
         self._optimizer.add_param_group(param_group)
-        named = names_of_added_group(self._optimizer, [name for name, _ in self._named])
+        try:
+            named = check_trained(names_of_added_group(self._optimizer, [name for name, _ in self._named]))
+        except (TypeError, ValueError):
+            self._optimizer.param_groups.pop()
+            raise
         self._named += named
         self._reducer.add_params(named)
         self._reducer.meet()

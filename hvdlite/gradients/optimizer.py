@@ -30,7 +30,9 @@ from .arguments import (
     check_optimizer,
     check_positive_int,
     check_predivide,
+    check_sparse_as_dense,
     check_step_on_arrival,
+    check_trained,
     groups_of,
 )
 from .autotune import tuned_cap
@@ -124,18 +126,19 @@ class DistributedOptimizer(AveragingOptimizer):
         super().__init__(check_optimizer(optimizer))
         # A process set may be used without a world.
         environment = current_world().environment if is_initialized() else Environment()
+        op = check_op(op)
         tunes = check_autotune(autotune, bucket_cap_mb, op, environment)
         settings = Settings(
             check_compression(compression),
-            check_op(op),
+            op,
             check_predivide(gradient_predivide_factor, op),
             check_cap(bucket_cap_mb, environment.fusion_threshold_bytes, DEFAULT_BUCKET_CAP_BYTES),
-            bool(sparse_as_dense),
+            check_sparse_as_dense(sparse_as_dense),
             check_step_on_arrival(step_on_arrival, op),
         )
         self._given_settings, self._given_compression, self._given_process_set = settings, compression, process_set
         passes = check_positive_int(backward_passes_per_step, "backward_passes_per_step")
-        named = check_named_parameters(optimizer, named_parameters)
+        named = check_trained(check_named_parameters(optimizer, named_parameters))
         named_groups = check_groups(groups_of(num_groups, groups), named)
         if isinstance(process_set, ProcessSet) and process_set.membership().group is None:
             # This rank trains by itself.

@@ -24,8 +24,10 @@ from torch import Tensor
 from ..agreement.request import Request, Turn
 from ..collectives.replicate import broadcast_tensors, digest_of, from_bytes, to_bytes
 from ..collectives.submission import submit
+from ..collectives.travel import check_travels, traveller, travels
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
+from ..values import shown
 from .proxy import OptimizerProxy
 
 # The owner of a tensor that is no parameter's state.
@@ -55,10 +57,14 @@ def broadcast_optimizer_state(
     kind = "broadcast_optimizer_state"
     own = _checked(optimizer, kind)
     group = group_of(process_set, kind)
-    root = group.place_of_root(root_rank)
+    root = group.place_of_root(root_rank, kind)
     # Through the wrapper, which then waits for gradients that are on their way.
     groups = optimizer.param_groups
     params = [param for entry in groups for param in entry["params"]]
+    for param in params:
+        # The others have a shape, and need not travel themselves.
+        if torch.nn.parameter.is_lazy(param) or param.is_nested:
+            check_travels(param, kind, "a parameter")
     shapes = [[list(param.shape) for param in entry["params"]] for entry in groups]
     same = {
         "root_rank": group.ranks[root],
@@ -96,7 +102,7 @@ def _checked(optimizer: Any, kind: str) -> Any:
         # Horovod's words.
         raise ValueError("cannot broadcast torch.optim.LBFGS state: it is not averaged by hvdlite either")
     if not all(hasattr(optimizer, name) for name in ("param_groups", "state_dict", "load_state_dict")):
-        raise TypeError(f"{kind}: optimizer={optimizer!r} is not a torch.optim.Optimizer")
+        raise TypeError(f"{kind}: optimizer={shown(optimizer)} is not a torch.optim.Optimizer")
     return optimizer._optimizer if isinstance(optimizer, OptimizerProxy) else optimizer
 
 
@@ -206,14 +212,13 @@ class _Packer:
         number = self._number_of.get(id(obj))
         if number is not None:
             return "parameter", number
-        is_dense = type(obj) in (Tensor, torch.nn.Parameter) and obj.layout is torch.strided
-        if not is_dense or obj.is_quantized or obj.is_meta:
+        if type(obj) not in (Tensor, torch.nn.Parameter) or not travels(obj):
             # It knows itself how it is pickled.
             return None
         place = self._place_of.get(id(obj))
         if place is None:
             place = self._place_of[id(obj)] = len(self.tensors)
-            self.tensors.append(obj.detach())
+            self.tensors.append(traveller(obj))
             self.metas.append(_Meta(tuple(obj.shape), obj.dtype, obj.device.type == "cpu", self._owner))
         return "tensor", place
 

@@ -28,6 +28,8 @@ def open_connection(inherited: str) -> int:
     To be done once: Slurm takes a second "init" for an error, which Hydra answers.
     """
     with suppress(ValueError, OSError, OverflowError):
+        if not inherited.isascii():
+            raise ValueError("int() reads digits of all scripts")
         if stat.S_ISSOCK(os.fstat(int(inherited)).st_mode):
             connection = os.dup(int(inherited))
             _ask(connection, "cmd=init pmi_version=1 pmi_subversion=1", time.monotonic() + _PATIENCE_S)

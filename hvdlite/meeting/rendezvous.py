@@ -209,9 +209,9 @@ def _serve_store(own: str, port: int, size: int, timeout: timedelta) -> TCPStore
 
 def port_of_step(environ: Mapping[str, str]) -> int:
     """The port that all tasks of a Slurm step agree on without a word: a reserved one, or one made from its ids."""
-    reserved = re.match(r"\d+", environ.get("SLURM_STEP_RESV_PORTS", ""))
+    reserved = re.match(r"[0-9]{1,5}", environ.get("SLURM_STEP_RESV_PORTS", ""))
     if reserved is not None:
         return int(reserved[0])
-    job, step = (re.sub(r"\D", "", environ.get(name, "")) or "0" for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    job, step = (re.sub(r"[^0-9]", "", environ.get(name, "")) or "0" for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     # Steps of one job lie far apart from those of the next: 7919 is a prime.
     return _FIRST_PORT + (int(job) + 7919 * int(step)) % _PORTS

@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
+from .. import files
+
 
 def part_path(path: Path, rank: int) -> Path:
     """Where a rank's part is kept."""
@@ -30,6 +32,7 @@ def prepare(path: Path) -> None:
     if path.exists() and not path.is_file():
         # It is replaced as a whole in the end, which would be the end of /dev/null too.
         raise FileExistsError(errno.EEXIST, "there is something that is not a file", str(path))
+    files.require_directory(str(path))
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}."):
         pass
     for part in _parts_beside(path):
@@ -39,7 +42,7 @@ def prepare(path: Path) -> None:
 def open_part(path: Path, rank: int) -> IO[bytes]:
     """A rank's part, new. Where there is no such directory, or it cannot be written, it has no name."""
     try:
-        return part_path(path, rank).open("w+b", buffering=0)
+        return open(files.create(str(part_path(path, rank))), "w+b", buffering=0)
     except OSError:
         return tempfile.TemporaryFile("w+b", buffering=0)
 
@@ -65,7 +68,7 @@ def write_whole(path: Path, parts: Iterable[bytes]) -> None:
     """The events of all parts as one file, there at once or not at all."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        with unfinished.open("w") as file:
+        with open(files.create(str(unfinished)), "w") as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
             file.write(",\n".join(line for data in parts for line in events_of(data)))
             file.write("\n]}\n")
@@ -91,7 +94,9 @@ def _parts_beside(path: Path) -> list[Path]:
     found = [
         (int(number), entry)
         for entry in path.parent.iterdir()
-        if (number := entry.name.removeprefix(prefix).removesuffix(".part")).isdigit()
+        if (number := entry.name.removeprefix(prefix).removesuffix(".part")).isdecimal()
+        and number.isascii()
         and entry.name == f"{prefix}{number}.part"
+        and not entry.is_symlink()
     ]
     return [entry for _, entry in sorted(found)]

@@ -95,7 +95,8 @@ def _begin(group: Group, recorder: Recorder, path: Path) -> None:
     if group.rank == 0:
         try:
             parts.prepare(path)
-        except OSError as error:
+        # A ValueError is that of a path that no file can have, such as one with a NUL in it.
+        except (OSError, ValueError) as error:
             problem = str(error)
     now_ns, problem = group.all_gather_json((time.monotonic_ns(), problem), _START)[0]
     if problem is not None:
