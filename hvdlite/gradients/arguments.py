@@ -145,8 +145,7 @@ def check_named_parameters(
 
 
 def check_trained(named: Named) -> Named:
-    """Those that can have gradients; a TypeError or ValueError for one whose gradients could not travel."""
-    trained = []
+    """The parameters; a TypeError or ValueError for one whose gradients could not travel."""
     for name, param in named:
         what = "hvd.DistributedOptimizer"
         # Whole numbers, as frozen and quantized layers have them, never have one.
@@ -158,8 +157,7 @@ def check_trained(named: Named) -> Named:
             raise ValueError(
                 f"{what}: gradients of {param.dtype}, as those of {name!r}, cannot be averaged: use a wider dtype"
             )
-        trained.append((name, param))
-    return trained
+    return named
 
 
 def names_of_added_group(optimizer: torch.optim.Optimizer, taken: Sequence[str]) -> Named:

@@ -41,6 +41,7 @@ DIFFERENT = {
     r"DistributedOptimizer\.skip_synchronize\(\): with Adasum": "as in Horovod; `Adasum` is there without MPI",
     r"DistributedOptimizer\(optimizer\): attributes that programs look at":
         "`_requires_update` has its parameters at one rank too",
+    r"DistributedOptimizer\(groups\): 2.5": "an error at one rank too",
     r"DistributedOptimizer\(backward_passes_per_step\): one pass too many": "an error at one rank too",
     r"DistributedOptimizer\.zero_grad\(\): before step": "an error at one rank too",
     r"DistributedOptimizer\(optimizer\): its class": "a class of its own",
