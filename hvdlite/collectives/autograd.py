@@ -88,7 +88,8 @@ class _Allreduce(Function):
         ctx.kind, ctx.reduction, ctx.name, ctx.process_set = kind, reduction, name, process_set
         ctx.members = _differentiable(tensors)
         if reduction.op not in (Average, Sum):
-            ctx.save_for_backward(*[tensors[number] for number in ctx.members], *[outputs[n] for n in ctx.members])
+            mine = [_savable(tensors[number]) for number in ctx.members]
+            ctx.save_for_backward(*mine, *[outputs[number] for number in ctx.members])
         return outputs
 
     @staticmethod
@@ -228,6 +229,11 @@ class _Alltoall(Function):
 
 def _as_tuple(result: Any) -> tuple[Tensor, ...]:
     return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+def _savable(tensor: Tensor) -> Tensor:
+    """What autograd may keep of it: it refuses tensors of inference mode outside of that."""
+    return tensor.clone() if tensor.is_inference() and not torch.is_inference_mode_enabled() else tensor
 
 
 def _differentiable(tensors: Sequence[Tensor]) -> list[int]:
