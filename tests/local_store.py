@@ -42,6 +42,9 @@ class LocalAgent:
             self._over = True
             os.write(self._woken, b"!")
             self._thread.join()
+            # Not by the thread, which may see that it is over before it is woken.
+            os.close(self._wake)
+            os.close(self._woken)
 
     def _run(self) -> None:
         while not self._over:
@@ -49,7 +52,6 @@ class LocalAgent:
                 key.data()
         self.relay.close()
         self._selector.close()
-        os.close(self._wake)
 
     def _receive(self) -> None:
         os.read(self._wake, 1)

@@ -25,6 +25,7 @@ from worlds import run_worlds
 from wrong_values import RIGHT, WRONG
 
 import hvdlite as hvd
+import hvdlite.torch as horovod
 
 
 @pytest.fixture(autouse=True)
@@ -257,6 +258,17 @@ def test_a_rank_that_alone_passes_what_cannot_travel_is_told_and_may_pass_someth
     assert run_worlds(2, rank) == [[2.0], [2.0]]
 
 
+@pytest.mark.parametrize("op", [hvd.Max, hvd.Product])
+def test_a_tensor_of_inference_mode_may_be_in_a_group_with_one_that_requires_a_gradient(op):
+    def rank(rank: int) -> list[float]:
+        trained = torch.full((2,), 1.0 + rank, requires_grad=True)
+        hvd.grouped_allreduce([KINDS["of inference mode"].make(rank), trained], op=op)[1].sum().backward()
+        return trained.grad.tolist()
+
+    expected = [[0.0, 0.0], [2.0, 2.0]] if op == hvd.Max else [[4.0, 4.0], [2.0, 2.0]]
+    assert run_worlds(2, rank) == expected
+
+
 def test_every_function_that_takes_a_tensor_is_among_those_that_are_called():
     takers = {name for name in hvd.__all__ if {"tensor", "tensors", "params"} & set(parameters(getattr(hvd, name)))}
     assert takers == {*TENSOR_FUNCTIONS, "broadcast_parameters", "sparse_allreduce_async"}
@@ -413,6 +425,7 @@ def refusal(call: Callable[[], Any], words: Sequence[str]) -> str | None:
         *((hvd.init, argument) for argument in ("timeout_s", "process_sets", "hierarchical")),
         *((hvd.join, argument) for argument in ("device", "average")),
         (hvd.ProcessSet, "ranks_or_comm"),
+        (horovod.init, "comm"),
     ],
 )
 def test_functions_that_are_called_alone_refuse_arguments_of_a_wrong_kind(function, argument):

@@ -36,7 +36,8 @@ class PathOfBytes:
 
 
 def quantized() -> torch.Tensor:
-    return torch.quantize_per_tensor(torch.ones(2), 0.5, 3, torch.quint8)
+    """One that cannot even be shown."""
+    return torch.ones(2, dtype=torch.uint8).view(torch.quint8)
 
 
 NO_NUMBERS: list[Any] = ["2", b"2", bytearray(b"2"), [2], (2,), {}, Rude(), torch.ones(2), 1j, np.complex64(1), object]
@@ -92,6 +93,8 @@ WRONG: dict[str, list[Any]] = {
         Rude(), [Rude()]],
     "timeout_s": [*NO_NUMBERS, True, False, 0, -1, NAN, INF, VAST, HUGE, 1e18, UNPRINTABLE],
     "process_sets": ["all", "", 5, True, hvd.ProcessSet([0]), [5], [[0, 1]], [None], Rude(), b"dynamic", torch.ones(1)],
+    "comm": ["x", b"x", 5, True, [True], [0.0], ["0"], [-1], [0, 0], [VAST], [UNPRINTABLE], [None], {}, Rude(),
+        [Rude()]],
     "hierarchical": ["x", 1, 0, 0.0, Rude(), torch.tensor(True), VAST],
 }  # fmt: skip
 WRONG["postscale_factor"] = WRONG["prescale_factor"]
