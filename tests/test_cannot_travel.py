@@ -113,7 +113,8 @@ def call_with_kind(rank: Rank, function_name: str, function: Function, kind_name
 
     def check(result: Any) -> str | None:
         everyones = [bare(kind.make(each)) for each in range(hvd.size())]
-        first = result[0] if function.grouped else result
+        # An alltoall_async gives its splits besides.
+        first = result[0] if function.grouped or function_name == "alltoall_async" else result
         if function.in_place and first is not own:
             return "gave another tensor than the one it was given"
         return difference(first, function.expected(everyones, rank.rank))
@@ -265,8 +266,7 @@ def test_a_tensor_of_inference_mode_may_be_in_a_group_with_one_that_requires_a_g
         hvd.grouped_allreduce([KINDS["of inference mode"].make(rank), trained], op=op)[1].sum().backward()
         return trained.grad.tolist()
 
-    expected = [[0.0, 0.0], [2.0, 2.0]] if op == hvd.Max else [[4.0, 4.0], [2.0, 2.0]]
-    assert run_worlds(2, rank) == expected
+    assert run_worlds(2, rank) == [[1.0, 1.0]] * 2
 
 
 def test_every_function_that_takes_a_tensor_is_among_those_that_are_called():

@@ -34,7 +34,7 @@ def test_allgather_joins_unequal_first_dimensions_in_rank_order(size):
             assert all(torch.equal(tensor, copy) for tensor, copy in zip(mine, kept, strict=True))
         for handle in handles:
             result = hvd.synchronize(handle)
-            results += result if isinstance(result, list) else [result]
+            results += result if isinstance(result, tuple) else [result]
         return results
 
     expected = []

@@ -55,7 +55,7 @@ WRONG: dict[str, list[Any]] = {
     "process_set": [None, 0, True, [0, 1], "global", hvd.ProcessSet([0]), hvd.ProcessSet, torch.ones(1), Rude()],
     "root_rank": [*NO_WHOLE_NUMBERS, None, 9, torch.tensor([0, 1])],
     "splits": [
-        "22", "", b"22", 5, {}, Rude(), [1], [2, 2, 2], [-1, 5], [True, True], [1.0, 1.0], [NAN, 1], [HUGE, 0],
+        "22", "", b"22", 5, {}, Rude(), [1], [2, 2, 2], [-1, 5], [True, True], [1.5, 1.5], [NAN, 1], [HUGE, 0],
         [VAST, 0],
         [UNPRINTABLE, 0], [None, 1], ["2", "2"], [[2, 2]], [3, 3], torch.ones(2), torch.tensor([2, 2]), torch.tensor(2),
         torch.tensor([True, True]), torch.tensor([2, 2], dtype=torch.int32).to_sparse(), quantized(),
@@ -80,13 +80,13 @@ WRONG: dict[str, list[Any]] = {
     "gradient_predivide_factor": [*NO_NUMBERS, None, 0, -1, False, NAN, INF, VAST, UNPRINTABLE],
     "num_groups": [v for v in NO_WHOLE_NUMBERS if v is not False and not (isinstance(v, int) and v >= HUGE)],
     "groups": [v for v in NO_WHOLE_NUMBERS if not (isinstance(v, int) and v >= HUGE)] + [0, [5], ["a"], [[5]],
-        [[torch.ones(1)]], [Rude()], [[Rude()]], ["w"]],
+        [Rude()], [[Rude()]], ["w"]],
     "sparse_as_dense": [*NO_SWITCHES, None],
     "bucket_cap_mb": [*NO_NUMBERS, True, False, 0, -1, NAN, INF, VAST, HUGE, UNPRINTABLE],
     "autotune": ["x", 1, 0, None, 0.0, Rude(), torch.tensor(True), VAST],
     "step_on_arrival": ["x", 1, 0, None, 0.0, Rude(), torch.tensor(True), VAST],
     "device": [v for v in NO_WHOLE_NUMBERS if not isinstance(v, int) or isinstance(v, bool)],
-    "handle": [None, 0, 1, HUGE, "a", b"a", [], torch.ones(1), Rude()],
+    "handle": [0, 1, HUGE, "a", b"a", [], torch.ones(1), Rude()],
     "file_path": [None, 5, True, b"a.json", ["a"], "", "a\0b.json", "/tmp/\ud800.json", PathOfBytes(), Rude(),
         torch.ones(1)],
     "ranks_or_comm": [None, 5, "01", [], [-1], [0, 0], [0.0], [True], ["0"], [VAST], [UNPRINTABLE], [None],
@@ -118,7 +118,7 @@ RIGHT: dict[str, list[tuple[Any, Any]]] = {
     "bucket_cap_mb": [(1, 1.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0), (1e-9, 1.0)],
     "splits": [
         ((2, 2), [2, 2]), (np.array([2, 2]), [2, 2]), ([np.int64(2), 2], [2, 2]), ([torch.tensor(2), 2], [2, 2]),
-        (torch.tensor([2, 2], dtype=torch.int32), [2, 2]), (range(2, 0, -1), [2, 1]),
+        (torch.tensor([2, 2], dtype=torch.int32), [2, 2]), (range(2, 0, -1), [2, 1]), ([2.0, 2.0], [2, 2]),
     ],
 }  # fmt: skip
 RIGHT["postscale_factor"] = RIGHT["prescale_factor"]
