@@ -6,6 +6,7 @@ line changed, with 1 to 4 ranks, through shared memory and through gloo.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -63,22 +64,24 @@ def recorded(name: str, size: int) -> list[Any]:
     return of_size if isinstance(of_size, list) else [of_size] * size
 
 
-def agree(theirs: Any, ours: Any) -> bool:
-    """Whether results are the same, but for the last bit of a float: who adds up first is not promised."""
+def agree(theirs: Any, ours: Any, tolerance: float) -> bool:
+    """Whether results are the same, but for the last bit of a float: who is added up first is not promised."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
-        return theirs.keys() == ours.keys() and all(agree(theirs[key], ours[key]) for key in theirs)
+        return theirs.keys() == ours.keys() and all(agree(theirs[key], ours[key], tolerance) for key in theirs)
     if isinstance(theirs, list) and isinstance(ours, list):
-        return len(theirs) == len(ours) and all(map(agree, theirs, ours))
-    if isinstance(theirs, float) and isinstance(ours, float):
-        return math.isclose(theirs, ours, rel_tol=2e-7)
+        return len(theirs) == len(ours) and all(map(agree, theirs, ours, [tolerance] * len(ours)))
+    # Whole floats are written as ints.
+    if isinstance(theirs, float) or isinstance(ours, float):
+        return math.isclose(theirs, ours, rel_tol=tolerance, abs_tol=tolerance)
     return bool(theirs == ours)
 
 
-def does_the_same(theirs: Any, ours: Any) -> bool:
+def does_the_same(name: str, theirs: Any, ours: Any) -> bool:
     """Whether a call gave the same, or raised what is caught by all that caught Horovod's."""
     if "raises" in theirs:
         return "raises" in ours and set(theirs["raises"]) <= set(ours["raises"])
-    return agree(theirs, ours)
+    # Averages in 16 bits are scaled before they are summed, and not after.
+    return agree(theirs, ours, 2e-3 if "16" in name else 2e-7)
 
 
 def why_different(name: str) -> str | None:
@@ -93,47 +96,43 @@ def calls_that_differ(size: int, path: str) -> dict[str, str]:
     told = {}
     for name in RECORDED["calls"]:
         for rank, (theirs, own) in enumerate(zip(recorded(name, size), [each[name] for each in ours], strict=True)):
-            if not does_the_same(theirs, own):
+            if not does_the_same(name, theirs, own):
                 told[name] = f"rank {rank} of {size}: Horovod: {theirs}; here: {own}"
     return told
 
 
-def calls_in_a_job(size: int, path: Path, **environment: str) -> dict[str, str]:
-    command = ["hvdlite-run", "--horovod", "-np", str(size), "python", str(HERE / "calls.py"), str(path / "outcomes")]
-    ended = subprocess.run(
-        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=200, cwd=path, check=False
-    )
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    return calls_that_differ(size, str(path / "outcomes"))
+JOBS = [(1, {}), (2, {}), (3, {}), (4, {}), *[(size, {"HVDLITE_SHM": "0"}) for size in (2, 3, 4)]]
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory):
+    """The calls that differ in a job of this size; it runs once."""
+
+    @functools.cache
+    def run(size: int, **environment: str) -> dict[str, str]:
+        path = tmp_path_factory.mktemp("job")
+        ended = subprocess.run(
+            ["hvdlite-run", "--horovod", "-np", str(size), "python", str(HERE / "calls.py"), str(path / "outcomes")],
+            env={**os.environ, **environment}, capture_output=True, text=True, timeout=200, cwd=path, check=False,
+        )  # fmt: skip
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        return calls_that_differ(size, str(path / "outcomes"))
+
+    return run
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("size", "environment"),
-    [
-        (1, {}),
-        (2, {}),
-        (3, {}),
-        (4, {}),
-        (2, {"HVDLITE_SHM": "0"}),
-        (3, {"HVDLITE_SHM": "0"}),
-        (4, {"HVDLITE_SHM": "0"}),
-    ],
-)
-def test_a_call_comes_to_what_it_came_to_in_horovod(tmp_path, size, environment):
-    differ = calls_in_a_job(size, tmp_path, **environment)
-    assert {name: told for name, told in differ.items() if why_different(name) is None} == {}
-    # What is said to differ does; by size, since a few do at one rank alone, and others at several.
-    at_one_rank = ("_requires_update", "at one rank")
-    needless = [
-        pattern
-        for pattern, words in DIFFERENT.items()
-        if not any(re.fullmatch(pattern, name) for name in differ)
-        and (size == 1 or not any(w in words for w in at_one_rank))
-        and not (size == 1 and "the root alone" in words)
-    ]
-    assert needless == []
+@pytest.mark.parametrize(("size", "environment"), JOBS)
+def test_a_call_comes_to_what_it_came_to_in_horovod(job, size, environment):
+    assert {name: told for name, told in job(size, **environment).items() if why_different(name) is None} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_what_is_said_to_differ_does_so_somewhere(job):
+    differ = [name for size in (1, 3) for name in job(size)]
+    assert [pattern for pattern in DIFFERENT if not any(re.fullmatch(pattern, name) for name in differ)] == []
 
 
 def test_every_argument_of_horovods_functions_is_in_some_call():
