@@ -157,6 +157,37 @@ def test_calls_that_cross_are_told_which_threads_they_came_from():
             assert "pass a name" in str(outcome)
 
 
+@pytest.mark.parametrize("names", [("first", "second"), ("Thread-7 (serve)", "Thread-8 (serve)"), ("same", "same")])
+def test_threads_that_an_error_has_left_over_are_not_taken_for_each_other(names):
+    def rank(own: int) -> list[Any]:
+        outcomes: list[Any] = []
+        is_over = threading.Event()
+
+        def call() -> None:
+            try:
+                outcomes.append(hvd.allreduce(torch.ones(1)))
+            except hvd.HvdliteError as error:
+                outcomes.append(error)
+
+        def call_late() -> None:
+            is_over.wait()
+            call()
+
+        # Another one on each rank calls first, while the other lives.
+        first, second = names if own == 0 else names[::-1]
+        start = world_module._world.starts
+        early, late = start(call, first), start(call_late, second)
+        late.start()
+        early.start()
+        early.join(60)
+        is_over.set()
+        late.join(60)
+        return outcomes
+
+    for outcomes in attempt_worlds(2, rank):
+        assert [type(outcome) for outcome in outcomes] == [hvd.MismatchError] * 2
+
+
 def test_one_thread_on_each_rank_may_be_called_what_it_likes():
     def rank(own: int) -> list[Any]:
         return in_threads(lambda: [hvd.allgather_object(own) for _ in range(3)], names=(("left", "right")[own],))
@@ -323,8 +354,9 @@ def test_what_a_thread_says_of_itself_is_short_once_it_is_the_only_caller():
     assert second.pack() == ["worker", "worker-3"]
     for each in seen:
         assert words._caller(json.loads(json.dumps(each.pack()))) == each
-    # Who has ended is no rival.
-    assert not known.of_call("key").has_rivals
+    # This thread lived beside one that called, and may be meant in its place.
+    assert known.of_call("key").has_rivals
+    assert not known.of_call("another key").has_rivals
 
 
 def test_threads_that_python_has_not_made_are_one_caller(monkeypatch):

@@ -13,7 +13,7 @@ import functools
 import re
 import threading
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 _NUMBER = re.compile(r"[-_]?\d+")
@@ -27,8 +27,8 @@ _OWN_PREFIX = "hvdlite"
 class Caller:
     """A thread that calls an operation without a name.
 
-    ``has_rivals``: another living thread of the rank has called such operations. ``has_twins``: one that has, or may,
-    has the same label, so that threads are told apart by their whole names. ``others``: labels of threads that live
+    ``has_rivals``: two threads that lived at a time have called such operations. ``has_twins``: one that had, or might,
+    had the same label, so that threads are told apart by their whole names. ``others``: labels of threads that live
     beside it when it calls for the first time.
     """
 
@@ -62,35 +62,59 @@ class Caller:
         )
 
 
+@dataclass(slots=True)
+class _Seen:
+    """Who has called operations that pair up with each other.
+
+    Rivals and twins are remembered when they have ended: where an error ends one thread on each rank, it may be another
+    one on each, and those that remain are not to be taken for each other.
+    """
+
+    threads: dict[int, threading.Thread] = field(default_factory=dict)
+    had_rivals: bool = False
+    # Labels of threads that lived beside one that called for the first time.
+    beside: set[str] = field(default_factory=set)
+    # Labels, and whole names, that two living threads have had at a time.
+    twins: set[str] = field(default_factory=set)
+    namesakes: set[str] = field(default_factory=set)
+
+
 class Labels:
     """The threads of this process that have called operations without a name."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._callers: dict[Hashable, dict[int, threading.Thread]] = {}
+        self._seen: dict[Hashable, _Seen] = {}
 
     def of_call(self, key: Hashable) -> Caller:
         """The current thread, which calls an operation that pairs up with others of this key."""
         thread = threading.current_thread()
         if isinstance(thread, threading._DummyThread):
             thread = _FOREIGN
-        name = thread.name
+        name, label = thread.name, _label_of(thread.name)
         with self._lock:
-            callers = self._callers.setdefault(key, {})
+            seen = self._seen.setdefault(key, _Seen())
+            callers = seen.threads
             is_first = callers.get(id(thread)) is not thread
             callers[id(thread)] = thread
-            if not is_first and len(callers) == 1:
-                return Caller(_label_of(name), name)
+            if not is_first and len(callers) == 1 and not seen.had_rivals and not seen.twins:
+                return Caller(label, name)
             for gone in [number for number, other in callers.items() if not _lives(other)]:
                 del callers[gone]
             rivals = [other.name for other in callers.values() if other is not thread]
-        beside = names_beside(thread) if is_first else []
-        labels = [_label_of(other) for other in [*rivals, *beside]]
-        if name in rivals or name in beside:
-            # Not even their names tell them apart: on no rank is it known which of them is meant.
-            name = f"{name} ({threading.get_ident()})"
-        others = tuple(dict.fromkeys(labels)) if is_first else ()
-        return Caller(_label_of(thread.name), name, bool(rivals), _label_of(thread.name) in labels, others)
+            beside = names_beside(thread) if is_first else []
+            labels = [_label_of(other) for other in [*rivals, *beside]]
+            seen.had_rivals |= bool(rivals) or (is_first and label in seen.beside)
+            seen.beside.update(map(_label_of, beside))
+            if label in labels:
+                seen.twins.add(label)
+            if name in rivals or name in beside:
+                seen.namesakes.add(name)
+            if name in seen.namesakes:
+                # Not even their names tell them apart: on no rank is it known which of them is meant.
+                name = f"{name} ({threading.get_ident()})"
+            others = tuple(dict.fromkeys(labels)) if is_first else ()
+            return Caller(label, name, seen.had_rivals, label in seen.twins, others)
 
 
 def _lives(thread: threading.Thread) -> bool:

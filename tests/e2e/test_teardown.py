@@ -3,13 +3,15 @@
 Those of the launcher's promise are tried several times.
 """
 
+import contextlib
 import os
 import signal
 import sys
+import time
 
 import psutil
 import pytest
-from e2e.conftest import ready, wait_until
+from e2e.conftest import PATIENCE_S, ready, wait_until
 
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt orphans")
 
@@ -37,10 +39,14 @@ print('ready', flush=True)
 
 
 def _worker(job, rank):
-    """The process of this rank, found by its environment among the agent's children."""
-    for process in job.agent().children():
-        if process.environ().get("HVDLITE_RANK") == str(rank):
-            return process
+    """The process of this rank, found by its environment among the agent's children, when it has been started."""
+    until = time.monotonic() + PATIENCE_S
+    while time.monotonic() < until:
+        for process in job.agent().children():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("HVDLITE_RANK") == str(rank):
+                    return process
+        time.sleep(0.01)
     raise AssertionError(f"no process of rank {rank}")
 
 
