@@ -126,7 +126,7 @@ def check_process_set(process_set: object, what: str) -> ProcessSet:
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
             f"{what}: process_set={shown(process_set)} is not a hvd.ProcessSet: pass what hvd.add_process_set returns, "
-            "or leave it away for all ranks"
+            "or leave it out for all ranks"
         )
     return process_set
 

@@ -4,8 +4,8 @@ What users pass where a number, a name or a path is wanted, read as what it is.
     value ── whole_number, real_number ── an int, a float, or None where it is neither
     value ── shown ── one line for a message, whatever the value is
 
-NumPy's numbers and tensors of one element are numbers too. Each function that takes one says itself what to do with
-a value that is none.
+NumPy's numbers and tensors of one element are numbers too. What to do with any other value is decided by the
+function that was given it.
 """
 
 from __future__ import annotations

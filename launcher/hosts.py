@@ -55,7 +55,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def parse_host(item: str) -> Host:
-    """Read ``host:slots``. Where it stood is for the caller to say."""
+    """Read ``host:slots``. The caller adds to an error where it was written."""
     if any(part.startswith("-") for part in item.split("@")):
         raise UsageError(f"{item!r} is not host:slots, {_EXAMPLE}: ssh would take what begins with - for an option")
     match = _ITEM.fullmatch(item)

@@ -20,7 +20,7 @@ _STARTING = ("broadcast_parameters", "broadcast_optimizer_state", "broadcast_obj
 def first_difference(values: Sequence[Mapping[str, Any]]) -> str | None:
     """The first key, in the order in which ranks have them, whose values differ between the ranks; None if none do."""
     keys = dict.fromkeys(key for same in values for key in same)
-    # By their words: a number that is none (nan) differs from itself.
+    # By repr, since nan is not equal to itself.
     return next((key for key in keys if len({repr(same.get(key)) for same in values}) > 1), None)
 
 

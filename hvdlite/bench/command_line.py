@@ -90,7 +90,7 @@ def _make_scale(given: argparse.Namespace) -> Command:
     if given.calibration is not None:
         for flag in ("model", "batch", "compression"):
             if getattr(given, flag) is not None:
-                raise UsageError(f"--calibration has a {flag} of its own: leave --{flag} away")
+                raise UsageError(f"--calibration has a {flag} of its own: leave out --{flag}")
         return Remembered(read_calibration(given.calibration), given.threshold)
     return Measured(
         WORKLOADS[_only(given.model, "--model") or "mlp"],

@@ -13,6 +13,7 @@ rank, in a process set too.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -135,16 +136,16 @@ def to_bytes(obj: object, dumps: Dumps | None = None) -> tuple[bytes, Exception 
     What pickle refuses cloudpickle may take, such as a lambda; it comes second since with it classes of the main
     program would arrive as others.
     """
-    # Imported now, as most programs need none.
+    dumps = dumps or _dumps
+    with contextlib.suppress(Exception):  # whatever an object's own methods raise
+        return dumps(obj, pickle.Pickler), None
+    # Imported here, since most programs do not need it.
     import cloudpickle  # type: ignore[import-untyped]  # noqa: PLC0415  # it has no types
 
-    failure: Exception = ValueError("nothing was tried")
-    for pickler_class in (pickle.Pickler, cloudpickle.Pickler):
-        try:
-            return (dumps or _dumps)(obj, pickler_class), None
-        except Exception as error:  # noqa: BLE001 - whatever an object's own methods raise
-            failure = error
-    return pickle.dumps(_Unpicklable(_one_line(failure))), failure
+    try:
+        return dumps(obj, cloudpickle.Pickler), None
+    except Exception as error:  # noqa: BLE001 - as above
+        return pickle.dumps(_Unpicklable(_one_line(error))), error
 
 
 def _one_line(error: Exception) -> str:

@@ -34,7 +34,8 @@ def submit(request: Request, process_set: ProcessSet, tensors: Sequence[Tensor],
         with ExitStack() as as_the_caller:
             as_the_caller.enter_context(torch.inference_mode(is_inference))
             as_the_caller.enter_context(torch.no_grad())
-            # The caller's torch.device(...), say, is not for what is made here, where the body is carried out by him.
+            # With HVDLITE_CHECK=0 the body runs on the caller's thread, where a `with torch.device(...)` would decide
+            # on which device it makes its tensors.
             as_the_caller.enter_context(torch._C.DisableTorchFunction())
             for stream in reversed(streams):
                 as_the_caller.enter_context(torch.cuda.stream(stream))
@@ -71,7 +72,7 @@ def check_tensors(tensors: object, what: str) -> list[Tensor]:
 
 
 def title(kind: str, name: str | None) -> str:
-    """What messages call an operation; a TypeError where its name is none."""
+    """What messages call an operation; a TypeError where the name is not a str."""
     if name is not None and not isinstance(name, str):
         raise TypeError(f"{kind}: name={shown(name)} is not a str: pass one, or leave it out")
     return Request(kind, name).describe()

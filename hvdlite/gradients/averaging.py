@@ -159,7 +159,7 @@ class AveragingOptimizer(HorovodsAttributes):
         elif self._reducer.has_arrivals:
             raise GradientError(
                 "step() was called in skip_synchronize() while gradients are on their way between the ranks: "
-                "call synchronize() before, or leave skip_synchronize() away"
+                "call synchronize() before, or leave out skip_synchronize()"
             )
         self._reducer.require_sound()
 

@@ -3,7 +3,7 @@ The buckets that travel in one step: launched in plan order, waited for, and wha
 
     full buckets ── InFlight ── ... ── the rest ── wait ── gradients of other ranks ── sleepers that some rank needs
 
-When a bucket is full, and when a step ends, is for `reducer` to say.
+`reducer` decides when a bucket is full, and when a step ends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """
 Memory for wires, used again by one bucket after the other: the engine's own, where it has some.
 
-What is written there is for `wire` to say, and how many wires there are at a time for `convoy`.
+`wire` decides what is written there, and `convoy` how many wires there are at a time.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ Adding up what several ranks have in memory: any op and dtype, in one fixed orde
 
     the same elements of all ranks ── in the dtype that keeps them exact enough ── one result
 
-Which elements, and whose memory, is for `reductions` to say.
+`reductions` decides which elements, and of whose memory.
 """
 
 from __future__ import annotations

@@ -53,7 +53,10 @@ def test_quantities_are_shown_with_three_digits_in_a_unit_of_their_size():
             "scale --calibration /none.json",
             "hvdlite.bench scale: --calibration: '/none.json' cannot be read: No such f",
         ),
-        ("scale --calibration x --model gpt", "hvdlite.bench scale: --calibration has a model of its own: leave --mod"),
+        (
+            "scale --calibration x --model gpt",
+            "hvdlite.bench scale: --calibration has a model of its own: leave out --mod",
+        ),
         ("fly", "hvdlite.bench: COMMAND: invalid choice: 'fly' (choose from "),
         ("", "hvdlite.bench: the following arguments are required: COMMAND"),
         ("step --fast", "hvdlite.bench: unrecognized arguments: --fast"),

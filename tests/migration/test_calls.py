@@ -22,7 +22,10 @@ HERE = Path(__file__).parent
 PAGE = Path(__file__).parents[2] / "examples" / "horovod" / "README.md"
 RECORDED = json.loads((HERE / "recorded.json").read_text())
 
-PAIRS = re.compile(r"`(\w+)`")
+# What is called otherwise than in a running job, or says something about the build alone.
+NOT_CALLED = {"check_extension", "init", "shutdown"}
+
+IN_BACKTICKS = re.compile(r"`(\w+)`")
 # What hvdlite does otherwise, in the page's words: of the calls that match, at least one differs at some size.
 DIFFERENT = {
     r"(grouped_)?(allreduce|reducescatter)\w*\(tensors?\): torch\.(u?int8|int16|bool|bfloat16)": "any dtype",
@@ -145,17 +148,13 @@ def test_every_argument_of_horovods_functions_is_in_some_call():
     ] == []
 
 
-# What is called otherwise than in a running job, or says something about the build alone.
-NOT_CALLED = {"check_extension", "init", "shutdown"}
-
-
 def rows() -> Iterator[tuple[str, set[str], set[str]]]:
     """Of each row of the page's table of arguments: the function, its arguments that are as in Horovod, and others."""
     table = PAGE.read_text().split("## Function by function")[1].split("\n## ")[0]
     for line in table.splitlines():
         if match := re.fullmatch(r"\| `([\w]+)` \| (.*?) \| (.*) \|", line):
             function, same, other = match.groups()
-            yield function, set(PAIRS.findall(same)), set(re.findall(r"`(\w+)`:", other))
+            yield function, set(IN_BACKTICKS.findall(same)), set(re.findall(r"`(\w+)`:", other))
 
 
 def test_the_page_says_of_each_argument_whether_it_is_as_in_horovod():
