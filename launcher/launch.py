@@ -21,7 +21,7 @@ from .plan import plan_slots
 from .record import Record
 from .report import Outcome
 from .signals import signals_as_bytes
-from .stdin import Stdin
+from .stdin import Stdin, echoes
 from .store import Store
 from .supervise import Supervisor
 
@@ -59,10 +59,16 @@ def launch(job: Job, store: Store | None = None) -> Outcome:
         for slot in slots:
             log(f"rank {slot.rank}: {slot.host.label}, local rank {slot.local_rank} of {slot.local_size}")
         agents.start(slots, hellos)
+
+        def send_input(data: bytes) -> None:
+            if data.endswith(b"\n") and echoes():
+                screen.typed()
+            agents.feed(data)
+
         supervisor = Supervisor(
             slots,
             signal_ranks=agents.signal,
-            send_input=agents.feed,
+            send_input=send_input,
             stdin=Stdin(events),
             screen=screen,
             log=log,
