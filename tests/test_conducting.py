@@ -314,7 +314,7 @@ def test_a_stalled_operation_is_told_of_and_ended_where_that_is_asked_for(caplog
         run_worlds(2, rank, environment)
 
 
-MANY = int(os.environ.get("HVDLITE_TEST_OUTSTANDING", "10000"))
+MANY = int(os.environ.get("TEST_HVDLITE_OUTSTANDING", "10000"))
 
 
 @pytest.mark.parametrize("named", [True, False])
