@@ -8,11 +8,12 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from queue import Empty, SimpleQueue
 
 from . import tree
 from .agents import AGENT_S, Agents
+from .errors import UsageError
 from .hosts import AUTO, Host, count_auto_slots, each_machine_once
 from .job import Job
 from .messages import Event, Interrupted, ScreenDone
@@ -42,6 +43,8 @@ def launch(job: Job, store: Store | None = None) -> Outcome:
     events: SimpleQueue[Event] = SimpleQueue()
     tree.adopt_orphans()
     # What the command line has wrong is told before any host is troubled.
+    if job.hosts[0].is_here:  # where rank 0 is, which writes it
+        _require_timeline(job.environment.here, job.cwd)
     slots = None if any(host.slots == AUTO for host in job.hosts) else plan_slots(job.hosts, job.size)
     record = None if slots is None else _record(job, len(slots))
     with signals_as_events(events), Agents(job, events, store) as agents:
@@ -121,6 +124,27 @@ def _wait_for_screen(events: SimpleQueue[Event], timeout_s: float | None) -> Non
 
 def _record(job: Job, size: int) -> Record | None:
     return None if job.record_dir is None else Record(job.record_dir, size)
+
+
+def _require_timeline(environ: Mapping[str, str], cwd: str) -> None:
+    """A UsageError where the file of the timeline that the workers' environment asks for cannot be written here."""
+    name = next((name for name in ("HVDLITE_TIMELINE", "HOROVOD_TIMELINE") if name in environ), None)
+    file = "" if name is None else environ[name].strip()
+    if not file or file == "DYNAMIC":  # that is no file: the program starts the timeline
+        return
+    path = os.path.join(cwd, file)
+    directory = os.path.dirname(path)
+    if not os.path.exists(directory):
+        why = f"there is no directory {directory}: make it"
+    elif not os.path.isdir(directory):
+        why = f"{directory} is no directory"
+    elif os.path.exists(path) and not os.path.isfile(path):
+        why = "there is something that is not a file: name a file"
+    elif not os.access(directory, os.W_OK | os.X_OK):
+        why = f"no file can be made in {directory}"
+    else:
+        return
+    raise UsageError(f"--timeline-filename ({name}): cannot write {path}: {why}")
 
 
 def _say_nothing(_: str) -> None:

@@ -97,7 +97,11 @@ def test_on_a_terminal_prompts_show_before_their_answer_and_a_debugger_can_be_us
     terminal, line = pty.openpty()
     job = launch(
         *("-np", "2", "--output-filename", "kept", sys.executable, "ask.py"),
-        **{"stdin": line, "stdout": line, "stderr": line, "cwd": tmp_path, "env": {"NO_COLOR": "1"}},
+        stdin=line,
+        stdout=line,
+        stderr=line,
+        cwd=tmp_path,
+        env={"NO_COLOR": "1"},
     )
     os.close(line)
     seen = b""
