@@ -53,7 +53,7 @@ its last words are shown again, and its exit code is hvdlite-run's.
                         it and be connected (HVDLITE_START_TIMEOUT or HOROVOD_START_TIMEOUT where it is set, else 60)
   --grace SECONDS       how long workers may take to end after SIGTERM or Ctrl-C before they are killed (3)
   --config-file FILE    flags from a YAML file, a line for each: num-proc: 4. Those given here win
-  --verbose             say what is done: which rank runs where, its pid, signals sent
+  --verbose             say what is done: which rank runs where, its pid, signals sent, how tensors travel
   -v, --version         print the version
   -h, --help            print this
 
