@@ -39,7 +39,7 @@ def require_matplotlib() -> None:
     try:
         importlib.import_module("matplotlib.figure")
     except ImportError:
-        raise UsageError("--plot needs matplotlib: pip install 'hvdlite[bench]'") from None
+        raise UsageError("--plot needs matplotlib: pip install '.[bench]' in hvdlite's source directory") from None
 
 
 def draw(chart: Chart, path: Path) -> None:

@@ -263,6 +263,27 @@ def test_what_each_worker_wrote_is_in_its_files_byte_by_byte(launch, tmp_path, s
         assert (directory / "stderr").read_bytes() == b"err\n"
 
 
+@pytest.mark.parametrize("how", ["flag", "HVDLITE_TIMELINE", "HOROVOD_TIMELINE"])
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        ("nowhere/t.json", "there is no directory {tmp}/nowhere: make it"),
+        ("file/t.json", "{tmp}/file is no directory"),
+        ("directory", "there is something that is not a file: name a file"),
+    ],
+)
+def test_a_timeline_that_cannot_be_written_is_refused_before_anything_starts(launch, tmp_path, how, file, why):
+    (tmp_path / "file").touch()
+    (tmp_path / "directory").mkdir()
+    flags, env = (["--timeline-filename", file], {}) if how == "flag" else ([], {how: file})
+    name = "HVDLITE_TIMELINE" if how == "flag" else how
+    code, out, err = launch("-np", "2", *flags, "touch", "started", cwd=tmp_path, env=env).ended()
+    why = why.format(tmp=tmp_path)
+    said = f"hvdlite-run: --timeline-filename ({name}): cannot write {tmp_path}/{file}: {why}\n"
+    assert (code, out, err.decode()) == (2, b"", said)
+    assert not (tmp_path / "started").exists()
+
+
 def test_a_disk_that_is_full_in_mid_job_ends_the_job_and_names_the_file(launch, tmp_path):
     (tmp_path / "rank.1").mkdir()
     (tmp_path / "rank.1" / "stdout").symlink_to("/dev/full")
