@@ -14,11 +14,11 @@ one that is empty says nothing.
     LOG_LEVEL                    trace, debug, info, warning, error or fatal
     LOG_HIDE_TIME                1: lines of the log begin without the time
     HIERARCHICAL_ALLREDUCE       1: all-reduces go within hosts and between them; 0: they do not; else that is measured
-    GLOO_TIMEOUT_SECONDS         ``timeout_s`` of `hvd.init`, unless that is given
+    GLOO_TIMEOUT_SECONDS         ``timeout_s`` of `hvd.init`, unless that is given (1800)
     CHECK                        0: ranks do not compare what they ask for; as HVDLITE_CHECK alone
     SHM                          0: ranks of one host do not communicate through shared memory; as HVDLITE_SHM alone
 
-All others that begin with HOROVOD_ are remarked upon: `idle` has those that mean nothing here, with why.
+All others that begin with HOROVOD_ or HVDLITE_ are remarked upon: `idle` knows which mean nothing here, and why.
 What launchers set is read in `meeting.topology`, and START_TIMEOUT by hvdlite-run. Pure: nothing here acts on a value.
 """
 
@@ -40,6 +40,9 @@ DYNAMIC = "DYNAMIC"
 """As `Environment.timeline`: none now, but the program may start one."""
 
 DEFAULT_STALL_WARNING_S = 60.0
+
+# As torch.distributed's own: rank 0 may evaluate or save for long while the others wait; stalls are told of before.
+DEFAULT_TIMEOUT_S = 1800.0
 
 TRACE = 5
 _LEVELS: Mapping[str, int] = MappingProxyType(

@@ -73,6 +73,13 @@ TEXTS = frozenset(
     {"hosts", "hostfile", "output_filename", "ssh_identity_file", "ssh_args", "ssh_program", "remote_python"}
     | {"network_interface", "config_file"}
 ) | frozenset(horovodrun.TEXTS)
+# What says to torchrun how many workers there are and where they meet, with dashes.
+_OF_TORCHRUN = frozenset(
+    {
+        *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--standalone"),
+        *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
+    }
+)
 _OTHER_KEYS = {"environment": "x"}
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 # What is said of a flag where it is no word of a command line, all as text; None is a value that is not there.
@@ -154,6 +161,11 @@ class Parser(argparse.ArgumentParser):
 
     def unknown_flag(self, flag: str) -> UsageError:
         name = flag.partition("=")[0]
+        if name.replace("_", "-") in _OF_TORCHRUN:
+            return UsageError(
+                f"{name} is torchrun's: hvdlite-run is typed once, on one host; -np says how many workers there are in "
+                "all, and -H host:slots on which hosts: hvdlite-run -np 8 -H node1:4,node2:4 python train.py"
+            )
         known = [option for action in self.flags for option in action.option_strings]
         return UsageError(f"unknown flag {name}; {closest(name, known)}")
 

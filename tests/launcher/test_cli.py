@@ -6,6 +6,9 @@ import pytest
 from hvdlite_launcher import cli, flags
 
 HELP = Path(__file__).with_name("help.txt")
+OF_TORCHRUN = (
+    "is torchrun's: hvdlite-run is typed once, on one host; -np says how many workers there are in all, and -H"
+)
 
 
 def test_the_help_is_as_agreed(capsys):
@@ -35,6 +38,9 @@ def test_every_flag_is_in_the_help_and_no_other():
         (["-n", "two", "true"], "-np/-n/--num-proc: 'two' is not a number of workers, such as 4"),
         (["--verbos", "-np", "2", "true"], "unknown flag --verbos; did you mean --verbose?"),
         (["--num-proc=2", "--bogus=1", "true"], "unknown flag --bogus; see hvdlite-run --help"),
+        (["--nproc-per-node", "4", "true"], f"--nproc-per-node {OF_TORCHRUN}"),
+        (["--nproc_per_node=4", "true"], f"--nproc_per_node {OF_TORCHRUN}"),
+        (["-np", "4", "--nnodes", "2", "true"], f"--nnodes {OF_TORCHRUN}"),
         (["--verbose=1", "-np", "2", "true"], "--verbose: "),
         (["-H", "a:", "true"], "-H: 'a:' is not host:slots, such as node1:4"),
         (["-H", "", "true"], "-H: '' is not host:slots"),
