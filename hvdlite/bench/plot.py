@@ -96,10 +96,7 @@ def require_matplotlib() -> None:
     try:
         importlib.import_module("matplotlib.figure")
     except ImportError:
-        raise UsageError(
-            "--plot needs matplotlib: pip install matplotlib, or pip install '.[bench]' in the directory of hvdlite's "
-            "sources"
-        ) from None
+        raise UsageError("--plot needs matplotlib: pip install '.[bench]' in hvdlite's source directory") from None
 
 
 def draw(chart: Chart, path: Path) -> None:
