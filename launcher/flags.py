@@ -54,7 +54,7 @@ its last words are shown again, and its exit code is hvdlite-run's.
   --grace SECONDS       how long workers may take to end, say to write a checkpoint, after SIGTERM, SIGHUP or Ctrl-C to
                         hvdlite-run, before they are killed (30); after a failure of one of them it is 3 at most
   --config-file FILE    flags from a YAML file, a line for each: num-proc: 4. Those given here win
-  --verbose             say what is done: which rank runs where, its pid, signals sent
+  --verbose             say what is done: which rank runs where, its pid, signals sent, how tensors travel
   -v, --version         print the version
   -h, --help            print this
 
