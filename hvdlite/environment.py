@@ -16,6 +16,7 @@ one that is empty says nothing.
     HIERARCHICAL_ALLREDUCE       1: all-reduces go within hosts and between them; 0: they do not; else that is measured
     GLOO_TIMEOUT_SECONDS         ``timeout_s`` of `hvd.init`, unless that is given (1800)
     CHECK                        0: ranks do not compare what they ask for; as HVDLITE_CHECK alone
+    VERBOSE                      1: rank 0 says at the start what ranks there are; as HVDLITE_VERBOSE alone
     SHM                          0: ranks of one host do not communicate through shared memory; as HVDLITE_SHM alone
 
 All others that begin with HOROVOD_ or HVDLITE_ are remarked upon: `idle` knows which mean nothing here, and why.
@@ -82,6 +83,7 @@ class Environment:
     timeout_s: float | None = None
     check: bool = True
     shm: bool = True
+    verbose: bool = False
     hierarchical: bool | None = None
     remarks: tuple[str, ...] = ()
 
@@ -105,6 +107,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         timeout_s=read.seconds("GLOO_TIMEOUT_SECONDS"),
         check=read.switch("CHECK", default=True, horovods=False),
         shm=read.switch("SHM", default=True, horovods=False),
+        verbose=read.switch("VERBOSE", default=False, horovods=False),
         hierarchical=read.switch_or_none("HIERARCHICAL_ALLREDUCE"),
         remarks=(*remark, *autotune_remark, *remarks_of_idle(environ)),
     )

@@ -51,9 +51,10 @@ its last words are shown again, and its exit code is hvdlite-run's.
   --start-timeout SECONDS
                         how long every host may take to answer, and after the first hvd.init() every rank to come to
                         it and be connected (HVDLITE_START_TIMEOUT or HOROVOD_START_TIMEOUT where it is set, else 60)
-  --grace SECONDS       how long workers may take to end after SIGTERM or Ctrl-C before they are killed (3)
+  --grace SECONDS       how long workers may take to end, say to write a checkpoint, after SIGTERM, SIGHUP or Ctrl-C to
+                        hvdlite-run, before they are killed (30); after a failure of one of them it is 3 at most
   --config-file FILE    flags from a YAML file, a line for each: num-proc: 4. Those given here win
-  --verbose             say what is done: which rank runs where, its pid, signals sent
+  --verbose             say what is done: which rank runs where, its pid, signals sent, how tensors travel
   -v, --version         print the version
   -h, --help            print this
 
@@ -64,8 +65,8 @@ Standard input reaches rank 0. Flags after COMMAND are its own. For example:
 """
 
 EXAMPLE = "hvdlite-run -np 4 python train.py"
-# A worker's grace; with PEER_LOST_S in `supervise` it keeps a failed job's end below 5 s.
-_GRACE_S = 3.0
+# As long as Slurm (KillWait) and Kubernetes give from SIGTERM to SIGKILL.
+_GRACE_S = 30.0
 # The flags, by their dest, whose value is a list with commas between.
 _COMMA_SEPARATED = frozenset({"hosts", "network_interface"})
 # Those whose value is a text, and no number that could be written as one.

@@ -192,6 +192,7 @@ def test_init_reads_the_variables_and_says_once_what_has_no_effect(monkeypatch, 
     assert capsys.readouterr().err == (
         "hvdlite[0] WARNING: set, but without effect in hvdlite: HOROVOD_CYCLE_TIME "
         "(there are no cycles: a collective starts when it is asked for)\n"
+        f"hvdlite[0] INFO: 1 rank on 1 host; OMP threads {torch.get_num_threads()}\n"
     )
 
 

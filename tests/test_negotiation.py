@@ -171,6 +171,44 @@ def test_ranks_that_wait_for_each_other_get_one_error(what):
     assert "rank 1 (node1)" in text
 
 
+CAUSES = ("`if hvd.rank() == 0:`", "unequal numbers of batches (see hvd.join())")
+
+
+@pytest.mark.parametrize("what", DIFFERENT_CALLS)
+def test_different_calls_end_with_the_commonest_causes_and_process_sets_that_cross_do_not(what):
+    play = Play(2)
+    play.call(0, "a")
+    play.call(1, **DIFFERENT_CALLS[what])
+    play.after(0.0)
+    _, text = one_error(play.after(SETTLING_S), [0, 1])
+    assert [cause in text for cause in CAUSES] == [what != "process set"] * 2
+
+
+def test_of_tensors_that_differ_the_cause_follows_from_whether_calls_have_names():
+    for named, expected in ((True, ["drop_last=True"]), (False, CAUSES)):
+        play = Play(2)
+        for rank in range(2):
+            ticket = rank
+            what = "allreduce of 'loss'" if named else "allreduce"
+            ask = Ask(ticket, 0, "allreduce", "loss" if named else None, what, (0, 1), {"shape": [rank]}, None)
+            play.negotiation.ask(rank, ask, 0.0)
+        _, text = one_error(play.said(), [0, 1])
+        assert all(each in text for each in expected), text
+        assert ("rank() == 0" in text) == (not named)
+    play = Play(2)
+    for rank in range(2):
+        play.ask(rank, "a", dtype=f"float{32 << rank}")
+    assert "Most often" not in one_error(play.said(), [0, 1])[1]
+
+
+def test_who_waits_for_a_rank_that_has_ended_is_told_the_commonest_causes():
+    play = Play(2)
+    play.call(0, "a")
+    play.negotiation.end(1, True, 0.0)
+    _, text = one_error(play.said(), [0])
+    assert all(cause in text for cause in CAUSES)
+
+
 def test_a_rank_that_comes_later_to_what_others_were_refused_gets_their_error():
     play = Play(3)
     play.call(0, "a")

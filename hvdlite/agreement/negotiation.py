@@ -17,6 +17,7 @@ from typing import Any
 
 from .endings import Endings
 from .mismatch import (
+    CAUSES,
     Wait,
     first_difference,
     name_ranks,
@@ -312,7 +313,7 @@ class Negotiation:
             + (
                 "what ended that rank is the cause, look for its own error"
                 if error == "PeerLostError"
-                else f"every rank must call {kind} equally often; see hvd.join() for ranks with fewer batches"
+                else f"every rank must call {kind} equally often{'' if kind == 'join' else f'. {CAUSES}'}"
             )
         )
 

@@ -13,9 +13,16 @@ IMPORTS = "import os, signal, time, torch, hvdlite as hvd\nhvd.init()\n"
 
 
 def run(
-    launch, program: str, *, size: int = 2, timeout_s: float = PATIENCE_S, grace_s: float = 3, **env: str
+    launch,
+    program: str,
+    *,
+    size: int = 2,
+    timeout_s: float = PATIENCE_S,
+    shell: str = 'exec python -c "$0"',
+    **env: str,
 ) -> tuple[int, str, str]:
-    job = launch("-np", str(size), "--grace", str(grace_s), "python", "-c", IMPORTS + program, env=env)
+    """``shell`` runs the program in each rank."""
+    job = launch("-np", str(size), "sh", "-c", shell, IMPORTS + program, env=env)
     code, out, err = job.ended(timeout_s)
     job.assert_gone()
     return code, out.decode(), err.decode()
@@ -37,15 +44,18 @@ def test_ranks_that_wait_for_each_other_are_told_what_both_wait_in(launch):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_is_named_by_the_others_and_by_the_launcher(launch, victim):
+def test_a_rank_that_is_killed_is_named_by_the_others_and_by_the_launcher(launch, victim, tmp_path):
     program = (
-        # The launcher, which sees the death too, would end the others before they say what they saw.
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "hvd.barrier()\n"
         f"if hvd.rank() == {victim}: os.kill(os.getpid(), signal.SIGKILL)\n"
         "hvd.allreduce(torch.ones(2), name='loss')"
     )
-    code, _, err = run(launch, program, size=3, grace_s=PATIENCE_S)
+    # The launcher, which sees the death too, would end the others before they say what they saw.
+    shell = (
+        f'cd {tmp_path}; python -c "$0"; code=$?; touch $HVDLITE_RANK; [ $HVDLITE_RANK = {victim} ] || exec sleep 1000;'
+        "while [ ! -e 0 ] || [ ! -e 1 ] || [ ! -e 2 ]; do sleep 0.05; done; exit $code"
+    )
+    code, _, err = run(launch, program, size=3, shell=shell)
     assert code == 128 + 9
     assert f"rank {victim} on localhost" in err
     assert f"rank {victim} (localhost) has gone" in err or "another rank has gone" in err

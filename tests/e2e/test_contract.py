@@ -72,6 +72,16 @@ def test_the_library_reads_the_seat_that_the_launcher_planned():
 
 
 @pytest.mark.slow
+def test_with_verbose_rank_0_says_once_how_ranks_are_connected(launch):
+    program = "import hvdlite as hvd; hvd.init()"
+    for flags, count in ((["--verbose"], 1), ([], 0)):
+        code, _, err = launch("-np", "2", *flags, sys.executable, "-c", program, env={"HVDLITE_SHM": "0"}).ended()
+        assert code == 0
+        assert err.count(b"[0]<stderr>:hvdlite: 2 ranks on 1 host; CPU tensors: gloo (") == count, err.decode()
+        assert err.count(b"2 ranks on 1 host") == count
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "code"),
     [
