@@ -14,7 +14,7 @@ import itertools
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -213,6 +213,7 @@ def _meet_all(seat: Seat, store: Store, secret: bytes | None, patience: Patience
         "HVDLITE_SHM": environment.shm,
         "timeline": environment.timeline,
         "hierarchical": environment.hierarchical,
+        "check_parameters": environment.check_parameters,
     }
     try:
         # What the user gives counts also where the launcher has carried something.
@@ -265,6 +266,8 @@ def _world_of(
     hierarchical = introductions[0].settings["hierarchical"]
     gpu = _own_gpu(group, topology) if hierarchical is None else None
     choose_levels(group, channels, within, nodes, hierarchical, gpu)
+    # For all ranks alike, since they compare together.
+    environment = replace(environment, check_parameters=introductions[0].settings["check_parameters"])
     conductor = make_conductor(group, nodes, environment, ranks.patience.timeout.total_seconds())
     undo.callback(conductor.close)
     # Rank 0 is the one to write it, so its variable counts.

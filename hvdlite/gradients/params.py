@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -18,6 +18,7 @@ from ..channels import collected
 from ..channels.collective import Group
 from ..errors import GradientError, MismatchError
 from .plan import Description, can_have_gradient, first_difference
+from .sameness import ParameterCheck
 from .tracks import Tracks
 from .wire import Settings
 
@@ -28,12 +29,15 @@ class ParamListener(ABC):
     A parameter has one listener at most. What is done with the gradients is a subclass's.
     """
 
-    def __init__(self, group: Group, settings: Settings, backward_passes_per_step: int) -> None:
+    def __init__(
+        self, group: Group, settings: Settings, backward_passes_per_step: int, check_parameters: bool | int
+    ) -> None:
         self.settings = settings
         self.size = group.size
         self.backward_passes_per_step = backward_passes_per_step
         self._ranks = group
         self._tracks = Tracks(group.recorder)
+        self._check = ParameterCheck(group, check_parameters)
         # A channel of our own between the same ranks, opened when they first meet.
         self._group: Group | None = None
         self._uncompared: list[Description] = []
@@ -55,10 +59,11 @@ class ParamListener(ABC):
     def sit_out(self, average_of_active: bool) -> bool:
         """Take part in one step of the other ranks with nothing to give; False if they all sat out as well."""
 
-    def _hear(self, params: Iterable[Tensor], description: Description) -> None:
-        """Listen to more parameters, which the ranks are to compare when they next meet."""
-        params = list(params)
+    def _hear(self, named: Mapping[str, Tensor], description: Description) -> None:
+        """Listen to more parameters, which the ranks are to compare when they next meet; their values, in a step."""
+        params = list(named.values())
         take_over(params)
+        self._check.add(named.items())
         self._uncompared.append(description)
         self._hooks += [listen(param, self._on_gradient) for param in params if can_have_gradient(param.dtype)]
 
