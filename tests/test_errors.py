@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import alike
 from ranks import attempt_ranks, run_ranks, set_of
 from torch import nn
 
@@ -232,7 +233,7 @@ def test_zero_grad_while_gradients_are_in_flight_is_an_error_and_the_step_still_
 )
 def test_gradients_changed_on_their_way_are_an_error_and_no_silent_divergence(size, change):
     def rank(group: Group):
-        model = nn.Linear(2, 1, bias=False)
+        model = alike(nn.Linear(2, 1, bias=False))
         optimizer = wrap(group, model.parameters(), named_parameters=model.named_parameters())
         model(torch.ones(1, 2)).sum().backward()
         change(model.weight)
@@ -268,7 +269,7 @@ class PromptEngine:
 @pytest.mark.parametrize("change", [lambda p: p.grad.zero_(), lambda p: setattr(p, "grad", None)])
 def test_gradients_whose_average_is_there_before_the_others_are_not_to_be_changed_either(change):
     def rank(group: Group):
-        model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
+        model = alike(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4))))
         optimizer = wrap(group, model.parameters(), named_parameters=model.named_parameters(), bucket_cap_mb=1e-5)
         model(torch.ones(1, 2)).sum().backward()
         if group.rank == 1:

@@ -47,9 +47,9 @@ class ParameterCheck:
         self._is_on = when is not False and ranks.size > 1
         self._every = 0 if isinstance(when, bool) else when
         self._params: list[tuple[str, Tensor]] = []
-        # The steps until the next comparison; None where no other is to come.
+        # The steps before the next comparison; None where no other is to come.
         self._steps_left: int | None = None
-        # In a step with a comparison: each parameter's fingerprint, the all-reduce, and what it leaves.
+        # In a step with a comparison: each parameter's fingerprint, and the all-reduce with what it leaves.
         self._own: list[str] = []
         self._work: Work | None = None
         self._extremes: Tensor | None = None
@@ -62,14 +62,18 @@ class ParameterCheck:
 
     def begin(self, *, takes_part: bool) -> None:
         """Take the fingerprints, before anything changes the parameters; a rank that sits out a step has none."""
-        self._own, self._work, self._extremes = [], None, None
+        # There is one left where a step has failed on this rank after the comparison was sent, and not on the others.
+        self._await()
         if self._steps_left != 0:
+            if self._steps_left is not None:
+                self._steps_left -= 1
             return
         self._extremes = torch.tensor([_LEAST, _LEAST], device="cpu")
+        self._own = []
         if takes_part:
             self._own = fingerprints([param for _, param in self._params])
             mine = int.from_bytes(digest(repr(self._own).encode())[:_WORD_BYTES], "big", signed=True)
-            # The maximum of the complements is that of the minimum.
+            # The maximum of the complements is the complement of the minimum.
             self._extremes = torch.tensor([mine, ~mine], device="cpu")
 
     def send(self, group: Group) -> None:
@@ -79,17 +83,24 @@ class ParameterCheck:
 
     def finish(self, group: Group) -> None:
         """Raise a MismatchError on every rank if some hold other parameters; then the next step compares again."""
-        if self._extremes is not None and self._work is not None:
-            self._work.wait()
-            highest, lowest = self._extremes.tolist()
-            if highest == lowest == _LEAST:
-                # All sit out.
-                return
-            if highest != ~lowest:
-                raise MismatchError(self._words(group, group.all_gather_json(self._own, _WHAT)))
-            self._steps_left = self._every or None
-        if self._steps_left:
-            self._steps_left -= 1
+        if not self._await():
+            raise MismatchError(self._words(group, group.all_gather_json(self._own, _WHAT)))
+
+    def _await(self) -> bool:
+        """Wait for the comparison, if one was sent; whether all was equal. It is due again at once if it was not."""
+        work, self._work = self._work, None
+        extremes, self._extremes = self._extremes, None
+        if work is None or extremes is None:
+            return True
+        work.wait()
+        highest, lowest = extremes.tolist()
+        if highest == lowest == _LEAST:
+            # All have sat out.
+            return True
+        if highest != ~lowest:
+            return False
+        self._steps_left = self._every - 1 if self._every else None
+        return True
 
     def _words(self, group: Group, told: Sequence[Sequence[str]]) -> str:
         """What is wrong, by the fingerprints of all ranks, of which those that sit out have none."""
@@ -105,9 +116,9 @@ class ParameterCheck:
         return (
             f"parameter {differing[0]!r} has other values on {ranks} than on {group.describe_rank(first)} "
             f"({len(differing)} of {len(self._params)} parameters differ): the ranks would train different models. "
-            "Before the first step, and after a checkpoint was loaded on one rank, call hvd.broadcast_parameters("
-            f"model.state_dict(), root_rank={group.ranks[first]}{of_set}) on every rank. Where parameters are to differ: "
-            "hvd.init(check_parameters=False), or a process set of the ranks that share them"
+            "Before the first step, and after a checkpoint was loaded on one rank, call "
+            f"hvd.broadcast_parameters(model.state_dict(), root_rank={group.ranks[first]}{of_set}) on every rank. If "
+            "parameters are to differ: hvd.init(check_parameters=False), or a process set of the ranks that share them"
         )
 
 
