@@ -167,8 +167,8 @@ class _Reader:
             return True
         if not (text.isascii() and text.isdigit() and len(text) <= 9):
             raise ValueError(
-                f"{name}={text!r} is neither 0, for no comparison of parameters, nor a number of steps from one to the "
-                "next, such as 1000"
+                f"{name}={text!r} is neither 0, for no comparison of parameters, nor the number of steps from one to "
+                "the next, such as 1000"
             )
         return int(text) or False
 

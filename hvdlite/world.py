@@ -62,7 +62,8 @@ def init(
 
     ``check_parameters``: True has the ranks of each `DistributedOptimizer` compare the values of its parameters at the
     first step, and a `MismatchError` on all of them names what differs. A number N has them do so at every N-th step
-    thereafter too, False never. Unless given, it is ``HVDLITE_CHECK_PARAMETERS``, or True. Rank 0's counts.
+    thereafter too (1: at every step), False never. Unless given, it is ``HVDLITE_CHECK_PARAMETERS``, or True. Rank 0's
+    counts.
     """
     global _world  # noqa: PLW0603 - the one module variable that rank(), size() and the rest read
     if _world is not None:
@@ -79,11 +80,11 @@ def init(
         raise ValueError(f"hierarchical={shown(hierarchical)} is none of True, False and None")
     if check_parameters is not None and not isinstance(check_parameters, bool):
         steps = whole_number(check_parameters)
-        if steps is None or not 0 < steps <= MOST:
+        if steps is None or not 0 <= steps <= MOST:
             raise ValueError(
                 f"check_parameters={shown(check_parameters)} is none of True, False and a number of steps, such as 1000"
             )
-        check_parameters = steps
+        check_parameters = steps or False
     environment = read_environment(os.environ)
     if check_parameters is not None:
         environment = replace(environment, check_parameters=check_parameters)

@@ -25,7 +25,7 @@ from ..collectives.load import Load, put_back
 from ..collectives.outcome import share_outcome
 from ..collectives.own import OwnCompression
 from ..collectives.reduction import Reduction
-from .params import ParamListener, too_many_passes
+from .params import ParamListener, number_of_backward, too_many_passes
 from .plan import ParamSpec, plan_buckets
 from .wire import Settings, as_real
 
@@ -63,6 +63,7 @@ class Deltas(ParamListener):
     # -- backward passes, which here are only counted
 
     def _on_gradient(self, param: Tensor) -> None:
+        self._backwards.add(number_of_backward())
         if self._only_accumulating or self._is_closed:
             return
         passes = self._passes[param] = self._passes.get(param, 0) + 1
@@ -84,6 +85,7 @@ class Deltas(ParamListener):
     def require_nothing_pending(self, action: str, way_out: str) -> None:
         """Nothing is under way between two steps; what was accumulated is about to be dropped."""
         self._passes.clear()
+        self._backwards.clear()
 
     # -- the step
 
@@ -117,6 +119,7 @@ class Deltas(ParamListener):
         yield
         if self.size > 1:
             self._combine()
+        self._backwards.clear()
         self._tracks.stepped()
 
     def sit_out(self, average_of_active: bool) -> bool:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -21,6 +22,9 @@ from .plan import Description, can_have_gradient, first_difference
 from .sameness import ParameterCheck
 from .tracks import Tracks
 from .wire import Settings
+
+# Autograd's number of the backward pass under way. Looked up once: it is called at every gradient.
+number_of_backward = torch._C._current_graph_task_id
 
 
 class ParamListener(ABC):
@@ -50,6 +54,13 @@ class ParamListener(ABC):
         # Whether something is under way on that channel.
         self._collecting = False
         self._only_accumulating = False
+        # Autograd's numbers of the backward passes since the last step, those under `only_accumulating` among them.
+        self._backwards: set[int] = set()
+
+    @property
+    def backwards_of_step(self) -> int:
+        """How many backward passes there were since the last step."""
+        return len(self._backwards)
 
     @abstractmethod
     def _on_gradient(self, param: Tensor) -> None:

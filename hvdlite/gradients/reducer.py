@@ -28,12 +28,9 @@ from ..collectives.compression import Compression
 from ..errors import GradientError
 from .convoy import Convoy
 from .layout import Layout
-from .params import ParamListener, too_many_passes
+from .params import ParamListener, number_of_backward, too_many_passes
 from .slot import Slot
 from .wire import Settings
-
-# Looked up once: it is called at every gradient.
-_number_of_backward = torch._C._current_graph_task_id
 
 
 class Reducer(ParamListener):
@@ -68,8 +65,6 @@ class Reducer(ParamListener):
         self._is_spoilt = False
         # Held while a gradient is taken; again by the same thread, where that needs a backward pass of its own.
         self._lock = threading.RLock()
-        # Autograd's numbers of the backward passes since the last step.
-        self._backwards: set[int] = set()
 
     # -- the plan
 
@@ -103,7 +98,7 @@ class Reducer(ParamListener):
                 self._require_surplus(slot)
                 self._discard()
                 self._begin_step()
-            backward = _number_of_backward()
+            backward = number_of_backward()
             if backward not in self._backwards:
                 self._backwards.add(backward)
             if param.grad is not slot.view:
