@@ -33,6 +33,7 @@ from .channels.engine import AloneChannels, Channels, TorchChannels, allow_colle
 from .channels.gloo import Connections, Patience, Ranks, open_proven
 from .environment import DYNAMIC, Environment
 from .errors import CommunicationError, LaunchEnvironmentError, MismatchError
+from .greeting import greet
 from .log import log, open_log
 from .meeting.address import LOOPBACK, interface_of
 from .meeting.client import Operation, StoreClient
@@ -268,6 +269,9 @@ def _world_of(
     choose_levels(group, channels, within, nodes, hierarchical, gpu)
     # For all ranks alike, since they compare together.
     environment = replace(environment, check_parameters=introductions[0].settings["check_parameters"])
+    if seat.rank == 0:
+        backend = channels.backend if isinstance(channels, TorchChannels) else ""
+        greet(group.engine, nodes, backend, replace(environment, hierarchical=hierarchical))
     conductor = make_conductor(group, nodes, environment, ranks.patience.timeout.total_seconds())
     undo.callback(conductor.close)
     # Rank 0 is the one to write it, so its variable counts.

@@ -14,13 +14,14 @@ one that is empty says nothing.
     LOG_LEVEL                    trace, debug, info, warning, error or fatal
     LOG_HIDE_TIME                1: lines of the log begin without the time
     HIERARCHICAL_ALLREDUCE       1: all-reduces go within hosts and between them; 0: they do not; else that is measured
-    GLOO_TIMEOUT_SECONDS         ``timeout_s`` of `hvd.init`, unless that is given
+    GLOO_TIMEOUT_SECONDS         ``timeout_s`` of `hvd.init`, unless that is given (1800)
     CHECK_PARAMETERS             0: ranks do not compare parameters' values; N: they do at an optimizer's first step
                                  and every N-th thereafter; as HVDLITE_CHECK_PARAMETERS alone
     CHECK                        0: ranks do not compare what they ask for; as HVDLITE_CHECK alone
+    VERBOSE                      1: rank 0 says at the start what ranks there are; as HVDLITE_VERBOSE alone
     SHM                          0: ranks of one host do not communicate through shared memory; as HVDLITE_SHM alone
 
-All others that begin with HOROVOD_ are remarked upon: `idle` has those that mean nothing here, with why.
+All others that begin with HOROVOD_ or HVDLITE_ are remarked upon: `idle` knows which mean nothing here, and why.
 What launchers set is read in `meeting.topology`, and START_TIMEOUT by hvdlite-run. Pure: nothing here acts on a value.
 """
 
@@ -42,6 +43,9 @@ DYNAMIC = "DYNAMIC"
 """As `Environment.timeline`: none now, but the program may start one."""
 
 DEFAULT_STALL_WARNING_S = 60.0
+
+# As torch.distributed's own: rank 0 may evaluate or save for long while the others wait; stalls are told of before.
+DEFAULT_TIMEOUT_S = 1800.0
 
 TRACE = 5
 _LEVELS: Mapping[str, int] = MappingProxyType(
@@ -82,6 +86,7 @@ class Environment:
     check: bool = True
     check_parameters: bool | int = True
     shm: bool = True
+    verbose: bool = False
     hierarchical: bool | None = None
     remarks: tuple[str, ...] = ()
 
@@ -106,6 +111,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         check=read.switch("CHECK", default=True, horovods=False),
         check_parameters=read.check_parameters(),
         shm=read.switch("SHM", default=True, horovods=False),
+        verbose=read.switch("VERBOSE", default=False, horovods=False),
         hierarchical=read.switch_or_none("HIERARCHICAL_ALLREDUCE"),
         remarks=(*remark, *autotune_remark, *remarks_of_idle(environ)),
     )

@@ -1,11 +1,12 @@
 """
-Horovod's variables that have no effect here, each with why.
+Variables that have no effect here, each with why: Horovod's, and those of hvdlite's prefix that are misspelt.
 
 What the others mean is in `environment`. Pure: what is remarked upon is said there, once.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -53,19 +54,24 @@ _NOTHING_BUILT = "nothing is built"
 # What said how Horovod was to be built, and may still be set where it was.
 _OF_BUILDING = re.compile(r"HOROVOD_((WITH|WITHOUT|GPU|BUILD|CUDA|NCCL|ROCM|CCL|ALLOW)(_.*)?|SKIP_COMPILE)")
 # Read, but not here: a worker's place, and by hvdlite-run how long hosts and ranks may take.
-_OF_LAUNCHERS = frozenset(
-    {
-        *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK"),
-        *("HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME", "HOROVOD_START_TIMEOUT"),
-    }
+_OF_LAUNCHERS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "START_TIMEOUT")
+# What the user may set, under either prefix.
+_SHARED = (
+    *("FUSION_THRESHOLD", "AUTOTUNE", "AUTOTUNE_LOG", "TIMELINE", "LOG_LEVEL", "LOG_HIDE_TIME"),
+    *("STALL_CHECK_DISABLE", "STALL_CHECK_TIME_SECONDS", "STALL_SHUTDOWN_TIME_SECONDS", "GLOO_TIMEOUT_SECONDS"),
+    "HIERARCHICAL_ALLREDUCE",
+)
+# ... and under hvdlite's alone, with what launcher and library tell each other.
+_OWN = (
+    *("CHECK", "CHECK_PARAMETERS", "SHM", "STALL_CHECK_TIME_S", "STALL_SHUTDOWN_S", "SECRET", "SECRET_FILE", "VERBOSE"),
+    *("HOST", "STORE", "JOB_DIR"),
 )
 _READ = frozenset(
-    f"HOROVOD_{name}"
-    for name in (
-        *("FUSION_THRESHOLD", "AUTOTUNE", "AUTOTUNE_LOG", "TIMELINE", "LOG_LEVEL", "LOG_HIDE_TIME"),
-        *("STALL_CHECK_DISABLE", "STALL_CHECK_TIME_SECONDS", "STALL_SHUTDOWN_TIME_SECONDS", "GLOO_TIMEOUT_SECONDS"),
-        "HIERARCHICAL_ALLREDUCE",
-    )
+    [
+        *(f"{prefix}_{name}" for prefix in ("HOROVOD", "HVDLITE") for name in (*_SHARED, *_OF_LAUNCHERS)),
+        "HOROVOD_HOSTNAME",
+        *(f"HVDLITE_{name}" for name in _OWN),
+    ]
 )
 # These say what is so in any case.
 _AS_IT_IS = frozenset(
@@ -82,7 +88,7 @@ def remarks_of_idle(environ: Mapping[str, str]) -> tuple[str, ...]:
     names_by_reason: dict[str, list[str]] = {}
     for name in sorted(environ):
         text = environ[name].strip()
-        ignored = name.startswith("HOROVOD_") and name not in _READ | _OF_LAUNCHERS
+        ignored = name.startswith(("HOROVOD_", "HVDLITE_")) and name not in _READ
         if ignored and text and (name, text.lower()) not in _AS_IT_IS:
             names_by_reason.setdefault(_why_without_effect(name), []).append(name)
     if not names_by_reason:
@@ -94,4 +100,11 @@ def remarks_of_idle(environ: Mapping[str, str]) -> tuple[str, ...]:
 def _why_without_effect(name: str) -> str:
     if name in WITHOUT_EFFECT:
         return WITHOUT_EFFECT[name]
-    return _NOTHING_BUILT if _OF_BUILDING.fullmatch(name) else "not known"
+    if _OF_BUILDING.fullmatch(name):
+        return _NOTHING_BUILT
+    prefix, _, rest = name.partition("_")
+    known = sorted(each.removeprefix(f"{prefix}_") for each in _READ if each.startswith(f"{prefix}_"))
+    # One that is cut short is meant before one that looks alike.
+    meant = [each for each in known if rest and each.startswith(f"{rest}_")]
+    meant = meant or difflib.get_close_matches(rest, known, n=1, cutoff=0.75)
+    return f"not known; did you mean {prefix}_{meant[0]}?" if meant else "not known"

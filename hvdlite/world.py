@@ -17,15 +17,12 @@ from dataclasses import replace
 from datetime import timedelta
 
 from .entry import World, enter
-from .environment import read_environment
+from .environment import DEFAULT_TIMEOUT_S, read_environment
 from .errors import LaunchEnvironmentError, NotInitializedError
 from .farewell import say_farewell
 from .process_set import ProcessSet, check_first_sets
 from .timeline import session as timeline
 from .values import MOST, seconds, shown, whole_number
-
-# As torch.distributed's own: rank 0 may evaluate or save for long while the others wait; stalls are told of before.
-DEFAULT_TIMEOUT_S = 1800.0
 
 _world: World | None = None
 

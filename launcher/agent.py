@@ -4,6 +4,9 @@ It reads commands on stdin and writes events on stdout (see `channel`), and deci
 its stdin ends, or says nothing for too long, the launcher is done or gone, and every process that came from here
 is killed, the job's directory removed. One thread, one loop, nothing that blocks: a launcher that does not read
 holds up the workers' output, but never the end of the job.
+
+A signal does not end it: a scheduler that signals all processes of a job at once signals the launcher too, and what
+the workers do until that kills them, such as writing a checkpoint, is not to be cut off here.
 """
 
 from __future__ import annotations
@@ -78,14 +81,15 @@ class Agent:
         self._held_dir: int | None = None  # by being open, until this process ends
         self._cache: Cache | None = None
         self._relay: Relay | None = None
-        self._told_to_end = False
+        self._parent = os.getppid()
+        self._orphaned = False
 
     def run(self) -> None:
-        """Until the launcher hangs up or a signal tells us to; then kill, tidy up and return."""
+        """Until the launcher hangs up, or our keeper is gone; then kill, tidy up and return."""
         self._listen(self._commands, self._read_commands)
         self._listen(self._signals, self._read_signals)
         try:
-            while not (self._told_to_end or self._channel.closed):
+            while not (self._orphaned or self._channel.closed):
                 for key, _ in self._selector.select(self._channel.time_left_s()):
                     key.data()
                 self._channel.tick()
@@ -200,9 +204,8 @@ class Agent:
     # ------------------------------------------------------------ from workers
 
     def _read_signals(self) -> None:
-        received = os.read(self._signals, 4096)
-        if any(signum != signal.SIGCHLD for signum in received):
-            self._told_to_end = True
+        os.read(self._signals, 4096)  # one of them may be SIGCHLD, or that with which a keeper's end is told
+        self._orphaned = os.getppid() != self._parent
         for pid, returncode in tree.reap()[0]:
             worker = self._workers.pop(pid, None)
             if worker is None:

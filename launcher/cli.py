@@ -117,7 +117,7 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> Job:
         *(host.name for host in hosts),
     }:
         raise UsageError(f"--network-interface: {min(strangers)!r} is none of the hosts")
-    exports = [*(f"{name}={value}" for name, value in horovodrun.variables(options).items()), *options.exports]
+    exports = [*(f"{name}={value}" for name, value in _variables(options).items()), *options.exports]
     identity_file = options.ssh_identity_file
     if identity_file is not None and not os.path.isfile(identity_file):
         raise UsageError(f"-i: there is no file {identity_file!r}")
@@ -142,6 +142,13 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> Job:
         record_dir=options.output_filename,
         as_horovod=options.horovod,
     )
+
+
+def _variables(options: argparse.Namespace) -> dict[str, str]:
+    """What flags set for the workers."""
+    # Rank 0 says how its ranks are connected: nobody else knows.
+    own = {"HVDLITE_VERBOSE": "1"} if options.verbose else {}
+    return {**own, **horovodrun.variables(options)}
 
 
 def _start_timeout_s(options: argparse.Namespace) -> float:
@@ -201,7 +208,7 @@ def _preview(job: Job, options: argparse.Namespace) -> str:
             return None
         return replace(here, interface=interface_of(host) or here.interface)
 
-    by_flags = {name: job.environment.here[name] for name in horovodrun.variables(options)}
+    by_flags = {name: job.environment.here[name] for name in _variables(options)}
     if job.as_horovod:
         by_flags["PYTHONPATH"] = "<where that host has hvdlite's horovod>, and what is in it else"
     return preview(slots, job.environment, facts_of, interface_of, by_flags)

@@ -51,9 +51,10 @@ its last words are shown again, and its exit code is hvdlite-run's.
   --start-timeout SECONDS
                         how long every host may take to answer, and after the first hvd.init() every rank to come to
                         it and be connected (HVDLITE_START_TIMEOUT or HOROVOD_START_TIMEOUT where it is set, else 60)
-  --grace SECONDS       how long workers may take to end after SIGTERM or Ctrl-C before they are killed (3)
+  --grace SECONDS       how long workers may take to end, say to write a checkpoint, after SIGTERM, SIGHUP or Ctrl-C to
+                        hvdlite-run, before they are killed (30); after a failure of one of them it is 3 at most
   --config-file FILE    flags from a YAML file, a line for each: num-proc: 4. Those given here win
-  --verbose             say what is done: which rank runs where, its pid, signals sent
+  --verbose             say what is done: which rank runs where, its pid, signals sent, how tensors travel
   -v, --version         print the version
   -h, --help            print this
 
@@ -64,8 +65,8 @@ Standard input reaches rank 0. Flags after COMMAND are its own. For example:
 """
 
 EXAMPLE = "hvdlite-run -np 4 python train.py"
-# A worker's grace; with PEER_LOST_S in `supervise` it keeps a failed job's end below 5 s.
-_GRACE_S = 3.0
+# As long as Slurm (KillWait) and Kubernetes give from SIGTERM to SIGKILL.
+_GRACE_S = 30.0
 # The flags, by their dest, whose value is a list with commas between.
 _COMMA_SEPARATED = frozenset({"hosts", "network_interface"})
 # Those whose value is a text, and no number that could be written as one.
@@ -73,6 +74,13 @@ TEXTS = frozenset(
     {"hosts", "hostfile", "output_filename", "ssh_identity_file", "ssh_args", "ssh_program", "remote_python"}
     | {"network_interface", "config_file"}
 ) | frozenset(horovodrun.TEXTS)
+# What says to torchrun how many workers there are and where they meet, with dashes.
+_OF_TORCHRUN = frozenset(
+    {
+        *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--standalone"),
+        *("--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
+    }
+)
 _OTHER_KEYS = {"environment": "x"}
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 # What is said of a flag where it is no word of a command line, all as text; None is a value that is not there.
@@ -154,6 +162,11 @@ class Parser(argparse.ArgumentParser):
 
     def unknown_flag(self, flag: str) -> UsageError:
         name = flag.partition("=")[0]
+        if name.replace("_", "-") in _OF_TORCHRUN:
+            return UsageError(
+                f"{name} is torchrun's: hvdlite-run is typed once, on one host; -np says how many workers there are in "
+                "all, and -H host:slots on which hosts: hvdlite-run -np 8 -H node1:4,node2:4 python train.py"
+            )
         known = [option for action in self.flags for option in action.option_strings]
         return UsageError(f"unknown flag {name}; {closest(name, known)}")
 

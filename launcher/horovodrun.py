@@ -35,7 +35,7 @@ Flags of horovodrun's that tune a job:
   --stall-check-shutdown-time-seconds SECONDS
                         until that ends the job (0: never)
   --gloo-timeout-seconds SECONDS
-                        how long a collective waits for a rank that hangs (300)
+                        how long a collective waits for a rank that hangs (1800)
   --log-level LEVEL     what workers log to stderr: TRACE, DEBUG, INFO, WARNING, ERROR or FATAL
   --log-with-timestamp, --no-log-hide-timestamp, --log-without-timestamp, --log-hide-timestamp
                         with the time, or without

@@ -5,6 +5,7 @@
 Nobody else would clear up after an agent that was killed, with the launcher perhaps: so the agent is a child of this
 process, which adopts what it leaves behind, ends that, and removes the job's directory. If the keeper is killed, its
 agent ends as if the launcher had hung up. What both left who were killed together, the next job clears (`jobdir`).
+Other signals are for the launcher, as in `agent`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from . import agent, tree
 from .errors import in_words
 from .report import shell_code
 
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> int:
@@ -33,6 +34,7 @@ def main() -> int:
 
 def _keep() -> int:
     tree.adopt_orphans()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)  # workers are to get them, whoever started us had them blocked
     follow = tree.dying_with_parent(signal.SIGTERM)
     directory_reader, directory_writer = os.pipe()
     pid = os.fork()
@@ -42,8 +44,8 @@ def _keep() -> int:
             follow()
         return agent.main(lambda path: os.write(directory_writer, os.fsencode(path)))
     os.close(directory_writer)
-    for signum in _PASSED_ON:
-        signal.signal(signum, lambda signum, _: os.kill(pid, signum))
+    for signum in _IGNORED:
+        signal.signal(signum, signal.SIG_IGN)
     # The wire is the agent's alone: it ends when the agent does.
     with open(os.devnull, "r+b") as nothing:
         os.dup2(nothing.fileno(), 0)

@@ -8,11 +8,12 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from queue import Empty, SimpleQueue
 
 from . import tree
 from .agents import AGENT_S, Agents
+from .errors import UsageError
 from .hosts import AUTO, Host, count_auto_slots, each_machine_once
 from .job import Job
 from .messages import Event, Interrupted, ScreenDone
@@ -21,7 +22,7 @@ from .plan import plan_slots
 from .record import Record
 from .report import Outcome
 from .signals import signals_as_bytes
-from .stdin import Stdin
+from .stdin import Stdin, echoes
 from .store import Store
 from .supervise import Supervisor
 
@@ -42,6 +43,8 @@ def launch(job: Job, store: Store | None = None) -> Outcome:
     events: SimpleQueue[Event] = SimpleQueue()
     tree.adopt_orphans()
     # What the command line has wrong is told before any host is troubled.
+    if job.hosts[0].is_here:  # where rank 0 is, which writes it
+        _require_timeline(job.environment.here, job.cwd)
     slots = None if any(host.slots == AUTO for host in job.hosts) else plan_slots(job.hosts, job.size)
     record = None if slots is None else _record(job, len(slots))
     with signals_as_events(events), Agents(job, events, store) as agents:
@@ -59,10 +62,16 @@ def launch(job: Job, store: Store | None = None) -> Outcome:
         for slot in slots:
             log(f"rank {slot.rank}: {slot.host.label}, local rank {slot.local_rank} of {slot.local_size}")
         agents.start(slots, hellos)
+
+        def send_input(data: bytes) -> None:
+            if data.endswith(b"\n") and echoes():
+                screen.typed()
+            agents.feed(data)
+
         supervisor = Supervisor(
             slots,
             signal_ranks=agents.signal,
-            send_input=agents.feed,
+            send_input=send_input,
             stdin=Stdin(events),
             screen=screen,
             log=log,
@@ -115,6 +124,27 @@ def _wait_for_screen(events: SimpleQueue[Event], timeout_s: float | None) -> Non
 
 def _record(job: Job, size: int) -> Record | None:
     return None if job.record_dir is None else Record(job.record_dir, size)
+
+
+def _require_timeline(environ: Mapping[str, str], cwd: str) -> None:
+    """A UsageError where the file of the timeline that the workers' environment asks for cannot be written here."""
+    name = next((name for name in ("HVDLITE_TIMELINE", "HOROVOD_TIMELINE") if name in environ), None)
+    file = "" if name is None else environ[name].strip()
+    if not file or file == "DYNAMIC":  # that is no file: the program starts the timeline
+        return
+    path = os.path.join(cwd, file)
+    directory = os.path.dirname(path)
+    if not os.path.exists(directory):
+        why = f"there is no directory {directory}: make it"
+    elif not os.path.isdir(directory):
+        why = f"{directory} is no directory"
+    elif os.path.exists(path) and not os.path.isfile(path):
+        why = "there is something that is not a file: name a file"
+    elif not os.access(directory, os.W_OK | os.X_OK):
+        why = f"no file can be made in {directory}"
+    else:
+        return
+    raise UsageError(f"--timeline-filename ({name}): cannot write {path}: {why}")
 
 
 def _say_nothing(_: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -86,18 +87,13 @@ class RemoteAgent:
         self._greeted = threading.Event()
         self._silent = self._dismissed = False
         self._words = ""
-        self._process = subprocess.Popen(
-            argv,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=None if host.is_here else subprocess.PIPE,
-            bufsize=0,
-            # A session of its own: Ctrl-C on the terminal is for the launcher, which decides.
-            start_new_session=True,
-            # The user's directory must not be on the agent's sys.path: it may hold a queue.py.
-            cwd="/" if host.is_here else None,
-            env=_with_absolute_python_path() if host.is_here else None,
-        )
+        # A scheduler may signal all that runs here: the launcher decides, and what connects it to a host stays.
+        held_off = () if host.is_here else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, held_off)
+        try:
+            self._process = self._started(argv)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
             self._stderr_thread = None if host.is_here else self._start_thread(self._listen_to_stderr)
             self._start_thread(self._speak)
@@ -138,6 +134,21 @@ class RemoteAgent:
         except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
+
+    def _started(self, argv: list[str]) -> subprocess.Popen[bytes]:
+        here = self.host.is_here
+        return subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if here else subprocess.PIPE,
+            bufsize=0,
+            # A session of its own: Ctrl-C on the terminal is for the launcher, which decides.
+            start_new_session=True,
+            # The user's directory must not be on the agent's sys.path: it may hold a queue.py.
+            cwd="/" if here else None,
+            env=_with_absolute_python_path() if here else None,
+        )
 
     def _start_thread(self, work: Callable[[], None]) -> threading.Thread:
         thread = threading.Thread(target=work, daemon=True, name=f"{work.__name__} {self.host.label}")

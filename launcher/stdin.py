@@ -12,6 +12,7 @@ import errno
 import os
 import select
 import signal
+import termios
 import threading
 import time
 from queue import SimpleQueue
@@ -61,3 +62,11 @@ class Stdin:
             return os.tcgetpgrp(self._fd) != os.getpgrp()
         except OSError:
             return False
+
+
+def echoes(fd: int = 0) -> bool:
+    """Whether what is typed there is seen as it is typed: it is a terminal, and shows it."""
+    try:
+        return bool(termios.tcgetattr(fd)[3] & termios.ECHO)
+    except termios.error:
+        return False

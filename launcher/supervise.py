@@ -3,7 +3,8 @@
     events ──► Supervisor.run ──► signals to ranks, text to the screen, an Outcome
 
 A job ends by itself when every worker has. It is ended when a worker fails, the launcher is signalled, or
-its output cannot be written: the others get a signal, then a grace to end, then SIGKILL. The first cause
+its output cannot be written: the others get a signal, then a grace to end, then SIGKILL. The grace is long where
+the signal came from outside, since workers may have a checkpoint to write. The first cause
 stands; what happens to ranks after they were signalled is never one. No thread, process or clock of its
 own: tests replay scripts.
 """
@@ -41,8 +42,13 @@ from .plan import Slot
 from .report import Failure, Outcome, Tail, name_ranks, shell_code, signal_name
 
 # A worker that says it only lost a peer is the cause only if no other fails for this long: the peer whose
-# sockets closed may need it to be gone. With the grace it stays below the 5 s that a failed job may last.
+# sockets closed may need it to be gone. With `FAILURE_GRACE_S` it stays below the 5 s that a failed job may last.
 PEER_LOST_S = 1.5
+# From the first signal to SIGKILL where a worker failed, or a host or the screen was lost.
+FAILURE_GRACE_S = 3.0
+# Signals to the launcher within this time of the first are one: timeout(1) signals its child and then the child's
+# group, systemd sends SIGTERM and SIGHUP.
+SAME_SIGNAL_S = 0.2
 # Given after SIGKILL for the ends to be reported; hanging up on the agents then ends what still runs.
 GIVE_UP_S = 1.0
 
@@ -75,7 +81,9 @@ class Supervisor:
         start_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``grace``: seconds from the first signal to SIGKILL. ``log`` takes what only the curious want.
+        """``grace``: seconds from a signal to the launcher to SIGKILL; after a failure it is `FAILURE_GRACE_S` at most.
+
+        ``log`` takes what only the curious want.
 
         ``start_timeout_s``: how long after the first hvd.init() all ranks must be connected.
         """
@@ -95,6 +103,8 @@ class Supervisor:
         self._suspect: Exited | None = None
         self._named: Exited | None = None  # a suspect that was blamed, while who left it may still be ending
         self._outcome: Outcome | None = None
+        self._effect_of = 0  # the signal whose effect the cause so far may be, if it reaches us too
+        self._signalled_at: float | None = None
         self._ending = False
         self._gave_up = False
         self._has_killed = False
@@ -151,12 +161,14 @@ class Supervisor:
             case Lost():
                 self._running = {rank for rank in self._running if self._host[rank] != event.host}
                 self._decide(Outcome(1, f"lost {event.host}: {event.why}. Its workers were killed"))
-                self._end(signal.SIGTERM)
+                self._end()
             case Interrupted():
                 self._interrupt(event.signum)
             case ScreenFailed():
+                if self._outcome is None:
+                    self._effect_of = signal.SIGHUP  # of a terminal that is closed, writing may tell first
                 self._decide(Outcome.without_screen(event))
-                self._end(signal.SIGTERM)
+                self._end()
             case ScreenDone() | Answered():
                 raise AssertionError(f"out of turn: {event}")
 
@@ -177,21 +189,22 @@ class Supervisor:
                 self._suspect = end
                 self._set_alarm(PEER_LOST_S, self._settle)
         else:
+            self._effect_of = shell_code(end.returncode) - 128
             self._blame(end)
-            self._end(signal.SIGTERM)
+            self._end()
 
     def _look_for_absent(self) -> None:
         why = self._attendance.missed(self._running, self._done)
         if why is not None and self._outcome is None:
             self._decide(Outcome(1, why))
-            self._end(signal.SIGTERM)
+            self._end()
 
     def _settle(self) -> None:
         """No peer has failed by itself: the one that lost it is all we can name so far."""
         if self._suspect is not None:
             self._named = self._suspect
             self._blame(self._suspect)
-            self._end(signal.SIGTERM)
+            self._end()
 
     def _blame_who_left(self, named: Exited, end: Exited) -> None:
         """It takes longer to end than others take to notice, and does not mind SIGTERM meanwhile."""
@@ -208,16 +221,33 @@ class Supervisor:
         self._decide(Outcome(shell_code(end.returncode), report, rank=rank))
 
     def _interrupt(self, signum: int) -> None:
-        if self._outcome is not None:  # the user does not want to wait for the grace
+        """The first signal to the launcher is passed on; another one, or one while the job ends anyway, kills at once.
+
+        A scheduler may signal the workers too, or a terminal be closed: then what we saw of that first is no cause.
+        """
+        if self._signalled_at is not None and self._clock() - self._signalled_at < SAME_SIGNAL_S:
+            return
+        is_effect = self._signalled_at is None and self._effect_of == signum and not self._has_killed
+        self._signalled_at = self._clock()
+        name, workers = signal_name(signum), f"{len(self._running)} worker{'s' if len(self._running) > 1 else ''}"
+        if self._outcome is not None and not is_effect:
             self._outcome = replace(self._outcome, hasty=True)
+            if not self._has_killed:
+                self._screen.say(f"{name}: {workers} killed at once")
+                self._kill()
+            return
+        self._outcome = None
+        self._decide(Outcome(128 + signum, hasty=True))
+        if self._grace == 0:
+            self._screen.say(f"{name}: {workers} killed at once (--grace 0)")
             self._kill()
             return
-        self._decide(Outcome(128 + signum, hasty=True))
-        self._end(signum)
-        if signum == signal.SIGINT and self._running and self._grace:
-            self._screen.say(
-                f"SIGINT passed on; what still runs in {self._grace:g} s is killed (Ctrl-C again: at once)"
-            )
+        again = "Ctrl-C again" if signum == signal.SIGINT else "a second signal"
+        self._screen.say(
+            f"{name} passed on to {workers}: what still runs in {self._grace:g} s is "
+            f"killed ({again}: at once; --grace sets the time)"
+        )
+        self._end(signum, self._grace)
 
     def _decide(self, outcome: Outcome) -> None:
         """The first cause stands."""
@@ -226,20 +256,25 @@ class Supervisor:
 
     # ----------------------------------------------------------------- ending
 
-    def _end(self, signum: int) -> None:
-        """Signal what runs; SIGKILL follows after the grace. A second call changes neither."""
-        if self._ending or not self._running:
+    def _end(self, signum: int = signal.SIGTERM, grace: float | None = None) -> None:
+        """Signal what runs; SIGKILL follows after the grace, `FAILURE_GRACE_S` at most if none is given.
+
+        Ranks are signalled once: a second call changes nothing but the grace, if it gives one.
+        """
+        if not self._running or (self._ending and grace is None):
             return
-        self._ending = True
-        if self._grace == 0:
+        grace = min(self._grace, FAILURE_GRACE_S) if grace is None else grace
+        if grace == 0:
             self._kill()
             return
-        self._log(f"{signal_name(signum)} to ranks {sorted(self._running)}, SIGKILL in {self._grace:g} s")
-        self._signal_ranks(sorted(self._running), signum)
-        self._set_alarm(self._grace, self._kill)
+        if not self._ending:
+            self._ending = True
+            self._log(f"{signal_name(signum)} to ranks {sorted(self._running)}, SIGKILL in {grace:g} s")
+            self._signal_ranks(sorted(self._running), signum)
+        self._set_alarm(grace, self._kill)
 
     def _kill(self) -> None:
-        self._has_killed = True
+        self._ending = self._has_killed = True
         self._log(f"SIGKILL to ranks {sorted(self._running)}")
         self._signal_ranks(sorted(self._running), signal.SIGKILL)
         self._set_alarm(GIVE_UP_S, self._give_up)
@@ -263,4 +298,4 @@ class Supervisor:
             alarm[1]()
         else:
             self._decide(Outcome(1, self._attendance.late()))
-            self._end(signal.SIGTERM)
+            self._end()

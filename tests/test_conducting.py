@@ -25,6 +25,7 @@ from hvdlite.agreement.handle import Handle
 from hvdlite.agreement.request import Request, Turn
 from hvdlite.channels.work import Watch, Work
 from hvdlite.environment import Environment
+from hvdlite.log import log
 from hvdlite.signing import Signer
 from hvdlite.world import World, current_world
 
@@ -314,7 +315,34 @@ def test_a_stalled_operation_is_told_of_and_ended_where_that_is_asked_for(caplog
         run_worlds(2, rank, environment)
 
 
-MANY = int(os.environ.get("HVDLITE_TEST_OUTSTANDING", "10000"))
+def test_where_a_missing_ranks_thread_is_comes_from_its_own_frames(caplog):
+    environment = Environment(stall_warning_s=0.5, stall_shutdown_s=60.0)
+    told = threading.Event()
+
+    class Look(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "in keep_them_waiting (threading.Event.wait)" in record.getMessage():
+                told.set()
+
+    def keep_them_waiting() -> None:
+        assert told.wait(50)
+
+    def rank(own: int) -> int:
+        add_up("first", 1).wait()
+        if own == 1:
+            keep_them_waiting()
+        return add_up("a", 1).wait()
+
+    look = Look()
+    log.addHandler(look)
+    try:
+        assert run_worlds(2, rank, environment) == [2, 2]
+    finally:
+        log.removeHandler(look)
+    assert re.search(r"missing: rank 1 \(node1, pid \d+\), which is at \S*test_conducting.py:\d+ in keep_", caplog.text)
+
+
+MANY = int(os.environ.get("TEST_HVDLITE_OUTSTANDING", "10000"))
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from worlds import run_worlds
 
 import hvdlite as hvd
 from hvdlite.environment import TRACE, Environment, read_environment
-from hvdlite.idle import WITHOUT_EFFECT
+from hvdlite.idle import WITHOUT_EFFECT, remarks_of_idle
 from hvdlite.log import log, open_log
 from hvdlite.world import current_world
 
@@ -133,11 +135,30 @@ def test_one_that_is_not_known_is_named_and_a_launchers_own_are_not():
     environ = {"HOROVOD_STALL_CHECK_TIME": "5", "HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_ELASTIC_TIMEOUT": "9"}
     assert read_environment(environ).remarks == (
         "set, but without effect in hvdlite: HOROVOD_ELASTIC_TIMEOUT (there is no elastic training); "
-        "HOROVOD_GPU_OPERATIONS (nothing is built); HOROVOD_STALL_CHECK_TIME (not known)",
+        "HOROVOD_GPU_OPERATIONS (nothing is built); HOROVOD_STALL_CHECK_TIME (not known; did you mean "
+        "HOROVOD_STALL_CHECK_TIME_SECONDS?)",
     )
-    place = {name: "1" for name in OWN_VARIABLES if name.startswith("HOROVOD_")}
-    assert len(place) == 7
+    place = {name: "1" for name in OWN_VARIABLES if name.startswith(("HOROVOD_", "HVDLITE_"))}
+    assert len(place) == 7 + 9
     assert read_environment({**place, "HOROVOD_START_TIMEOUT": "9", "HOROVOD_SPELT_WRONG": ""}).remarks == ()
+
+
+def test_one_of_hvdlites_prefix_that_is_misspelt_is_named_with_what_was_likely_meant():
+    environ = {"HVDLITE_FUSION_TRESHOLD": "5", "HVDLITE_CHECKS": "0", "HVDLITE_OF_NOBODY": "1", "HVDLITE_EMPTY": ""}
+    assert read_environment(environ).remarks == (
+        "set, but without effect in hvdlite: HVDLITE_CHECKS (not known; did you mean HVDLITE_CHECK?); "
+        "HVDLITE_FUSION_TRESHOLD (not known; did you mean HVDLITE_FUSION_THRESHOLD?); HVDLITE_OF_NOBODY (not known)",
+    )
+
+
+def test_every_variable_that_source_and_readme_name_is_known():
+    root = Path(__file__).parents[1]
+    texts = [root / "README.md", *(root / "hvdlite").rglob("*.py"), *(root / "launcher").rglob("*.py")]
+    names = {name for path in texts for name in re.findall(r"\bHVDLITE_[A-Z][A-Z_]*[A-Z]\b", path.read_text())}
+    assert len(names) > 20
+    for name in names:
+        # What it is set to may be wrong; that it is set is known.
+        assert remarks_of_idle({name: "1"}) == (), name
 
 
 @pytest.mark.parametrize(
@@ -180,6 +201,7 @@ def test_init_reads_the_variables_and_says_once_what_has_no_effect(monkeypatch, 
     assert capsys.readouterr().err == (
         "hvdlite[0] WARNING: set, but without effect in hvdlite: HOROVOD_CYCLE_TIME "
         "(there are no cycles: a collective starts when it is asked for)\n"
+        f"hvdlite[0] INFO: 1 rank on 1 host; OMP threads {torch.get_num_threads()}\n"
     )
 
 

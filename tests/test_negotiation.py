@@ -55,9 +55,15 @@ class Play:
         said = self.said()
         return [[self.what_of[rank, message[1]] for to, message in said if to == rank] for rank in range(self.size)]
 
+    def asked_where(self) -> list[int]:
+        """The ranks that were asked since the last time where they are; each is to answer."""
+        asked = [rank for rank, message in self.negotiation.outbox if message == ["where"]]
+        self.negotiation.outbox = [each for each in self.negotiation.outbox if each[1] != ["where"]]
+        return asked
+
     def said(self) -> list[tuple[int, list]]:
         """What has been answered since the last time that one asked."""
-        said = [(rank, message) for rank, message in self.negotiation.outbox if message[0] != "left"]
+        said = [(rank, message) for rank, message in self.negotiation.outbox if message[0] not in ("left", "where")]
         self.negotiation.outbox.clear()
         return said
 
@@ -163,6 +169,44 @@ def test_ranks_that_wait_for_each_other_get_one_error(what):
     assert text.startswith(f"Mismatched {what}")
     assert "rank 0 (node1)" in text
     assert "rank 1 (node1)" in text
+
+
+CAUSES = ("`if hvd.rank() == 0:`", "unequal numbers of batches (see hvd.join())")
+
+
+@pytest.mark.parametrize("what", DIFFERENT_CALLS)
+def test_different_calls_end_with_the_commonest_causes_and_process_sets_that_cross_do_not(what):
+    play = Play(2)
+    play.call(0, "a")
+    play.call(1, **DIFFERENT_CALLS[what])
+    play.after(0.0)
+    _, text = one_error(play.after(SETTLING_S), [0, 1])
+    assert [cause in text for cause in CAUSES] == [what != "process set"] * 2
+
+
+def test_of_tensors_that_differ_the_cause_follows_from_whether_calls_have_names():
+    for named, expected in ((True, ["drop_last=True"]), (False, CAUSES)):
+        play = Play(2)
+        for rank in range(2):
+            ticket = rank
+            what = "allreduce of 'loss'" if named else "allreduce"
+            ask = Ask(ticket, 0, "allreduce", "loss" if named else None, what, (0, 1), {"shape": [rank]}, None)
+            play.negotiation.ask(rank, ask, 0.0)
+        _, text = one_error(play.said(), [0, 1])
+        assert all(each in text for each in expected), text
+        assert ("rank() == 0" in text) == (not named)
+    play = Play(2)
+    for rank in range(2):
+        play.ask(rank, "a", dtype=f"float{32 << rank}")
+    assert "Most often" not in one_error(play.said(), [0, 1])[1]
+
+
+def test_who_waits_for_a_rank_that_has_ended_is_told_the_commonest_causes():
+    play = Play(2)
+    play.call(0, "a")
+    play.negotiation.end(1, True, 0.0)
+    _, text = one_error(play.said(), [0])
+    assert all(cause in text for cause in CAUSES)
 
 
 def test_a_rank_that_comes_later_to_what_others_were_refused_gets_their_error():
@@ -473,6 +517,68 @@ def test_a_stall_is_told_once_per_period_with_who_is_missing_and_where_they_are(
     assert play.negotiation.warnings == []
     play.after(31.0)
     assert any("allreduce of 'a'" in words for words in play.negotiation.warnings)
+
+
+def test_ranks_say_where_they_are_shortly_before_they_are_told_of_and_not_sooner():
+    play = Play(3, warn_after_s=60.0)
+    play.negotiation.introduce(1, 4242)
+    play.call(0, "a")
+    for _ in range(53):
+        play.negotiation.tick(play.now_s)
+        play.now_s += 1.0
+    assert play.asked_where() == []
+    for _ in range(8):
+        play.negotiation.tick(play.now_s)
+        for rank in play.asked_where():
+            if rank != 2:
+                play.negotiation.heard(rank, play.now_s)
+                play.negotiation.place(rank, f"train.py:4{rank} in load_batch (time.sleep)", play.now_s)
+        play.now_s += 1.0
+    (words,) = of_stalls(play)
+    assert "rank 1 (node1, pid 4242), which is at train.py:41 in load_batch (time.sleep)" in words
+    # Who does not answer is told of as silent, though it waits for nothing that it should have told of.
+    assert "rank 2 (node2), which computes or hangs and has not been heard of for 6 s: it is stopped" in words
+
+
+def test_who_was_stopped_after_it_had_said_where_it_is_is_told_of_with_both():
+    play = Play(2, warn_after_s=60.0)
+    play.call(0, "a")
+    for seconds in range(122):
+        play.now_s = float(seconds)
+        play.negotiation.tick(play.now_s)
+        for rank in play.asked_where():
+            if seconds < 60:
+                play.negotiation.place(rank, "train.py:7 in save", play.now_s)
+    warnings = of_stalls(play)
+    assert "rank 1 (node1), which is at train.py:7 in save" in warnings[0]
+    assert "rank 1 (node1), which is at train.py:7 in save and has not been heard of for" in warnings[1]
+
+
+def test_the_end_of_a_wait_says_where_the_others_are():
+    play = Play(2, warn_after_s=5.0, end_after_s=10.0)
+    for rank in (0, 1):
+        play.negotiation.introduce(rank, 70 + rank)
+    play.busy(0, "bucket 0 of optimizer 1", 0.0)
+    said = []
+    for _ in range(11):
+        play.now_s += 1.0
+        play.negotiation.tick(play.now_s)
+        for rank in play.asked_where():
+            play.negotiation.place(rank, "train.py:7 in save", play.now_s)
+        said += play.said()
+    assert "rank 1 (node1, pid 71), which is at train.py:7 in save" in next(m[1] for _, m in said if m[0] == "end")
+
+
+def test_of_a_join_too_it_is_told_where_the_others_are():
+    play = Play(2, warn_after_s=5.0)
+    play.negotiation.join(0, False, 0.0)
+    for _ in range(6):
+        play.now_s += 1.0
+        play.negotiation.tick(play.now_s)
+        for rank in play.asked_where():
+            play.negotiation.place(rank, "train.py:7 in save", play.now_s)
+    (words,) = of_stalls(play)
+    assert "Not joined: rank 1 (node1), which is at train.py:7 in save" in words
 
 
 def test_a_stall_ends_as_an_error_if_that_is_asked_for():

@@ -6,6 +6,6 @@ How ranks come to do the same at the same time: they ask, rank 0 gives all of th
 Modules import only what stands before them:
 
     handle < request < conductor < mismatch < executor < in_order < frames < handshake < mailbox < labels < pending
-        < stall < sittings < callers < vigil < endings < negotiation < words < door < coordinator < negotiator
-        < connect
+        < stall < sittings < callers < whereabouts < vigil < endings < negotiation < words < door < coordinator
+        < negotiator < connect
 """

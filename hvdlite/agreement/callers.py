@@ -63,6 +63,10 @@ class Callers:
         with self._lock:
             return list(self._blocked.values())
 
+    def threads(self) -> frozenset[int]:
+        """Those that have called operations, by their idents; some may have ended."""
+        return frozenset(self._threads)
+
     def can_ask(self, elsewhere: Set[int]) -> bool:
         """Whether a thread that calls operations is blocked neither in one nor, as ``elsewhere`` are, otherwise."""
         alive = {thread.ident for thread in threading.enumerate()}

@@ -61,8 +61,6 @@ def make_conductor(group: Group, nodes: Sequence[str], environment: Environment,
 
 
 def _rules(environment: Environment, timeout_s: float) -> StallRules:
-    if not environment.check:
-        return StallRules(None, None, timeout_s)
     return StallRules(
         environment.stall_warning_s if environment.stall_check else None, environment.stall_shutdown_s, timeout_s
     )

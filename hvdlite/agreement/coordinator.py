@@ -16,6 +16,7 @@ Rank 0's end of the connections to all ranks: what they ask goes into the negoti
     ["alive", count]                    about once a second while it waits for something: so many of the operations
                                         that it was told to carry out are over
     ["lost"]                            has met an error that another rank's end is the cause of
+    ["at", place]                       where its program is, as it was asked
     ["bye"]                             takes part in nothing any more, by itself
 
     ["welcome", pid, warn_after_s, end_after_s]
@@ -31,6 +32,7 @@ Rank 0's end of the connections to all ranks: what they ask goes into the negoti
     ["not_joined", error, words]        they cannot
     ["left", rank, by_itself]           this rank was the first to take part in nothing any more
     ["alive"]                           the answer to this word
+    ["where"]                           tell where the program is: ranks wait, for this one or with it
     ["end", words]                      end this process: it waits for what will not come
     ["lost", 0]                         rank 0 has lost another rank: if it ends, it was not the first
     ["over", words]                     rank 0 has ended by itself; the words name who did so first

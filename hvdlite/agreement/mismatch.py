@@ -17,6 +17,14 @@ Hosts = Sequence[str] | Mapping[int, str]
 _STARTING = ("broadcast_parameters", "broadcast_optimizer_state", "broadcast_object")
 
 
+# Why ranks come to call different things, most of the time.
+CAUSES = (
+    "Most often a collective stands under `if hvd.rank() == 0:`, "
+    "or ranks have unequal numbers of batches (see hvd.join())"
+)
+_SMALLER_BATCH = "Most often the last batch is smaller on some ranks: DataLoader(drop_last=True)"
+
+
 def first_difference(values: Sequence[Mapping[str, Any]]) -> str | None:
     """The first key, in the order in which ranks have them, whose values differ between the ranks; None if none do."""
     keys = dict.fromkeys(key for same in values for key in same)
@@ -56,7 +64,16 @@ def words_of_difference(kind: str, what: str, asked: Mapping[int, Mapping[str, A
     }.get(key, f"Mismatched {key.replace('_', ' ')}: One rank had {one}, but another rank had {another}.")
     if kind == "add_process_set":
         first = "Attempted to register process set with mismatching values on different ranks: " + first
-    return f"{first} ({what}: {_by_value(values, hosts)})"
+    cause = _cause(kind, what, key)
+    return f"{first} ({what}: {_by_value(values, hosts)}){cause and f' {cause}'}"
+
+
+def _cause(kind: str, what: str, key: str) -> str:
+    """The commonest cause of such a difference, or nothing where none is."""
+    if what == kind and key in ("dtype", "shape", "op", "root_rank"):
+        # Without a user's name calls pair up in their order: one of them may be another rank's next.
+        return CAUSES
+    return _SMALLER_BATCH if key == "shape" and kind.removeprefix("grouped_") in ("allreduce", "reducescatter") else ""
 
 
 def words_of_callers(what: str, names: Mapping[int, str], hosts: Hosts) -> str:
@@ -116,7 +133,8 @@ def words_of_deadlock(waits: Mapping[int, Sequence[Wait]], hosts: Hosts) -> str:
     else:
         first = f"Mismatched process sets: One rank calls {one.kind} in {one.of_set}, but another in {another.of_set}."
     by_rank = {rank: " and ".join(map(str, entries)) for rank, entries in sorted(waits.items())}
-    return f"{first} These ranks wait for each other: {_by_value(by_rank, hosts)}"
+    cause = f". {CAUSES}" if one.kind != another.kind or one.what != another.what else ""
+    return f"{first} These ranks wait for each other: {_by_value(by_rank, hosts)}{cause}"
 
 
 def name_ranks(ranks: Sequence[int], hosts: Hosts) -> str:

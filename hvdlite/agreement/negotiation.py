@@ -17,6 +17,7 @@ from typing import Any
 
 from .endings import Endings
 from .mismatch import (
+    CAUSES,
     Wait,
     first_difference,
     name_ranks,
@@ -157,6 +158,10 @@ class Negotiation:
     def heard(self, rank: int, now_s: float) -> None:
         """Something has come from ``rank``, whatever it is."""
         self._stall.heard(rank, now_s)
+
+    def place(self, rank: int, place: str, now_s: float) -> None:
+        """Where the program of ``rank`` is, as it says when it is asked."""
+        self._stall.place(rank, place, now_s)
 
     def busy(self, rank: int, blocked: Sequence[Blocked], *, is_stuck: bool) -> None:
         """What ``rank`` is blocked in for longer than a moment; nothing any more where that is empty.
@@ -308,7 +313,7 @@ class Negotiation:
             + (
                 "what ended that rank is the cause, look for its own error"
                 if error == "PeerLostError"
-                else f"every rank must call {kind} equally often; see hvd.join() for ranks with fewer batches"
+                else f"every rank must call {kind} equally often{'' if kind == 'join' else f'. {CAUSES}'}"
             )
         )
 
@@ -374,6 +379,8 @@ class Negotiation:
         of_join, end_of_join = self._stall.too_long_joined(scene, now_s)
         self.warnings += warnings + words + of_join
         self.outbox += [(rank, ["end", *words]) for rank in ranks]
+        # After the words: these are of what has been answered by now.
+        self.outbox += [(rank, ["where"]) for rank in self._stall.to_ask(scene, now_s) if rank not in self._ended]
         for pending, why in ends:
             self._refuse(pending, "CommunicationError", why)
         if end_of_join is not None:

@@ -39,6 +39,7 @@ from .mailbox import Mailbox
 from .request import Request, Turn
 from .stall import JOIN, Blocked, StallRules
 from .vigil import LOOK_S, Silence, Vigil
+from .whereabouts import places_of_threads
 
 # How long what is still to be said may take when all is over.
 _PARTING_S = 1.0
@@ -346,8 +347,8 @@ class Negotiator:
                 self._stand_in(Turn(self._channels[set_id], what, owns, divisor), kind, same)
             case ["no", ticket, error, words]:
                 self._pop(ticket).handle.fail(_ERRORS[error](words))
-            case ["pin", join, set_id]:
-                self._pin(join, set_id)
+            case ["pin", int(), int()] | ["where"]:
+                self._answer(message)
             case ["unpin"]:
                 self._unpin(None)
             case ["sit_out", set_id, numbers]:
@@ -387,6 +388,13 @@ class Negotiator:
             joining, self._joining = self._joining, None
         self._unpin(joining)
         return joining.handle
+
+    def _answer(self, message: list[Any]) -> None:
+        """What can be told at once, whatever the program is in."""
+        if message[0] == "pin":
+            self._pin(message[1], message[2])
+        else:
+            self._mailbox.send(["at", places_of_threads(self._callers.threads())])
 
     def _pin(self, join: int, set_id: int) -> None:
         """Answer what lives here, in whatever the program is just now, and keep that."""

@@ -20,6 +20,9 @@ STANDSTILL_S = 10.0
 # A rank that waits for others is heard of every second. One that is not for so long is told of as silent.
 SILENT_S = 5.0
 
+# Ranks are asked so long before they are told of where they are, or sooner where they are told of soon, and as often.
+ASKED_S = 6.0
+
 # How many operations, or ranks, a message names.
 SHOWN = 8
 
@@ -96,6 +99,10 @@ class StallWatch:
         # Those of them no thread of which can ask for anything meanwhile.
         self._stuck: set[int] = set()
         self._heard_at_s: dict[int, float] = {}
+        # Where their programs are, and when ranks were asked for that: last, and first without an answer.
+        self._places: dict[int, str] = {}
+        self._asked_where_at_s: float | None = None
+        self._unanswered_since_s: dict[int, float] = {}
         self._asked_at_s = 0.0
         self._join_ended_at_s = 0.0
         # By what kind of stall: when it was told of last.
@@ -109,6 +116,12 @@ class StallWatch:
     def heard(self, rank: int, now_s: float) -> None:
         """Something has come from this rank."""
         self._heard_at_s[rank] = now_s
+
+    def place(self, rank: int, place: str, now_s: float) -> None:
+        """Where the program of ``rank`` is, as it says when it is asked."""
+        self._unanswered_since_s.pop(rank, None)
+        if self._asked_where_at_s is not None:
+            self._places[rank] = place
 
     def asked(self, now_s: float) -> None:
         """Some rank has asked for an operation."""
@@ -269,6 +282,34 @@ class StallWatch:
 
     # -- where ranks are
 
+    def to_ask(self, scene: Scene, now_s: float) -> range:
+        """The ranks that are to say where their programs are: all, now and then while a wait is about to be told of."""
+        limits_s = [self._rules.warn_after_s, self._rules.end_after_s, self._rules.timeout_s]
+        limit_s = min((each for each in limits_s if each is not None), default=None)
+        if limit_s is None:
+            return range(0)
+        lead_s = min(ASKED_S, limit_s / 2)
+        if not self._waits_for(limit_s - lead_s, scene, now_s):
+            self._places.clear()
+            self._unanswered_since_s.clear()
+            self._asked_where_at_s = None
+            return range(0)
+        if self._asked_where_at_s is not None and now_s - self._asked_where_at_s < lead_s:
+            return range(0)
+        self._asked_where_at_s = now_s
+        for rank in range(self._size):
+            self._unanswered_since_s.setdefault(rank, now_s)
+        return range(self._size)
+
+    def _waits_for(self, least_s: float, scene: Scene, now_s: float) -> bool:
+        """Whether anything has been waited for so long."""
+        oldest = next(iter(scene.pending.values()), None)
+        since_s = [self._since_s(rank, scene) for rank in self._busy]
+        since_s += [] if oldest is None else [oldest.since_s]
+        if scene.joined and not (since_s or scene.sits_out):
+            since_s.append(max(self._asked_at_s, min(scene.joined.values())))
+        return any(now_s - each >= least_s for each in since_s)
+
     def _whereabouts_of(self, ranks: Collection[int], scene: Scene, now_s: float) -> str:
         # Those first that most likely hold up the others.
         order = sorted(ranks, key=lambda rank: (self._silent_s(rank, scene, now_s) is None, rank in self._busy, rank))
@@ -283,23 +324,30 @@ class StallWatch:
             else f" and has not been heard of for {silent_s:.0f} s: it is stopped, something holds its interpreter, or "
             "its machine is gone"
         )
+        place = self._places.get(rank)
+        at = f", at {place}" if place else ""
         waits = [JOIN] if rank in scene.joined else []
         waits += [each.what for each in self._busy.get(rank, ())]
         waits += [scene.pending[wait].first.what for wait in sorted(scene.waiting.get(rank, ()))]
         if waits:
-            return f"which waits in {_listed(waits)}{silence}"
+            return f"which waits in {_listed(waits)}{at}{silence}"
         if told := scene.under_way.get(rank):
-            return f"which is in {told[0].what}{silence}"
+            return f"which is in {told[0].what}{at}{silence}"
         asked = [pending.first.what for pending in scene.pending.values() if rank in pending.asks]
-        return (f"which has called {_listed(asked)}" if asked else "which computes or hangs") + silence
+        if asked:
+            is_at = f" and is at {place}" if place else ""
+            return f"which has called {_listed(asked)}{is_at}{silence}"
+        return (f"which is at {place}" if place else "which computes or hangs") + silence
 
     def _silent_s(self, rank: int, scene: Scene, now_s: float) -> float | None:
         """For how long nothing has come from a rank that should have said something; None where all is well."""
         # A rank that waits for nothing has nothing to say, but while others wait for it to join.
         is_asked = rank in self._busy or scene.under_way.get(rank) or scene.waiting.get(rank) or scene.joined
-        if not is_asked:
-            return None
-        silent_s = now_s - self._heard_at_s.get(rank, now_s)
+        silent_s = 0.0
+        if is_asked:
+            silent_s = now_s - self._heard_at_s.get(rank, now_s)
+        elif rank in self._unanswered_since_s:
+            silent_s = now_s - self._unanswered_since_s[rank]
         return silent_s if silent_s >= SILENT_S else None
 
     def _is_due(self, kind: str, now_s: float) -> bool:

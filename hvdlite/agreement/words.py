@@ -13,6 +13,7 @@ from .labels import Caller
 from .negotiation import Negotiation
 from .pending import Ask
 from .stall import Blocked
+from .whereabouts import LONGEST
 
 _MOST_BLOCKED = 64
 
@@ -56,6 +57,8 @@ def take_word(
             negotiation.over(rank, count)
         case ["here", int(pid)]:
             negotiation.introduce(rank, pid)
+        case ["at", str(place)] if len(place) <= LONGEST:
+            negotiation.place(rank, place, now_s)
         case ["lost"]:
             negotiation.lost(rank)
         case ["bye"]:

@@ -164,7 +164,7 @@ class TorchChannels:
     """Process groups of all ranks: first the default one if it is ours, then further ones beside it."""
 
     def __init__(self, backend: str, ranks: Ranks, unused_default: dist.ProcessGroup | None = None) -> None:
-        self._backend = backend
+        self.backend = backend
         self._ranks = ranks
         self._unused_default = unused_default
         self._opened = itertools.count()
@@ -181,7 +181,7 @@ class TorchChannels:
         return group
 
     def _make(self) -> dist.ProcessGroup:
-        group = dist.new_group(backend=self._backend, timeout=self._ranks.patience.left())
+        group = dist.new_group(backend=self.backend, timeout=self._ranks.patience.left())
         assert isinstance(group, dist.ProcessGroup), "every rank is a member of it"
         allow_collectives(group, self._ranks.patience.timeout)
         return group
@@ -197,7 +197,7 @@ class TorchChannels:
     def among(self, places: Sequence[int], place: int, token: str, /) -> Channels:
         if len(places) == 1:
             return AloneChannels()
-        return SubsetChannels(self._ranks.among(places, place, token), self._backend, places)
+        return SubsetChannels(self._ranks.among(places, place, token), self.backend, places)
 
 
 class SubsetChannels:

@@ -96,7 +96,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
         raise ImportError(name)
 
     monkeypatch.setattr(plot.importlib, "import_module", refuse)
-    with pytest.raises(UsageError, match=r"--plot needs matplotlib: pip install 'hvdlite\[bench\]'"):
+    with pytest.raises(UsageError, match=r"--plot needs matplotlib: pip install '\.\[bench\]' in hvdlite's"):
         parse(["step", "--plot", "a.png"], quiet=False).files.check()
 
 

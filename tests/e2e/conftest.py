@@ -38,7 +38,7 @@ class Launch:
         program: tuple[str, ...] = ("-m", "hvdlite_launcher"),
         **popen,
     ) -> None:
-        self._mark = f"HVDLITE_TEST_MARK={uuid.uuid4()}"
+        self._mark = f"TEST_HVDLITE_MARK={uuid.uuid4()}"
         self.tmp = tmp  # where the job makes its private directory
         name, _, value = self._mark.partition("=")
         self._on = on
@@ -63,7 +63,7 @@ class Launch:
     def _is_marked(self, process: psutil.Process) -> bool:
         try:
             environ = process.environ()
-            return self._mark == f"HVDLITE_TEST_MARK={environ.get('HVDLITE_TEST_MARK')}" and (
+            return self._mark == f"TEST_HVDLITE_MARK={environ.get('TEST_HVDLITE_MARK')}" and (
                 process.status() != psutil.STATUS_ZOMBIE
             )
         except psutil.Error:

@@ -161,12 +161,15 @@ class Machine:
 
     def listening_tcp(self) -> dict[str, int]:
         """Local addresses with ports on which somebody listens, and whose pid that is, as seen from outside."""
-        outside = self._pids_outside()
-        sockets = {}
-        for line in self.run("ss", "-H", "-l", "-n", "-t", "-p").stdout.splitlines():
-            address, users = line.split()[3], line.partition("pid=")[2]
-            sockets[address] = outside.get(int(users.partition(",")[0] or 0), 0)
-        return sockets
+        while True:
+            outside = self._pids_outside()
+            sockets = {}
+            for line in self.run("ss", "-H", "-l", "-n", "-t", "-p").stdout.splitlines():
+                address, users = line.split()[3], line.partition("pid=")[2]
+                sockets[address] = outside.get(int(users.partition(",")[0] or 0))
+            # A process may be born between the two looks, or end while ss looks for the owner of its socket.
+            if None not in sockets.values():
+                return {address: pid for address, pid in sockets.items() if pid is not None}
 
     def _pids_outside(self) -> dict[int, int]:
         """Pids as seen from outside, by what they are in here."""

@@ -13,9 +13,16 @@ IMPORTS = "import os, signal, time, torch, hvdlite as hvd\nhvd.init()\n"
 
 
 def run(
-    launch, program: str, *, size: int = 2, timeout_s: float = PATIENCE_S, grace_s: float = 3, **env: str
+    launch,
+    program: str,
+    *,
+    size: int = 2,
+    timeout_s: float = PATIENCE_S,
+    shell: str = 'exec python -c "$0"',
+    **env: str,
 ) -> tuple[int, str, str]:
-    job = launch("-np", str(size), "--grace", str(grace_s), "python", "-c", IMPORTS + program, env=env)
+    """``shell`` runs the program in each rank."""
+    job = launch("-np", str(size), "sh", "-c", shell, IMPORTS + program, env=env)
     code, out, err = job.ended(timeout_s)
     job.assert_gone()
     return code, out.decode(), err.decode()
@@ -37,15 +44,18 @@ def test_ranks_that_wait_for_each_other_are_told_what_both_wait_in(launch):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_is_named_by_the_others_and_by_the_launcher(launch, victim):
+def test_a_rank_that_is_killed_is_named_by_the_others_and_by_the_launcher(launch, victim, tmp_path):
     program = (
-        # The launcher, which sees the death too, would end the others before they say what they saw.
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "hvd.barrier()\n"
         f"if hvd.rank() == {victim}: os.kill(os.getpid(), signal.SIGKILL)\n"
         "hvd.allreduce(torch.ones(2), name='loss')"
     )
-    code, _, err = run(launch, program, size=3, grace_s=PATIENCE_S)
+    # The launcher, which sees the death too, would end the others before they say what they saw.
+    shell = (
+        f'cd {tmp_path}; python -c "$0"; code=$?; touch $HVDLITE_RANK; [ $HVDLITE_RANK = {victim} ] || exec sleep 1000;'
+        "while [ ! -e 0 ] || [ ! -e 1 ] || [ ! -e 2 ]; do sleep 0.05; done; exit $code"
+    )
+    code, _, err = run(launch, program, size=3, shell=shell)
     assert code == 128 + 9
     assert f"rank {victim} on localhost" in err
     assert f"rank {victim} (localhost) has gone" in err or "another rank has gone" in err
@@ -97,7 +107,9 @@ def test_a_rank_that_does_not_come_to_the_step_is_named_and_the_job_is_ended_if_
     code, _, err = run(launch, program, size=3, HVDLITE_STALL_CHECK_TIME_S="1.5", HVDLITE_STALL_SHUTDOWN_S="3")
     assert code == 1
     assert "the all-reduce of the gradients of fc.weight" in err
-    assert re.search(r"\(bucket 0 of optimizer 1\), for ranks .* rank 1 \(localhost, pid \d+\), which computes or", err)
+    assert re.search(
+        r"\(bucket 0 of optimizer 1\), for ranks .* rank 1 \(localhost, pid \d+\), which is at <string>:\d+ in ", err
+    )
     assert "After 3 s (HVDLITE_STALL_SHUTDOWN_S) that ends the job" in err
 
 
@@ -190,6 +202,40 @@ def test_a_rank_that_is_frozen_is_named_and_the_job_ended_whatever_the_others_wa
     what = {"in an": "halves of 'a'", "before an": "allreduce of 'a'"}
     said = next((words for start, words in what.items() if where.startswith(start)), "(bucket 0 of optimizer 1)")
     assert said in err
+
+
+@pytest.mark.parametrize(("hanging", "check"), [(0, "1"), (1, "1"), (1, "0")])
+def test_a_rank_in_an_endless_loop_is_told_of_with_the_place_in_its_program(launch, tmp_path, hanging, check):
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"{IMPORTS}def load_batch():\n"
+        "    print('in the loop', os.getpid())\n"
+        "    while True: pass\n"
+        f"if hvd.rank() == {hanging}: load_batch()\n"
+        "hvd.allreduce(torch.ones(1), name='loss')\n"
+    )
+    limits = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "3", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "9"}
+    pairs = [word for name, value in {**limits, "HVDLITE_CHECK": check}.items() for word in ("-x", f"{name}={value}")]
+    code, out, err = launch("-np", "2", *pairs, "python", script).ended(timeout_s=100)
+    assert code != 0
+    pid = re.search(r"in the loop (\d+)", out.decode())[1]
+    said = rf"rank {hanging} \(localhost, pid {pid}\), which is at \S*train.py:\d+ in load_batch"
+    assert re.search(said, err.decode()), err.decode()
+    assert "HVDLITE_STALL_SHUTDOWN_S" in err.decode()
+
+
+def test_a_rank_that_is_stopped_outside_of_everything_is_told_of_as_silent_with_its_pid(launch):
+    program = (
+        "if hvd.rank() == 1:\n"
+        "    print('stopped', os.getpid())\n"
+        "    os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "hvd.allreduce(torch.ones(1), name='loss')\n"
+    )
+    limits = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "4", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "12"}
+    code, out, err = run(launch, program, timeout_s=100, **limits)
+    assert code == 1
+    pid = re.search(r"stopped (\d+)", out)[1]
+    assert re.search(rf"missing: rank 1 \(localhost, pid {pid}\), which .* has not been heard of for \d+ s", err), err
 
 
 @pytest.mark.parametrize("collects", [0, 1, 2])

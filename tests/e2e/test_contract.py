@@ -9,7 +9,8 @@ from hvdlite_launcher.flags import Parser
 from hvdlite_launcher.hosts import Host
 from hvdlite_launcher.plan import HostFacts, plan_slots, slot_environment, variables_set
 
-from hvdlite.environment import Environment, read_environment
+from hvdlite.environment import DEFAULT_STALL_WARNING_S, DEFAULT_TIMEOUT_S, Environment, read_environment
+from hvdlite.gradients.optimizer import DEFAULT_BUCKET_CAP_BYTES
 from hvdlite.meeting.topology import read_seat
 
 TRAINING = """
@@ -45,6 +46,16 @@ def test_the_library_understands_what_the_flags_set():
     )
 
 
+def test_the_help_of_the_flags_names_the_librarys_own_defaults():
+    help_of = {block.split()[0]: " ".join(block.split()) for block in horovodrun.HELP.split("\n  --")}
+    for flag, default in (
+        ("gloo-timeout-seconds", DEFAULT_TIMEOUT_S),
+        ("stall-check-warning-time-seconds", DEFAULT_STALL_WARNING_S),
+        ("fusion-threshold-mb", DEFAULT_BUCKET_CAP_BYTES / 2**20),
+    ):
+        assert f"({default:g})" in help_of[flag], flag
+
+
 def test_the_library_reads_the_seat_that_the_launcher_planned():
     slots = plan_slots((Host("a", 2), Host("b", 1)))
     for slot in slots:
@@ -58,6 +69,16 @@ def test_the_library_reads_the_seat_that_the_launcher_planned():
             slot.host.name,
         )
         assert seat.store_url == "unix:///tmp/a job/store"
+
+
+@pytest.mark.slow
+def test_with_verbose_rank_0_says_once_how_ranks_are_connected(launch):
+    program = "import hvdlite as hvd; hvd.init()"
+    for flags, count in ((["--verbose"], 1), ([], 0)):
+        code, _, err = launch("-np", "2", *flags, sys.executable, "-c", program, env={"HVDLITE_SHM": "0"}).ended()
+        assert code == 0
+        assert err.count(b"[0]<stderr>:hvdlite: 2 ranks on 1 host; CPU tensors: gloo (") == count, err.decode()
+        assert err.count(b"2 ranks on 1 host") == count
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from e2e.victims import kill_one
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-TRIALS = int(os.environ.get("HVDLITE_TEST_DEATHS", "8"))
+TRIALS = int(os.environ.get("TEST_HVDLITE_DEATHS", "8"))
 
 
 @pytest.mark.parametrize("check", ["1", "0"])

@@ -99,7 +99,7 @@ meet()
 before = held()
 for stage in stages:
     ways = ({1}, RuntimeError), ({0}, KeyboardInterrupt), ({0, 1}, KeyboardInterrupt)
-    for failing, error in ways if os.environ.get("HVDLITE_LONG_TESTS") == "1" else [ways[len(stage) % 3]]:
+    for failing, error in ways if os.environ.get("TEST_HVDLITE_LONG") == "1" else [ways[len(stage) % 3]]:
         if rank in failing:
             assert fails(*owner_of(stage), error, len(failing) == 1), (stage, failing)
         else:

@@ -251,7 +251,7 @@ def names():
 environment = {{"A": "a=b c", "TOKEN": None}}
 config_file = {str(tmp_path / "config.yaml")!r}
 assert run(names, hosts=["localhost:1", "127.0.0.1:1"], output_filename={str(tmp_path)!r}, no_env=True,
-           environment={{**environment, "HVDLITE_TEST_MARK": None}}, config_file=config_file, np=2) == [
+           environment={{**environment, "TEST_HVDLITE_MARK": None}}, config_file=config_file, np=2) == [
     ["a=b c", "file", "s3cret", "2"]
 ] * 2
 """,

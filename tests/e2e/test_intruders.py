@@ -2,7 +2,7 @@
 
 They know no secret. They may keep a job from starting, which then says that somebody who is none of its ranks was
 there; they may not make it run anything, nor compute anything wrong, nor wait for ever. A few attacks are chosen by
-seed; HVDLITE_LONG_TESTS=1 has all of them.
+seed; TEST_HVDLITE_LONG=1 has all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from e2e.machines import Machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-IS_LONG = os.environ.get("HVDLITE_LONG_TESTS") == "1"
+IS_LONG = os.environ.get("TEST_HVDLITE_LONG") == "1"
 NOBODY = 65534
 LIMIT_S = 120  # for a whole job
 MORE_MEMORY_BYTES = 200 << 20

@@ -116,7 +116,7 @@ def test_each_worker_is_told_its_place_and_where_to_meet(launch):
             "HVDLITE_HOST": "127.0.0.1",
             "HVDLITE_STORE": f"unix://{job_dir}/store",
             "HVDLITE_JOB_DIR": job_dir,
-            "HVDLITE_TEST_MARK": environment["HVDLITE_TEST_MARK"],
+            "TEST_HVDLITE_MARK": environment["TEST_HVDLITE_MARK"],
         }
         loopback = psutil.net_if_addrs()[environment["GLOO_SOCKET_IFNAME"]]
         assert "127.0.0.1" in {address.address for address in loopback}
@@ -138,7 +138,7 @@ def test_a_hostfile_says_how_many_workers_there_are(launch, tmp_path):
 
 @pytest.mark.slow
 def test_a_config_file_stands_for_the_flags_in_it_and_the_command_line_has_the_last_word(launch, tmp_path):
-    (tmp_path / "config.yaml").write_text("np: 3\nno-env: true\nenvironment: {A: no, B: '1', HVDLITE_TEST_MARK: }\n")
+    (tmp_path / "config.yaml").write_text("np: 3\nno-env: true\nenvironment: {A: no, B: '1', TEST_HVDLITE_MARK: }\n")
     flags = ("-x", "B=2", "--config-file", str(tmp_path / "config.yaml"), "-n", "2")
     for environment in _environments(launch, *flags, env={"API_KEY": "s3cret"}):
         assert (environment["HVDLITE_SIZE"], environment["A"], environment["B"]) == ("2", "no", "2")
@@ -152,10 +152,10 @@ def test_workers_have_the_environment_of_the_launcher_and_what_is_added(launch):
 
 
 def test_without_the_environment_workers_have_what_is_named_and_what_starts_a_program(launch):
-    flags = ("--no-env", "-x", "HVDLITE_TEST_MARK", "-x", "NAMED=1", "-np", "1")
+    flags = ("--no-env", "-x", "TEST_HVDLITE_MARK", "-x", "NAMED=1", "-np", "1")
     (environment,) = _environments(launch, *flags, env={"API_KEY": "s3cret"})
     assert environment["PATH"] == os.environ["PATH"]
-    ours = OWN_VARIABLES | {"HVDLITE_TEST_MARK"}
+    ours = OWN_VARIABLES | {"TEST_HVDLITE_MARK"}
     unless_set = {"OMP_NUM_THREADS", "PYTHONUNBUFFERED", "GLOO_ENABLE_STORE_V2_API", "GLOO_SOCKET_IFNAME"}
     needed = {"PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONHOME"}
     assert environment.keys() - ours - unless_set - needed == {"NAMED"} | (environment.keys() & {"LC_CTYPE"})
@@ -261,6 +261,27 @@ def test_what_each_worker_wrote_is_in_its_files_byte_by_byte(launch, tmp_path, s
         directory = tmp_path / "new" / "logs" / f"rank.{rank}"
         assert (directory / "stdout").read_bytes() == b"rank %d\r\xff no end" % rank
         assert (directory / "stderr").read_bytes() == b"err\n"
+
+
+@pytest.mark.parametrize("how", ["flag", "HVDLITE_TIMELINE", "HOROVOD_TIMELINE"])
+@pytest.mark.parametrize(
+    ("file", "why"),
+    [
+        ("nowhere/t.json", "there is no directory {tmp}/nowhere: make it"),
+        ("file/t.json", "{tmp}/file is no directory"),
+        ("directory", "there is something that is not a file: name a file"),
+    ],
+)
+def test_a_timeline_that_cannot_be_written_is_refused_before_anything_starts(launch, tmp_path, how, file, why):
+    (tmp_path / "file").touch()
+    (tmp_path / "directory").mkdir()
+    flags, env = (["--timeline-filename", file], {}) if how == "flag" else ([], {how: file})
+    name = "HVDLITE_TIMELINE" if how == "flag" else how
+    code, out, err = launch("-np", "2", *flags, "touch", "started", cwd=tmp_path, env=env).ended()
+    why = why.format(tmp=tmp_path)
+    said = f"hvdlite-run: --timeline-filename ({name}): cannot write {tmp_path}/{file}: {why}\n"
+    assert (code, out, err.decode()) == (2, b"", said)
+    assert not (tmp_path / "started").exists()
 
 
 def test_a_disk_that_is_full_in_mid_job_ends_the_job_and_names_the_file(launch, tmp_path):

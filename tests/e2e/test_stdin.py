@@ -2,6 +2,7 @@
 
 import os
 import pty
+import select
 import subprocess
 import sys
 import threading
@@ -80,6 +81,54 @@ def test_what_rank_0_does_not_read_stays_with_who_writes_it(launch, tmp_path):
     writer.join(30)
     code, out, _ = job.ended()
     assert (code, out) == (0, b"[0]<stdout>:%d\n" % total)
+
+
+PROMPTS = """
+import os, pdb
+if os.environ["HVDLITE_RANK"] == "0":
+    print("hello", input("who? "))
+    pdb.Pdb(nosigint=True, readrc=False).set_trace()
+    print("the end")
+"""
+
+
+def test_on_a_terminal_prompts_show_before_their_answer_and_a_debugger_can_be_used(launch, tmp_path):
+    (tmp_path / "ask.py").write_text(PROMPTS)
+    terminal, line = pty.openpty()
+    job = launch(
+        *("-np", "2", "--output-filename", "kept", sys.executable, "ask.py"),
+        stdin=line,
+        stdout=line,
+        stderr=line,
+        cwd=tmp_path,
+        env={"NO_COLOR": "1"},
+    )
+    os.close(line)
+    seen = b""
+
+    def until(text: bytes) -> bytes:
+        nonlocal seen
+        while text not in seen:
+            assert select.select([terminal], [], [], 60)[0], seen
+            seen += os.read(terminal, 4096)
+        shown, text, seen = seen.partition(text)
+        return shown + text
+
+    try:
+        assert until(b"who? ") == b"[0]<stdout>:who? "
+        os.write(terminal, b"me\n")
+        session = until(b"(Pdb) ")
+        assert session.startswith(b"me\r\n[0]<stdout>:hello me\r\n[0]<stdout>:> ")
+        os.write(terminal, b"p 6 * 7\n")
+        assert until(b"(Pdb) ") == b"p 6 * 7\r\n[0]<stdout>:42\r\n[0]<stdout>:(Pdb) "
+        os.write(terminal, b"c\n")
+        assert until(b"the end\r\n") == b"c\r\n[0]<stdout>:the end\r\n"
+        assert job.process.wait(30) == 0
+    finally:
+        os.close(terminal)
+    kept = (tmp_path / "kept" / "rank.0" / "stdout").read_bytes()
+    assert kept.startswith(b"who? hello me\n> ")
+    assert kept.endswith(b"(Pdb) 42\n(Pdb) the end\n")
 
 
 def test_rank_0_that_does_not_read_can_be_ended(launch):

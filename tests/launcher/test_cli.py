@@ -6,6 +6,9 @@ import pytest
 from hvdlite_launcher import cli, flags
 
 HELP = Path(__file__).with_name("help.txt")
+OF_TORCHRUN = (
+    "is torchrun's: hvdlite-run is typed once, on one host; -np says how many workers there are in all, and -H"
+)
 
 
 def test_the_help_is_as_agreed(capsys):
@@ -35,6 +38,9 @@ def test_every_flag_is_in_the_help_and_no_other():
         (["-n", "two", "true"], "-np/-n/--num-proc: 'two' is not a number of workers, such as 4"),
         (["--verbos", "-np", "2", "true"], "unknown flag --verbos; did you mean --verbose?"),
         (["--num-proc=2", "--bogus=1", "true"], "unknown flag --bogus; see hvdlite-run --help"),
+        (["--nproc-per-node", "4", "true"], f"--nproc-per-node {OF_TORCHRUN}"),
+        (["--nproc_per_node=4", "true"], f"--nproc_per_node {OF_TORCHRUN}"),
+        (["-np", "4", "--nnodes", "2", "true"], f"--nnodes {OF_TORCHRUN}"),
         (["--verbose=1", "-np", "2", "true"], "--verbose: "),
         (["-H", "a:", "true"], "-H: 'a:' is not host:slots, such as node1:4"),
         (["-H", "", "true"], "-H: '' is not host:slots"),
@@ -67,6 +73,8 @@ def test_every_flag_is_in_the_help_and_no_other():
         (["--ssh-args", "'", "-np", "1", "true"], '--ssh-args: "\'" cannot be split into words: no closing quotation'),
         (["--grace", "-1", "-np", "2", "true"], "--grace: '-1' is not a number of seconds"),
         (["--grace", "nan", "-np", "2", "true"], "--grace: 'nan'"),
+        (["--grace", "soon", "-np", "2", "true"], "--grace: 'soon' is not a number of seconds"),
+        (["--grace", "86401", "-np", "2", "true"], "--grace: '86401' is not a number of seconds up to a day"),
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(argv, said, capsys):
@@ -116,6 +124,11 @@ def test_interfaces_may_be_several_for_all_hosts_or_for_one(words, interfaces):
 def test_of_several_interfaces_the_plan_shows_that_one_will_be_taken(capsys):
     assert cli.main(["-np", "1", "--network-interface", "eth0,ib0", "--dry-run"]) == 0
     assert "GLOO_SOCKET_IFNAME=<the first of eth0,ib0 that is there>" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "grace_s"), [([], 30), (["--grace", "0"], 0), (["--grace", "86400"], 86400)])
+def test_workers_have_half_a_minute_after_a_signal_or_what_is_asked_for(words, grace_s):
+    assert cli.job_of(cli.read_flags(["-np", "1", *words]), ["true"]).grace_s == grace_s
 
 
 def start_timeout_s(*words: str) -> float:

@@ -146,11 +146,20 @@ def test_a_file_that_cannot_be_written_is_an_event_once_and_the_screen_goes_on(p
     assert _read_all(pipe[0]) == b"[0]<stdout>:line\n" * 3
 
 
-def _on_terminal(environ, *outputs):
+def _on_terminal(environ, *outputs, quiet_s=3600.0):
+    """What it shows of outputs, and of lines that are typed (`TYPED`); all that workers leave unfinished is, with 0."""
     terminal, stream = pty.openpty()
     events = SimpleQueue()
-    screen = Screen(events, [].append, stdout=stream, stderr=stream, environ=environ)
-    _outputs(screen, *outputs)
+    # The clock stands still: a worker has been quiet for long enough at once, or never is.
+    screen = Screen(
+        events, [].append, stdout=stream, stderr=stream, environ=environ, quiet_s=quiet_s, clock=lambda: 0.0
+    )
+    for output in outputs:
+        if output is TYPED:
+            screen.typed()
+        else:
+            screen.show(output)
+    screen.close()
     assert isinstance(events.get(timeout=10), ScreenDone)
     os.write(stream, b"THE END")  # a terminal hands its text on in pieces
     data = b""
@@ -159,6 +168,95 @@ def _on_terminal(environ, *outputs):
     os.close(stream)
     os.close(terminal)
     return data.removesuffix(b"THE END").replace(b"\r\n", b"\n")
+
+
+TYPED = object()
+PLAIN = {"NO_COLOR": "1"}
+
+
+def _prompts(*outputs, environ=PLAIN):
+    return _on_terminal(environ, *outputs, quiet_s=0.0)
+
+
+@pytest.mark.parametrize("environ", [PLAIN, {"TERM": "dumb"}], ids=["in place", "dumb"])
+def test_a_terminal_shows_an_unfinished_line_of_a_quiet_worker_and_then_the_rest_of_it(environ):
+    shown = _prompts(
+        Output(0, "stdout", b"one\nloading"),
+        Output(0, "stdout", b" ..."),
+        Output(0, "stdout", b" done\nnext\n"),
+        environ=environ,
+    )
+    assert shown == b"[0]<stdout>:one\n[0]<stdout>:loading ... done\n[0]<stdout>:next\n"
+
+
+def test_two_ranks_never_share_a_line_and_nothing_is_shown_twice():
+    shown = _prompts(
+        Output(0, "stdout", b"Epoch 1: "),
+        Output(1, "stdout", b"of rank 1\n"),
+        Output(0, "stdout", b"0.5"),
+        Output(0, "stderr", b"a warning\n"),
+        Output(1, "stdout", b"loss "),
+        Output(0, "stdout", b" done\n"),
+        Output(1, "stdout", b"0.7\n"),
+    )
+    assert shown == (
+        b"[0]<stdout>:Epoch 1: \n[1]<stdout>:of rank 1\n[0]<stdout>:0.5\n[0]<stderr>:a warning\n"
+        b"[1]<stdout>:loss \n[0]<stdout>: done\n[1]<stdout>:0.7\n"
+    )
+
+
+def test_what_follows_an_answer_that_was_typed_is_a_line_of_its_own():
+    # The newline after the prompt is the terminal's own, as it shows what is typed.
+    shown = _prompts(Output(0, "stdout", b"? "), TYPED, Output(0, "stdout", b"hello\n? "), TYPED)
+    assert shown == b"[0]<stdout>:? [0]<stdout>:hello\n[0]<stdout>:? "
+
+
+def test_a_bar_of_another_rank_makes_room_for_a_prompt_and_is_drawn_below_it_when_it_moves():
+    shown = _prompts(Output(1, "stderr", b"\r 10%\r 20%"), Output(0, "stdout", b"? "), Output(1, "stderr", b"\r 30%"))
+    bar = b"\x1b[?7l[1]<stderr>: %b\x1b[?7h\r\x1b[K"
+    assert shown == (bar % b"10%" + bar % b"10%" + b"[0]<stdout>:? \n" + bar % b"20%" + b"[1]<stderr>: 30%\n")
+
+
+def test_what_turns_out_to_be_a_bar_is_drawn_in_its_place():
+    shown = _prompts(Output(0, "stderr", b"10%"), Output(0, "stderr", b"\r20%\r"), Output(0, "stderr", b"30%\n"))
+    bar = b"\x1b[?7l[0]<stderr>:10%\x1b[?7h"
+    assert shown == b"\r\x1b[K".join([b"[0]<stderr>:10%", bar, b"[0]<stderr>:30%\n"])
+
+
+def test_a_bar_in_progress_is_no_prompt():
+    assert _prompts(Output(0, "stderr", b"\r 10%"), Output(0, "stderr", b"\r 20%")) == _on_terminal(
+        PLAIN, Output(0, "stderr", b"\r 10%"), Output(0, "stderr", b"\r 20%")
+    )
+
+
+def test_a_colour_that_was_cut_in_two_is_shown_anew_once_it_is_whole():
+    shown = _prompts(Output(0, "stdout", b"? \x1b[3"), Output(0, "stdout", b"1mred\n"))
+    assert shown == b"[0]<stdout>:? \\x1b[3\r\x1b[K[0]<stdout>:? \x1b[31mred\n"
+
+
+def _read(fd, count):
+    data = b""
+    while len(data) < count:
+        data += os.read(fd, count - len(data))
+    return data
+
+
+def test_an_unfinished_line_is_shown_after_a_quiet_moment_and_not_before():
+    terminal, stream = pty.openpty()
+    now, is_shown = [0.0], SimpleQueue()
+    screen = Screen(
+        SimpleQueue(), is_shown.put, stdout=stream, stderr=stream, environ=PLAIN, quiet_s=0.1, clock=lambda: now[0]
+    )
+    screen.show(Output(0, "stdout", b"? "))
+    is_shown.get(timeout=30)
+    screen.show(Output(1, "stdout", b"line\n"))
+    is_shown.get(timeout=30)
+    assert _read(terminal, 18) == b"[1]<stdout>:line\r\n"
+    now[0] = 0.2
+    assert _read(terminal, 14) == b"[0]<stdout>:? "
+    screen.close()
+    os.close(stream)
+    os.close(terminal)
 
 
 def test_a_terminal_shows_a_rank_in_its_colour_unless_it_shall_not():

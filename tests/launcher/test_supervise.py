@@ -8,6 +8,7 @@ from queue import Empty
 import pytest
 from hvdlite_launcher.hosts import Host
 from hvdlite_launcher.messages import (
+    Event,
     Exited,
     GaveUp,
     InputRead,
@@ -22,9 +23,9 @@ from hvdlite_launcher.messages import (
     Started,
 )
 from hvdlite_launcher.plan import plan_slots
-from hvdlite_launcher.supervise import PEER_LOST_S, Supervisor
+from hvdlite_launcher.supervise import FAILURE_GRACE_S, PEER_LOST_S, SAME_SIGNAL_S, Supervisor
 
-GRACE = 3.0
+GRACE = 30.0  # after a signal to the launcher
 INT, TERM, KILL, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP
 TIME_PASSES = object()  # nothing happens until the loop does not want to wait longer
 
@@ -38,7 +39,7 @@ class Late:
     """An event that comes after a time, in a queue that is never empty meanwhile."""
 
     delay_s: float
-    event: Output
+    event: Event
 
 
 class Played:
@@ -171,19 +172,23 @@ def test_who_fails_after_the_first_is_not_the_cause():
 
 def test_who_ignores_the_signal_is_killed_after_the_grace():
     played = Played(Exited(1, 3), TIME_PASSES, Exited(0, -9))
-    assert played.signals == [(0, [0], TERM), (GRACE, [0], KILL)]
+    assert played.signals == [(0, [0], TERM), (FAILURE_GRACE_S, [0], KILL)]
     assert played.exit_code == 3
+
+
+def test_a_grace_that_is_shorter_than_what_a_failure_gives_counts_there_too():
+    assert Played(Exited(1, 3), TIME_PASSES, Exited(0, -9), grace=1).signals == [(0, [0], TERM), (1, [0], KILL)]
 
 
 def test_who_ends_within_the_grace_is_not_signalled_again():
     played = Played(Exited(1, 3), Exited(0, -15), TIME_PASSES, Exited(2, -9), hosts=THREE)
-    assert played.signals == [(0, [0, 2], TERM), (GRACE, [2], KILL)]
+    assert played.signals == [(0, [0, 2], TERM), (FAILURE_GRACE_S, [2], KILL)]
 
 
 def test_a_flood_of_output_does_not_put_off_the_kill():
     flood = [Late(1.0, Output(0, "stdout", b"y\n"))] * 3
     played = Played(Exited(1, 3), *flood, Exited(0, -9))
-    assert played.signals == [(0, [0], TERM), (GRACE, [0], KILL)]
+    assert played.signals == [(0, [0], TERM), (FAILURE_GRACE_S, [0], KILL)]
 
 
 def test_without_grace_the_others_are_killed_at_once():
@@ -281,8 +286,8 @@ def test_a_rank_that_left_after_another_failed_is_not_the_cause():
 
 def test_a_job_of_which_one_lost_a_peer_is_gone_within_5_seconds():
     played = Played(Exited(0, 7, peer_lost=True), TIME_PASSES, TIME_PASSES, Exited(1, -9))
-    assert played.signals[-1] == (PEER_LOST_S + GRACE, [1], KILL)
-    assert PEER_LOST_S + GRACE < 5
+    assert played.signals[-1] == (PEER_LOST_S + FAILURE_GRACE_S, [1], KILL)
+    assert PEER_LOST_S + FAILURE_GRACE_S < 5
 
 
 # --------------------------------------------------------------- interrupts
@@ -295,10 +300,77 @@ def test_a_signal_to_the_launcher_is_passed_on_and_is_the_cause(signum, exit_cod
     assert (played.exit_code, played.report) == (exit_code, "")
 
 
+@pytest.mark.parametrize(
+    ("signum", "again"), [(INT, "Ctrl-C again"), (TERM, "a second signal"), (HUP, "a second signal")]
+)
+def test_a_signal_to_the_launcher_is_told_with_how_long_it_waits(signum, again):
+    said = (
+        f"{signum.name} passed on to 2 workers: what still runs in 30 s is killed "
+        f"({again}: at once; --grace sets the time)"
+    )
+    assert Played(Interrupted(signum), Exited(0, 0), Exited(1, 0)).said == [said]
+
+
+def test_workers_may_take_as_long_as_the_grace_says_up_to_a_day():
+    played = Played(Interrupted(TERM), Exited(1, 0), TIME_PASSES, Exited(0, -9), grace=86400)
+    assert played.signals == [(0, [0, 1], TERM), (86400, [0], KILL)]
+    assert "in 86400 s" in played.said[0]
+
+
+def test_without_grace_a_signal_kills_at_once_and_says_so():
+    played = Played(Interrupted(TERM), Exited(0, -9), Exited(1, -9), grace=0)
+    assert played.signals == [(0, [0, 1], KILL)]
+    assert (played.exit_code, played.said) == (143, ["SIGTERM: 2 workers killed at once (--grace 0)"])
+
+
+def test_who_is_lost_or_fails_while_others_write_their_checkpoint_is_neither_named_nor_ends_their_time():
+    hosts = (Host("a", 2), Host("b", 1))
+    ends = Exited(1, 1, peer_lost=True), Late(5, Lost("b", "cut")), TIME_PASSES, Exited(0, 0, left=True)
+    played = Played(Interrupted(TERM), *ends, hosts=hosts)
+    assert played.signals == [(0, [0, 1, 2], TERM), (GRACE, [0], KILL)]
+    assert (played.exit_code, played.report) == (143, "")
+
+
+def test_a_screen_that_is_gone_does_not_shorten_the_time_after_a_hangup():
+    gone = ScreenFailed("stderr", OSError(errno.EIO, "Input/output error"))
+    played = Played(Interrupted(HUP), gone, TIME_PASSES, Exited(0, -9), Exited(1, -9))
+    assert played.signals == [(0, [0, 1], HUP), (GRACE, [0, 1], KILL)]
+    assert played.exit_code == 129
+
+
+def test_nor_where_it_is_gone_before_the_hangup_is_heard_of():
+    gone = ScreenFailed("stdout", OSError(errno.EIO, "Input/output error"))
+    played = Played(gone, Interrupted(HUP), TIME_PASSES, Exited(0, -9), Exited(1, -9))
+    assert played.signals == [(0, [0, 1], TERM), (GRACE, [0, 1], KILL)]
+    assert (played.exit_code, played.report) == (129, "")
+
+
+@pytest.mark.parametrize("end", [Exited(1, -TERM), Exited(1, 128 + TERM)])
+def test_a_worker_that_the_same_signal_ended_before_it_reached_the_launcher_is_not_the_cause(end):
+    played = Played(end, Interrupted(TERM), TIME_PASSES, Exited(0, -9))
+    assert played.signals == [(0, [0], TERM), (GRACE, [0], KILL)]
+    assert (played.exit_code, played.report) == (143, "")
+
+
 def test_interrupted_twice_the_workers_are_killed_at_once():
-    played = Played(Interrupted(INT), Interrupted(INT), Exited(0, -9), Exited(1, -9))
-    assert played.signals == [(0, [0, 1], INT), (0, [0, 1], KILL)]
+    played = Played(Interrupted(INT), Late(1, Interrupted(INT)), Exited(0, -9), Exited(1, -9))
+    assert played.signals == [(0, [0, 1], INT), (1, [0, 1], KILL)]
     assert played.exit_code == 130
+    assert played.said[1:] == ["SIGINT: 2 workers killed at once"]
+
+
+def test_a_signal_that_comes_twice_in_a_moment_is_one():
+    twice = Interrupted(TERM), Interrupted(TERM), Late(SAME_SIGNAL_S / 2, Interrupted(HUP))
+    played = Played(*twice, Exited(0, 0), Exited(1, 0))
+    assert played.signals == [(0, [0, 1], TERM)]
+    assert len(played.said) == 1
+
+
+def test_a_third_signal_changes_nothing_any_more():
+    thrice = Interrupted(TERM), Late(1, Interrupted(TERM)), Late(0.5, Interrupted(TERM))
+    played = Played(*thrice, TIME_PASSES)
+    assert played.signals == [(0, [0, 1], TERM), (1, [0, 1], KILL)]
+    assert len(played.said) == 2
 
 
 def test_interrupted_while_a_failure_ends_the_job_the_failure_stays_the_cause():
