@@ -17,6 +17,7 @@ import torch
 import hvdlite as hvd
 hvd.init(timeout_s=20)
 path, end = sys.argv[1:]
+torch.manual_seed(0)
 model = torch.nn.Linear(64, 64)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
 

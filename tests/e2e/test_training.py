@@ -192,6 +192,7 @@ import re
 import resource
 import torch.distributed as dist
 hvd.init()
+torch.manual_seed(0)
 model = torch.nn.Sequential(*[torch.nn.Linear(1000, 1000) for _ in range(20)])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 forward = model
