@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import multiprocessing
 import os
 from collections.abc import Iterable
@@ -18,10 +19,11 @@ from datetime import timedelta
 
 from .entry import World, enter
 from .environment import DEFAULT_TIMEOUT_S, read_environment
-from .errors import LaunchEnvironmentError, NotInitializedError
+from .errors import LaunchEnvironmentError, NotInitializedError, say_where
 from .farewell import say_farewell
 from .process_set import ProcessSet, check_first_sets
 from .timeline import session as timeline
+from .tracebacks import shorten_tracebacks
 from .values import MOST, seconds, shown, whole_number
 
 _world: World | None = None
@@ -88,7 +90,16 @@ def init(
     if hierarchical is not None:
         environment = replace(environment, hierarchical=hierarchical)
     timeout = timedelta(seconds=timeout_s or environment.timeout_s or DEFAULT_TIMEOUT_S)
-    _world = enter(timeout, environment)
+    is_whole_shown = environment.log_level is not None and environment.log_level <= logging.DEBUG
+    try:
+        _world = enter(timeout, environment)
+    except KeyboardInterrupt as interrupt:
+        say_where(interrupt, "hvd.init() for the other ranks")
+        raise
+    finally:
+        # At the end, as PyTorch sets a hook of its own where the ranks are connected.
+        if not is_whole_shown:
+            shorten_tracebacks()
     try:
         for process_set in first_sets:
             _world.sets.add(process_set)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..errors import CommunicationError, MismatchError
+from ..errors import CommunicationError, MismatchError, say_where
 from .engine import EngineWork
 
 # An engine may know that a rank has gone a little earlier than who tells which.
@@ -87,6 +87,9 @@ class Work:
                 # From an engine that sees it, with all there is to say.
                 raise
             raise self._error_of(self._what, error) from error
+        except KeyboardInterrupt as interrupt:
+            say_where(interrupt, self._what)
+            raise
         finally:
             del waits[own]
 
