@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import threading
 import time
@@ -382,6 +384,64 @@ def test_events_are_in_the_part_before_the_end(tmp_path, monkeypatch):
     ]  # fmt: skip
     assert waits[0]["id"] == waits[1]["id"] != waits[2]["id"]
     assert [span["name"] for span in spans(events, 0)] == ["failed"]
+
+
+def test_a_step_brings_what_came_before_it_into_the_part_whatever_the_clock_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(recorder, "_FLUSH_S", 1000)
+    own = Recorder()
+    own.begin(
+        Recording(tmp_path / "t", parts.open_part(tmp_path / "t", 0), 0, "rank 0", zero_ns=0, ahead_ns=0, since_ns=0)
+    )
+    give_up_at = time.monotonic() + 60
+    for step in range(3):
+        own.note(Row(1, "row"), f"step {step}", step, step + 1)
+        own.write_soon()
+        while f"step {step}" not in (tmp_path / "t.rank.0.part").read_text():
+            assert time.monotonic() < give_up_at
+            time.sleep(0.001)
+    own.forget()
+
+
+class NearlyFull:
+    """A file on a disk with so many bytes left, which takes a few at a time."""
+
+    def __init__(self, left: int) -> None:
+        self.left, self.data, self.refused = left, b"", 0
+
+    def write(self, data: memoryview) -> int:
+        if self.left == 0:
+            self.refused += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        taken = bytes(data[: min(self.left, 7)])
+        self.data += taken
+        self.left -= len(taken)
+        return len(taken)
+
+    def close(self) -> None: ...
+
+
+def test_a_disk_that_fills_up_ends_the_timeline_with_one_line_and_keeps_what_was_written(tmp_path, caplog):
+    file: Any = NearlyFull(600)
+    own = Recorder()
+    own.begin(Recording(tmp_path / "t", file, 0, "rank 0", zero_ns=0, ahead_ns=0, since_ns=0))
+    give_up_at = time.monotonic() + 60
+    for step in range(100):
+        own.note(Row(1, "row"), f"step {step}", step, step + 1)
+        own.write_soon()
+    while not file.refused:
+        assert time.monotonic() < give_up_at
+        time.sleep(0.001)
+    for step in range(100):
+        own.note(Row(1, "row"), f"step {100 + step}", step, step + 1)
+        own.write_soon()
+    own.forget()
+    assert file.refused == 1
+    (said,) = caplog.messages
+    assert said.startswith(f"the timeline {tmp_path / 't'} ends here for this rank")
+    assert "No space left on device" in said
+    kept = [json.loads(event)["name"] for event in parts.events_of(file.data) if '"ph":"X"' in event]
+    assert kept == [f"step {step}" for step in range(len(kept))]
+    assert kept
 
 
 def test_a_line_that_was_cut_short_is_left_out():

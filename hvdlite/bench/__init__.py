@@ -6,7 +6,7 @@
 What is claimed of speed comes from here: all that is compared runs in one process, taking turns, and is told as medians
 with quartiles. Modules import only what stands before them, and any of the library besides:
 
-    errors < quantities < spread < table < plot < report < interruption < progress < ranks < turns < memory_left
-    < allreduce < workloads < trainings < variants < step < usage < memory < prediction < calibration < outlook < scale
-    < flags < command_line < run < __main__
+    errors < quantities < setting < spread < table < plot < report < interruption < progress < ranks < turns
+    < memory_left < allreduce < workloads < trainings < variants < step < usage < memory < prediction < calibration
+    < outlook < scale < flags < command_line < run < __main__
 """

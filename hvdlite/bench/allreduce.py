@@ -19,11 +19,20 @@ from ..channels.collective import Group
 from ..channels.engine import HasMemory
 from ..errors import HvdliteError
 from .memory_left import why_too_large
-from .plot import Chart, Point
+from .plot import Chart, Line, Lines, Point, is_own
 from .progress import Progress
-from .quantities import name_of, show_bandwidth, show_ranks, show_ratio, show_size, show_time
+from .quantities import (
+    name_of,
+    show_bandwidth,
+    show_ratio,
+    show_ratios,
+    show_round_time,
+    show_size,
+    show_time,
+)
 from .ranks import Ranks
 from .report import Report
+from .setting import Setting
 from .spread import Spread, ratio_of
 from .table import Table
 from .turns import Samples, take_turns, timed
@@ -60,7 +69,7 @@ class AllReduce:
     def __init__(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype], rounds: int) -> None:
         self._rounds = rounds
         self.cases = [Case(max(1, size // dtype.itemsize), dtype) for dtype in dtypes for size in sizes]
-        self._ranks = 1
+        self._setting = Setting()
 
     @property
     def turns(self) -> int:
@@ -72,7 +81,7 @@ class AllReduce:
 
     def run(self, ranks: Ranks, progress: Progress) -> None:
         """Measure; every rank must call it."""
-        self._ranks = ranks.size
+        self._setting = ranks.setting
         for case in self.cases:
             progress.begin(f"{show_size(case.nbytes)} {name_of(case.dtype)}")
             with ranks.channel() as group:
@@ -87,7 +96,7 @@ class AllReduce:
 
     def report(self) -> Report:
         """What has been measured by now."""
-        return report_of(self.cases, self._ranks)
+        return report_of(self.cases, self._setting)
 
 
 def shares_memory(ranks: Ranks, group: Group) -> bool:
@@ -158,9 +167,9 @@ def bus_factor(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
-def report_of(cases: Sequence[Case], ranks: int) -> Report:
-    """The report of cases that so many ranks have measured, as far as they have."""
-    rows = [row for case in cases for row in _rows(case, ranks)]
+def report_of(cases: Sequence[Case], setting: Setting) -> Report:
+    """The report of cases, as far as they have been measured."""
+    rows = [row for case in cases for row in _rows(case, setting.ranks)]
     header = ["size", "dtype", "what", "time", "quartiles", "alg", "bus", "× rival", "× limit"]
     lines = [
         [
@@ -179,14 +188,36 @@ def report_of(cases: Sequence[Case], ranks: int) -> Report:
         "× rival: how many times faster than gloo or nccl by itself. × limit: how many times as long as a copy of the "
         "same bytes (memcpy, copy on the GPU, link to the next GPU), which all ranks make at once."
     )
-    title = f"all-reduce over {show_ranks(ranks)}"
-    series: dict[str, list[Point]] = {}
+    title = f"all-reduce between {setting}"
+    table = Table(header, lines, words=3, title=title)
+    return Report([table], {"rows": rows, "skipped": skipped}, _chart_of(rows, title), notes)
+
+
+def _chart_of(rows: Sequence[dict[str, Any]], title: str) -> Chart:
+    panels = []
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        found: dict[str, list[Point]] = {}
+        for row in rows:
+            if row["dtype"] == dtype:
+                spread = Spread(row["median_s"], row["low_s"], row["high_s"], row["count"])
+                found.setdefault(row["what"], []).append(Point(row["bytes"], spread))
+        lines = [Line(what, points, is_own(what)) for what, points in found.items()]
+        panels.append(Lines(dtype, "size of the tensor", "time", show_size, show_round_time, lines))
+    count = max((row["count"] for row in rows), default=0)
+    caption = f"{title}. Medians, of the slowest rank; shades are between quartiles; {count} turns of each."
+    return Chart(_sentence_of(rows), caption, panels)
+
+
+def _sentence_of(rows: Sequence[dict[str, Any]]) -> str:
+    ratios: dict[str, list[float]] = {}
     for row in rows:
-        label = f"{row['what']} {row['dtype']}" if len({case.dtype for case in cases}) > 1 else row["what"]
-        spread = Spread(row["median_s"] * 1e6, row["low_s"] * 1e6, row["high_s"] * 1e6, row["count"])
-        series.setdefault(label, []).append(Point(row["bytes"], spread))
-    chart = Chart("lines", title, "bytes", "µs", series)
-    return Report([Table(header, lines, words=3, title=title)], {"rows": rows, "skipped": skipped}, chart, notes)
+        if is_own(row["what"]) and row["times_faster_than_rival"] is not None:
+            ratios.setdefault(row["what"], []).append(row["times_faster_than_rival"])
+    rival = next((row["what"] for row in rows if row["what"] in RIVALS), None)
+    if not ratios or rival is None:
+        return "How long an all-reduce takes"
+    (name, much), *others = [(name, show_ratios(each)) for name, each in ratios.items()]
+    return f"{name} is {much} times as fast as {rival}" + "".join(f", {name} {much}" for name, much in others)
 
 
 def _rows(case: Case, ranks: int) -> list[dict[str, Any]]:

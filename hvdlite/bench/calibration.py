@@ -11,14 +11,15 @@ from typing import Any
 
 from .errors import UsageError
 from .prediction import Link, Workstep, fit
+from .setting import Setting
 from .trainings import Parts
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Medians of a run on ``ranks`` ranks: all-reduces as (bytes, seconds), and the steps of a model."""
+    """Medians of a run: all-reduces as (bytes, seconds), and the steps of a model."""
 
-    ranks: int
+    setting: Setting
     model: str
     batch: int
     compression: str
@@ -26,6 +27,11 @@ class Calibration:
     parts: Parts
     bucket_bytes: tuple[int, ...]
     measured_step_s: float
+
+    @property
+    def ranks(self) -> int:
+        """How many the run had."""
+        return self.setting.ranks
 
     @property
     def link(self) -> Link:
@@ -46,8 +52,9 @@ def read_calibration(path: Path) -> Calibration:
     """That of a file that ``scale --json`` has written; a UsageError if it is none."""
     try:
         found = json.loads(path.read_text())["calibration"]
+        setting = found["setting"]
         calibration = Calibration(
-            ranks=int(found["ranks"]),
+            setting=Setting(int(setting["ranks"]), int(setting["hosts"]), str(setting["wire"])),
             model=str(found["model"]),
             batch=int(found["batch"]),
             compression=str(found["compression"]),

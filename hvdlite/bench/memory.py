@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from .memory_left import why_too_large
-from .plot import Chart, Point
+from .plot import Bar, Bars, Chart, is_own
 from .progress import Progress
-from .quantities import show_ranks, show_ratio, show_size
+from .quantities import show_ratio, show_size
 from .ranks import Ranks
 from .report import Report
+from .setting import Setting
 from .spread import Spread, ratio_of
 from .step import bytes_of
 from .table import Table
@@ -37,7 +38,7 @@ class Memory:
         self._workload = workload
         self._rows = rows or workload.rows
         self._rounds = rounds
-        self._ranks = 1
+        self._setting = Setting()
         self._usage: Usage | None = None
         self._model_bytes = 0
         self._skipped: str | None = None
@@ -54,7 +55,7 @@ class Memory:
 
     def run(self, ranks: Ranks, progress: Progress) -> None:
         """Measure; every rank must call it."""
-        self._ranks = ranks.size
+        self._setting = ranks.setting
         model = self._workload.make(ranks.device)
         self._model_bytes = bytes_of(model)
         del model
@@ -92,13 +93,13 @@ class Memory:
 
     def report(self) -> Report:
         """What has been measured by now."""
-        return report_of(self._workload.name, self._rows, self._model_bytes, self.samples, self._ranks, self._skipped)
+        return report_of(self._workload.name, self._rows, self._model_bytes, self.samples, self._setting, self._skipped)
 
 
 def report_of(
-    model: str, batch: int, model_bytes: int, samples: Samples, ranks: int, skipped: str | None = None
+    model: str, batch: int, model_bytes: int, samples: Samples, setting: Setting, skipped: str | None = None
 ) -> Report:
-    """The report of what so many ranks have measured of a model, as far as they have."""
+    """The report of what has been measured of a model by now."""
     rows = _rows(samples, model_bytes)
     header = ["variant", "above the model", "quartiles", "in models", f"less {REFERENCE}", f"× {REFERENCE}", "times"]
     lines = [
@@ -111,28 +112,28 @@ def report_of(
         ]
         for row in rows
     ]
-    title = f"peak memory of each of {show_ranks(ranks)}, {model} of {show_size(model_bytes)}, batch {batch}"
-    megabyte = 2**20
-    series = {
-        row["variant"]: [
-            Point(
-                model,
-                Spread(
-                    row["median_bytes"] / megabyte,
-                    row["low_bytes"] / megabyte,
-                    row["high_bytes"] / megabyte,
-                    row["count"],
-                ),
-            )
-        ]
-        for row in rows
-    }
+    title = f"peak memory of each of {setting}, {model} of {show_size(model_bytes)}, batch {batch}"
     data: dict[str, Any] = {"model": model, "batch": batch, "model_bytes": model_bytes, "rows": rows}
     notes = [] if skipped is None else [f"skipped: {model}: {skipped}"]
     if skipped is not None:
         data["skipped"] = [{"model": model, "why": skipped}]
     notes.append("Gradients, buckets, wires and activations; shared memory is counted once among the ranks of a host.")
-    return Report([Table(header, lines, title=title)], data, Chart("bars", title, "", "MB", series), notes)
+    return Report([Table(header, lines, title=title)], data, _chart_of(rows, title), notes)
+
+
+def _chart_of(rows: Sequence[dict[str, Any]], title: str) -> Chart:
+    def megabytes(row: dict[str, Any]) -> Spread:
+        low, middle, high = (row[key] / 2**20 for key in ("low_bytes", "median_bytes", "high_bytes"))
+        return Spread(middle, low, high, row["count"])
+
+    bars = [Bar(row["variant"], megabytes(row), show_size(row["median_bytes"]), is_own(row["variant"])) for row in rows]
+    own = next((row for row in rows if is_own(row["variant"])), None)
+    sentence = "The most memory that training takes above the model"
+    if own is not None and own["in_models"] is not None:
+        sentence = f"{own['variant']} takes {show_ratio(own['in_models'])} times the model's size above the model"
+        if own["times_reference"] is not None:
+            sentence += f", {show_ratio(own['times_reference'])} times what {REFERENCE} takes"
+    return Chart(sentence, f"{title}. Medians; whiskers are quartiles.", [Bars("", "MB above the model", bars)])
 
 
 def _rows(samples: Samples, model_bytes: int) -> list[dict[str, Any]]:

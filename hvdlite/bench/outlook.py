@@ -7,10 +7,11 @@ from __future__ import annotations
 from typing import Any
 
 from .calibration import Calibration
-from .plot import Chart, Point
-from .prediction import MOST_RANKS, Prediction, predict, step_s, stops_paying_at
-from .quantities import show_ranks, show_size, show_time
+from .plot import Chart, Line, Lines, Point
+from .prediction import MOST_RANKS, Prediction, predict, step_s, stops_paying_at, throughput
+from .quantities import show_ranks, show_round_time, show_size, show_time
 from .report import Report
+from .setting import Setting
 from .spread import Spread
 from .table import Table
 
@@ -32,6 +33,8 @@ def report_of(calibration: Calibration, least_added: float) -> Report:
     tables = [_table_of_predictions(predictions, calibration), _table_of_fit(calibration)]
     if stops_at is None:
         verdict = f"Up to {MOST_RANKS} ranks one more adds {least_added:.0%} at least of what one does alone."
+    elif stops_at == 1:
+        verdict = f"Even a second rank adds less than {least_added:.0%} of what one does alone."
     else:
         verdict = f"From {show_ranks(stops_at)} on, one more adds less than {least_added:.0%} of what one does alone."
     notes = [
@@ -55,7 +58,17 @@ def report_of(calibration: Calibration, least_added: float) -> Report:
             for each in predictions
         ],
     }  # fmt: skip
-    return Report(tables, data, _chart_of(predictions, calibration), notes)
+    return Report(tables, data, _chart_of(calibration, verdict), notes, opening=_opening_of(calibration.setting))
+
+
+def _opening_of(setting: Setting) -> str:
+    if setting.hosts == 1:
+        return (
+            f"All {setting.ranks} ranks of this run shared one host ({setting.wire}): what follows is about more ranks "
+            "on a\nhost like it, with a core or a GPU for each, and says nothing of a network. For that, run it with "
+            "one\nrank on each of two hosts or more: hvdlite-run -H node1,node2 python -m hvdlite.bench scale"
+        )
+    return f"The ranks of this run were {setting}: what follows is about more ranks with such links between them."
 
 
 def _gigabytes_per_s(beta_s: float) -> str:
@@ -83,22 +96,59 @@ def _table_of_fit(calibration: Calibration) -> Table:
     for nbytes, seconds in calibration.points:
         modelled = calibration.link.all_reduce_s(calibration.ranks, nbytes)
         rows.append([show_size(nbytes), show_time(seconds), show_time(modelled), f"{seconds / modelled - 1:+.0%}"])
-    title = f"where the run leaves the model: all-reduces over {calibration.ranks} ranks"
+    title = f"where the run leaves the model: all-reduces between {calibration.ranks} ranks"
     return Table(["size", "measured", "model", "off by"], rows, words=0, title=title)
 
 
-def _chart_of(predictions: list[Prediction], calibration: Calibration) -> Chart:
-    def exact(value: float) -> Spread:
-        return Spread(value, value, value, 1)
+def _chart_of(calibration: Calibration, verdict: str) -> Chart:
+    return Chart(
+        verdict,
+        f"{calibration.model}, batch {calibration.batch} of each rank, wire {calibration.compression}; measured with "
+        f"{calibration.setting}" + (", so nothing of a network is in it." if calibration.setting.hosts == 1 else "."),
+        [_panel_of_throughput(calibration), _panel_of_fit(calibration)],
+    )
 
-    series = {
-        "expected": [Point(each.ranks, exact(each.throughput)) for each in predictions],
-        "ideal": [Point(each.ranks, exact(each.ranks)) for each in predictions],
-        "measured": [
-            Point(
-                calibration.ranks,
-                exact(calibration.ranks * calibration.workstep.alone_s / calibration.measured_step_s),
-            )
-        ],
-    }
-    return Chart("lines", f"throughput of {calibration.model}", "ranks", "in what one rank does alone", series)
+
+def _panel_of_throughput(calibration: Calibration) -> Lines:
+    link, step, here = calibration.link, calibration.workstep, calibration.ranks
+    measured = [(1, 1.0), (here, here * calibration.workstep.alone_s / calibration.measured_step_s)]
+    within = [1, *(ranks for ranks in _COUNTS if ranks < here), here]
+    beyond = [here, *(ranks for ranks in _COUNTS if ranks > here)]
+    lines = [
+        Line("measured", [_exact(*each) for each in measured], is_own=True, look="only points"),
+        Line(
+            "predicted",
+            [_exact(ranks, throughput(step, link, ranks)) for ranks in within],
+            is_own=True,
+            look="modelled",
+        ),
+        Line(
+            "predicted beyond what was measured",
+            [_exact(ranks, throughput(step, link, ranks)) for ranks in beyond],
+            is_own=True,
+            look="beyond",
+        ),
+        Line(
+            "if communication took no time",
+            [_exact(ranks, ranks) for ranks in (1, *beyond)],
+            is_own=False,
+            look="modelled",
+        ),
+    ]
+    return Lines(
+        "a training step", "ranks", "throughput, in what one rank does alone", "{:g}".format, "{:g}".format, lines
+    )
+
+
+def _panel_of_fit(calibration: Calibration) -> Lines:
+    ranks = calibration.ranks
+    modelled = [(nbytes, calibration.link.all_reduce_s(ranks, nbytes)) for nbytes, _ in calibration.points]
+    lines = [
+        Line("measured", [_exact(*each) for each in calibration.points], is_own=True, look="only points"),
+        Line("by the model, fitted to these", [_exact(*each) for each in modelled], is_own=True, look="modelled"),
+    ]
+    return Lines(f"an all-reduce between {ranks} ranks", "size", "time", show_size, show_round_time, lines)
+
+
+def _exact(place: float, value: float) -> Point:
+    return Point(place, Spread(value, value, value, 1))

@@ -108,6 +108,18 @@ def show_ratio(ratio: float | None) -> str:
     return "–" if ratio is None else _three_digits(ratio)
 
 
+def show_ratios(ratios: Iterable[float]) -> str:
+    """From the least to the largest, such as 1.02 to 1.93, or 1.02 where they are the same."""
+    ordered = sorted(ratios)
+    return " to ".join(dict.fromkeys(show_ratio(each) for each in (ordered[0], ordered[-1])))
+
+
+def show_round_time(seconds: float) -> str:
+    """A time without more digits than it has, for the marks of an axis, such as 10 µs."""
+    number, unit = show_time(seconds).split()
+    return f"{float(number):g} {unit}"
+
+
 def show_ranks(count: int) -> str:
     """Such as 1 rank, or 4 ranks."""
     return f"{count} rank" if count == 1 else f"{count} ranks"

@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from ..channels.collective import Group
+from ..channels.engine import HasMemory
 from ..channels.reduce_op import Max
 from ..entry import World
 from ..gradients.optimizer import DEFAULT_BUCKET_CAP_BYTES
 from .errors import UsageError
+from .setting import Setting
 
 
 class Ranks:
@@ -42,6 +44,15 @@ class Ranks:
                 )
             self.device = torch.device("cuda", local_rank)
             torch.cuda.set_device(self.device)
+
+    @property
+    def setting(self) -> Setting:
+        """How many they are, where, and what carries tensors between them."""
+        hosts = len(set(self.group.hosts))
+        wire = "NCCL" if self.device.type == "cuda" else "gloo"
+        if self.device.type == "cpu" and isinstance(self.group.engine, HasMemory):
+            wire = "shared memory" if hosts == 1 else "shared memory and gloo"
+        return Setting(self.size, hosts, wire if self.size > 1 else "")
 
     def synchronize(self) -> None:
         """Wait until this rank's GPU has done what it was given."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,16 @@ from .table import Table
 
 @dataclass(frozen=True)
 class Report:
-    """``data`` is for JSON: what the tables say, and every sample."""
+    """``data`` is for JSON: what the tables say, and every sample. ``opening`` is what to know before reading them."""
 
     tables: Sequence[Table]
     data: Mapping[str, Any]
     chart: Chart
     notes: Sequence[str] = field(default_factory=tuple)
+    opening: str = ""
 
     def __str__(self) -> str:
-        return "\n\n".join([*map(str, self.tables), *(["\n".join(self.notes)] if self.notes else [])])
+        return "\n\n".join(filter(None, [self.opening, *map(str, self.tables), "\n".join(self.notes)]))
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,17 @@ class Files:
             if path is not None:
                 _require_writable(flag, path)
 
-    def write(self, report: Report, about: Mapping[str, Any]) -> None:
-        """Write those that are wanted; ``about`` is what JSON says of the run itself. An OSError where that fails."""
+    def write(self, report: Report, about: Mapping[str, Any]) -> Iterator[Path]:
+        """Write those that are wanted, and say of each where it is now; an OSError where that fails.
+
+        ``about`` is what JSON says of the run itself.
+        """
         if self.json is not None:
             self.json.write_text(json.dumps({**about, **report.data}, indent=1) + "\n")
+            yield self.json.absolute()
         if self.plot is not None:
             draw(report.chart, self.plot)
+            yield self.plot.absolute()
 
 
 def _require_writable(flag: str, path: Path) -> None:

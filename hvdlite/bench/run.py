@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -30,11 +30,13 @@ def main(words: Sequence[str] | None = None) -> int:
     interruption = Interruption()
     try:
         return _run(words, interruption)
+    except SystemExit:
+        # After --help, which the parser has printed.
+        _say("", sys.stdout, end="")
+        raise
     except KeyboardInterrupt:
         # Collectives are under way that nobody will ever finish: to leave in order would be to wait for them.
         assert interruption.signum is not None, "who else raises it"
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(128 + interruption.signum)
 
 
@@ -126,19 +128,37 @@ def _measure(request: Request, ranks: Ranks, interruption: Interruption) -> int:
 
 def _show(request: Request, about: dict[str, Any]) -> int:
     report = request.command.report()
-    print(report, flush=True)
+    text, code = str(report), 0
     if about.get("complete") is False:
-        print("\ninterrupted: this is what was measured by then", flush=True)
+        text += "\n\ninterrupted: this is what was measured by then"
     try:
-        request.files.write(report, about)
+        _say(text, sys.stdout)
     except OSError as error:
-        return _complain(f"{PROGRAM} {request.command.name}: {error}", code=1)
-    return 0
+        code = _complain(f"{PROGRAM} {request.command.name}: standard output cannot be written: {error.strerror}", 1)
+    try:
+        for path in request.files.write(report, about):
+            _say(f"{PROGRAM}: wrote {path}", sys.stderr)
+    except OSError as error:
+        return _complain(f"{PROGRAM} {request.command.name}: {error}", 1)
+    return code
 
 
 def _complain(what: str, code: int = _USAGE) -> int:
-    print(what, file=sys.stderr, flush=True)
+    _say(what, sys.stderr)
     return code
+
+
+def _say(text: str, stream: TextIO | None, end: str = "\n") -> None:
+    """Write it now. Where nobody reads on (``| head``) it is dropped, and so is what comes later."""
+    if stream is None:
+        return
+    try:
+        print(text, file=stream, end=end, flush=True)
+    except OSError as error:
+        # What is left in the stream would raise again as the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise
 
 
 def _about(request: Request, ranks: Ranks, *, complete: bool) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from .progress import Progress
 from .quantities import show_size, show_time
 from .ranks import Ranks
 from .report import Report
+from .setting import Setting
 from .step import WARM_UPS, bytes_of
 from .table import Table
 from .trainings import Parts
@@ -52,7 +53,7 @@ class Measured:
         self._rows = rows or workload.rows
         self._compression = compression
         self._rounds, self._steps, self._least_added = rounds, steps, least_added
-        self._ranks = 1
+        self._setting = Setting()
         self._sweep: dict[int, list[float]] = {}
         self._parts: list[Parts] = []
         self._buckets: tuple[int, ...] = ()
@@ -73,7 +74,7 @@ class Measured:
 
     def run(self, ranks: Ranks, progress: Progress) -> None:
         """Measure; every rank must call it."""
-        self._ranks = ranks.size
+        self._setting = ranks.setting
         _, dtype = COMPRESSIONS[self._compression]
         for nbytes in _SWEEP_BYTES:
             progress.begin(f"all-reduce of {show_size(nbytes)}")
@@ -113,7 +114,7 @@ class Measured:
         if not self._stepped["hvdlite"] or not self._parts:
             return None
         return Calibration(
-            ranks=self._ranks,
+            setting=self._setting,
             model=self._workload.name,
             batch=self._rows,
             compression=self._compression,
@@ -128,8 +129,8 @@ class Measured:
         calibration = self.calibration()
         if calibration is None:
             rows = [[show_size(nbytes), show_time(median(each))] for nbytes, each in self._sweep.items() if each]
-            table = Table(["all-reduce", "measured"], rows, title=f"all-reduces over {self._ranks} ranks")
-            return Report([table], {"rows": []}, Chart("lines", "", "ranks", "ms", {}), ["no step was measured"])
+            table = Table(["all-reduce", "measured"], rows, title=f"all-reduces between {self._setting}")
+            return Report([table], {"rows": []}, Chart("No step was measured", "", []), ["no step was measured"])
         return report_of(calibration, self._least_added)
 
 

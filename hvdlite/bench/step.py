@@ -16,11 +16,12 @@ from torch import nn
 
 from .errors import UsageError
 from .memory_left import why_too_large
-from .plot import Chart, Point
+from .plot import Bar, Bars, Chart, is_own
 from .progress import Progress
-from .quantities import show_ranks, show_ratio, show_time
+from .quantities import show_ratio, show_ratios, show_time
 from .ranks import Ranks
 from .report import Report
+from .setting import Setting
 from .spread import Spread, ratio_of
 from .table import Table
 from .turns import Samples, take_turns, timed
@@ -64,7 +65,7 @@ class Step:
         self._steps = steps
         self._named_variants = named_variants
         self._notes: list[str] = []
-        self._ranks = 1
+        self._setting = Setting()
         for race in self.races:
             try:
                 race.workload.require()
@@ -91,7 +92,7 @@ class Step:
 
     def run(self, ranks: Ranks, progress: Progress) -> None:
         """Measure; every rank must call it."""
-        self._ranks = ranks.size
+        self._setting = ranks.setting
         for race in self.races:
             progress.begin(race.workload.name)
             # A model may be missing on one host alone.
@@ -121,7 +122,7 @@ class Step:
 
     def report(self) -> Report:
         """What has been measured by now."""
-        return report_of(self.races, self._ranks, self._notes)
+        return report_of(self.races, self._setting, self._notes)
 
 
 def bytes_of(model: nn.Module) -> int:
@@ -129,8 +130,8 @@ def bytes_of(model: nn.Module) -> int:
     return sum(param.numel() * param.dtype.itemsize for param in model.parameters())
 
 
-def report_of(races: Sequence[Race], ranks: int, notes: Sequence[str] = ()) -> Report:
-    """The report of races between so many ranks, as far as they have got."""
+def report_of(races: Sequence[Race], setting: Setting, notes: Sequence[str] = ()) -> Report:
+    """The report of races, as far as they have got."""
     rows = [row for race in races for row in _rows(race)]
     header = ["model", "variant", "batch", "step", "quartiles", "× none", "× ddp", "steps"]
     lines = [
@@ -144,13 +145,46 @@ def report_of(races: Sequence[Race], ranks: int, notes: Sequence[str] = ()) -> R
     skipped = [{"model": race.workload.name, "why": race.skipped} for race in races if race.skipped]
     all_notes = [*(f"skipped: {each['model']}: {each['why']}" for each in skipped), *notes]
     all_notes.append("× none, × ddp: how many times as long as that variant's step; below 1 is faster.")
-    title = f"a training step on {show_ranks(ranks)}, of the slowest"
-    series: dict[str, list[Point]] = {}
+    title = f"a training step on {setting}, of the slowest rank"
+    table = Table(header, lines, words=2, title=title)
+    return Report([table], {"rows": rows, "skipped": skipped}, _chart_of(rows, setting), all_notes)
+
+
+def _chart_of(rows: Sequence[dict[str, Any]], setting: Setting) -> Chart:
+    """Ratios to "none", or times where it was not measured with every model."""
+    in_ratios = all(row["times_none"] for row in rows)
+    panels = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        bars = []
+        for row in rows:
+            if row["model"] != model:
+                continue
+            unit = row["median_s"] / row["times_none"] if in_ratios else 1e-3
+            length = Spread(row["median_s"] / unit, row["low_s"] / unit, row["high_s"] / unit, row["count"])
+            text = show_ratio(row["times_none"]) if in_ratios else show_time(row["median_s"])
+            bars.append(Bar(row["variant"], length, text, is_own(row["variant"])))
+        label = "× the step without communication" if in_ratios else "ms"
+        batch = next(row["batch"] for row in rows if row["model"] == model)
+        panels.append(Bars(f"{model}, batch {batch} of each rank", label, bars, 1.0 if in_ratios else 0.0))
+    count = max((row["count"] for row in rows), default=0)
+    caption = f"{setting}. Medians, of the slowest rank; whiskers are quartiles; {count} turns of each."
+    sentence = _sentence_of(rows) if rows and in_ratios else "How long a training step takes"
+    return Chart(sentence, caption, panels)
+
+
+def _sentence_of(rows: Sequence[dict[str, Any]]) -> str:
+    ratios: dict[str, list[float]] = {}
     for row in rows:
-        spread = Spread(row["median_s"] * 1e3, row["low_s"] * 1e3, row["high_s"] * 1e3, row["count"])
-        series.setdefault(row["variant"], []).append(Point(row["model"], spread))
-    chart = Chart("bars", title, "", "ms", series)
-    return Report([Table(header, lines, words=2, title=title)], {"rows": rows, "skipped": skipped}, chart, all_notes)
+        if row["variant"] != "none":
+            ratios.setdefault(row["variant"], []).append(row["times_none"])
+    # hvdlite itself, or one of its kinds, and DDP; whatever there is without them.
+    chosen = [name for name in ratios if is_own(name)][:1] + [name for name in ratios if name == "ddp"]
+    found = [(name, show_ratios(ratios[name])) for name in chosen or list(ratios)[:1]]
+    if not found:
+        return "A training step without communication"
+    (name, much), *others = found
+    more = "".join(f", and {much} with {name}" for name, much in others)
+    return f"A training step takes {much} times as long with {name} as without communication{more}"
 
 
 def _rows(race: Race) -> list[dict[str, Any]]:

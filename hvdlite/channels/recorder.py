@@ -1,7 +1,7 @@
 """
-What happened when on one rank: spans of time in rows, and the file that they are in within half a second.
+What happened when on one rank: spans of time in rows, and the file that they are in soon after.
 
-    note(row, name, start, stop) ── queue ── a thread of its own, twice a second ── the rank's part of a timeline
+    note(row, name, start, stop) ── queue ── a thread of its own, after each step ── the rank's part of a timeline
 
 Written as it goes, and not at the end, so that the part of a rank that is killed tells what it did. How the parts of
 all ranks become one file is in `timeline`; what is noted of gradients is in `gradients.tracks`.
@@ -24,6 +24,7 @@ from ..log import log
 from .gpuwatch import GpuWatch
 
 MOST_EVENTS = 1_000_000
+# How long what belongs to no step may wait to be written.
 _FLUSH_S = 0.5
 
 
@@ -103,6 +104,12 @@ class Recorder:
         """
         self._put(("X", row, name, max(start_ns, self._since_ns), stop_ns, detail))
 
+    def write_soon(self) -> None:
+        """Bring what was noted into the file now, without waiting for it: a step has ended."""
+        writer = self._writer
+        if writer is not None:
+            writer.wake()
+
     def note_waiting(self, name: str, start_ns: int, stop_ns: int) -> None:
         """A span that may overlap with others of its kind, in as many rows as that takes."""
         self._put(("b", OPERATIONS, name, max(start_ns, self._since_ns), stop_ns, next(self._waits)))
@@ -122,6 +129,9 @@ class Recorder:
     def _put(self, event: _Event) -> None:
         writer = self._writer
         if not self.is_on or writer is None:
+            return
+        if writer.has_failed:
+            self.is_on = False
             return
         self._left -= 1
         if self._left < 0:
@@ -144,22 +154,31 @@ class _Writer:
 
     def __init__(self, recording: Recording) -> None:
         self.events: deque[_Event] = deque()
+        self.has_failed = False
         self._to = recording
         self._named: set[Row] = set()
-        self._ending = threading.Event()
+        self._waking = threading.Event()
+        self._is_ending = False
         name = {"name": "process_name", "args": {"name": recording.process}}
         order = {"name": "process_sort_index", "args": {"sort_index": recording.rank}}
         self._write([self._about(name), self._about(order)], before="[\n")
         self._thread = threading.Thread(target=self._run, name="hvdlite-timeline", daemon=True)
         self._thread.start()
 
+    def wake(self) -> None:
+        self._waking.set()
+
     def end(self) -> None:
-        self._ending.set()
+        self._is_ending = True
+        self._waking.set()
         self._thread.join()
         self._flush()
 
     def _run(self) -> None:
-        while not self._ending.wait(_FLUSH_S):
+        while not self._is_ending:
+            self._waking.wait(_FLUSH_S)
+            # Before the events are looked at: what is noted after that wakes this thread again.
+            self._waking.clear()
             self._flush()
 
     def _flush(self) -> None:
@@ -194,8 +213,11 @@ class _Writer:
 
     def _write(self, lines: list[str], before: str = "") -> None:
         # A comma ends every line, and no bracket the file: so it is of use however suddenly it ends.
+        left = memoryview((before + "".join(f"{line},\n" for line in lines)).encode())
         try:
-            self._to.file.write((before + "".join(f"{line},\n" for line in lines)).encode())
-            self._to.file.flush()
+            while left and not self.has_failed:
+                # The file has no buffer, and a disk that is nearly full takes a part of what it is given.
+                left = left[self._to.file.write(left) :]
         except OSError as error:
-            log.warning("the timeline of this rank has a gap: %s", error)
+            self.has_failed = True
+            log.warning("the timeline %s ends here for this rank: its part cannot be written: %s", self._to.path, error)

@@ -9,6 +9,7 @@ functions that users call are in `asynchronous` and `operations`.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,14 +21,17 @@ from ..agreement.request import Request, Turn
 from ..channels.flat import pieces_of
 from ..channels.reduce_op import Average, ReduceOp, Sum
 from ..errors import UnsupportedError
+from ..log import log
 from ..process_set import ProcessSet
 from .compression import Compression
 from .fusion import flat_of, fused, mark_written, own_memory
 from .load import all_reduce_packed, reduce_scatter_packed
 from .own import OwnCompression
-from .reduction import COMPRESSIONS, Reduction
+from .reduction import COMPRESSIONS, WHOLE, Reduction
 from .submission import signature, submit, title
 from .travel import check_writable, traveller
+
+_warned_of_integers = threading.Event()
 
 
 def start_allreduce(
@@ -50,6 +54,7 @@ def start_allreduce(
 
     def body(turn: Turn) -> Any:
         _check_stand_ins(reduction, turn)
+        _tell_of_averaged_integers(reduction, sources, turn)
         if isinstance(reduction.compression, OwnCompression):
             assert not in_place, "functions that overwrite their tensors take no compression"
             results = [flat_of([source]).view(source.shape) for source in sources]
@@ -99,6 +104,7 @@ def start_reducescatter(
             raise ValueError(f"{what}: a scalar has no rows to scatter: pass a tensor of at least one dimension")
 
     def body(turn: Turn) -> Any:
+        _tell_of_averaged_integers(reduction, sources, turn)
         size = turn.group.size
         row_counts = rows if rows is not None else [spread_rows(len(source), size) for source in sources]
         if isinstance(reduction.compression, OwnCompression):
@@ -159,6 +165,21 @@ def spread_rows(count: int, size: int) -> list[int]:
 def words_of(tensors: Sequence[Tensor], what: str) -> list[str]:
     """What messages call each of the tensors of an operation."""
     return [what] if len(tensors) == 1 else [f"tensor {number} of {what}" for number in range(len(tensors))]
+
+
+def _tell_of_averaged_integers(reduction: Reduction, sources: Sequence[Tensor], turn: Turn) -> None:
+    """Warn once, on the first rank: Horovod truncates without a word, and the accuracy of all ranks becomes 0."""
+    if reduction.op is not Average or turn.divisor == 1 or turn.group.rank != 0 or _warned_of_integers.is_set():
+        return
+    whole = next((source.dtype for source in sources if source.dtype in WHOLE and source.dtype != torch.bool), None)
+    if whole is not None:
+        _warned_of_integers.set()
+        log.warning(
+            "%s averages integers (%s), and truncates the averages, as Horovod does: of 3 and 4 that is 3. Average "
+            "tensor.float() instead, or add up with op=hvd.Sum. This is said once",
+            turn.what,
+            whole,
+        )
 
 
 def _check_stand_ins(reduction: Reduction, turn: Turn) -> None:

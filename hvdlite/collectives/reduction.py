@@ -31,9 +31,9 @@ from .compression import AnyCompression, Compression, Travels, check_compression
 from .kernels import divide
 from .own import OwnCompression
 
-_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-DTYPES = frozenset((*_WHOLE, *_FRACTIONS))
+DTYPES = frozenset((*WHOLE, *_FRACTIONS))
 
 COMPRESSIONS: dict[str, Travels] = {
     repr(known): known for known in (Compression.none, Compression.fp16, Compression.bf16)

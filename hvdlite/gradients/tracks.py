@@ -93,6 +93,7 @@ class Tracks:
         if self._recorder.is_on:
             began_ns, self._last_step_ns = self._last_step_ns, time.monotonic_ns()
             self._recorder.note(self._steps, f"step {self._step}", began_ns, self._last_step_ns)
+            self._recorder.write_soon()
 
 
 class _RecordedTrack(Track):

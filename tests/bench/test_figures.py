@@ -15,9 +15,9 @@ from hvdlite.bench import allreduce, memory, step, variants, workloads
 from hvdlite.bench.allreduce import AllReduce, Case, bus_factor
 from hvdlite.bench.errors import UsageError
 from hvdlite.bench.memory_left import left_in_cgroup
-from hvdlite.bench.plot import Chart, Point, draw
 from hvdlite.bench.progress import Progress
 from hvdlite.bench.ranks import Ranks
+from hvdlite.bench.setting import Setting
 from hvdlite.bench.spread import Spread, ratio_of
 from hvdlite.bench.step import Race, Step
 from hvdlite.bench.table import Table
@@ -43,7 +43,7 @@ def test_a_table_has_words_to_the_left_and_numbers_to_the_right():
 def test_bandwidths_are_as_nccls_tests_define_them():
     assert [bus_factor(ranks) for ranks in (1, 2, 4)] == [0, 1, 1.5]
     case = Case(1000, torch.float32, {"hvdlite any": [1e-6, 3e-6, 2e-6], "gloo": [8e-6], "memcpy": [1e-6]})
-    rows = {row["what"]: row for row in allreduce.report_of([case], ranks=4).data["rows"]}
+    rows = {row["what"]: row for row in allreduce.report_of([case], Setting(4)).data["rows"]}
     assert rows["hvdlite any"]["algorithm_Bps"] == pytest.approx(4000 / 2e-6)
     assert rows["hvdlite any"]["bus_Bps"] == pytest.approx(1.5 * 4000 / 2e-6)
     assert rows["hvdlite any"]["times_faster_than_rival"] == pytest.approx(4)
@@ -54,22 +54,24 @@ def test_bandwidths_are_as_nccls_tests_define_them():
 def test_what_is_measured_so_far_is_reported_and_the_rest_left_out():
     done, begun = Case(16, torch.float32, {"gloo": [1e-6]}), Case(64, torch.float32, {"gloo": []})
     large = Case(2**40, torch.int8, skipped="needs 5120 GB, and 1 GB of memory are free on node1")
-    report = allreduce.report_of([done, begun, large, Case(4, torch.int8)], ranks=2)
+    report = allreduce.report_of([done, begun, large, Case(4, torch.int8)], Setting(2))
     assert [row["bytes"] for row in report.data["rows"]] == [64]
     assert "skipped: 1024 GB int8: needs 5120 GB, and 1 GB of memory are free on node1" in str(report)
     race = Race(WORKLOADS["mlp"], 16, {"none": [1.0, 2.0], "ddp": [3.0], "hvdlite": []})
-    rows = step.report_of([race, Race(WORKLOADS["gpt"], 4)], ranks=2).data["rows"]
+    rows = step.report_of([race, Race(WORKLOADS["gpt"], 4)], Setting(2)).data["rows"]
     assert [(row["variant"], row["times_none"], row["times_ddp"]) for row in rows] == [
         ("none", 1.0, 0.5), ("ddp", 2.0, 1.0),
     ]  # fmt: skip
-    rows = memory.report_of("mlp", 16, 100, {"ddp-view": [200.0], "hvdlite": [210.0], "none": []}, 2).data["rows"]
+    rows = memory.report_of("mlp", 16, 100, {"ddp-view": [200.0], "hvdlite": [210.0], "none": []}, Setting(2)).data[
+        "rows"
+    ]
     assert [(row["variant"], row["above_reference_bytes"], row["in_models"]) for row in rows] == [
         ("ddp-view", 0.0, 2.0), ("hvdlite", 10.0, 2.1),
     ]  # fmt: skip
     for empty in (
-        allreduce.report_of([Case(4, torch.int8)], 1),
-        step.report_of([], 1),
-        memory.report_of("mlp", 1, 1, {}, 1),
+        allreduce.report_of([Case(4, torch.int8)], Setting()),
+        step.report_of([], Setting()),
+        memory.report_of("mlp", 1, 1, {}, Setting()),
     ):
         assert empty.data["rows"] == []
         assert "× " in str(empty)
@@ -127,16 +129,6 @@ def test_every_variant_takes_the_step_that_none_takes(name):
     finally:
         del training
         ranks.close()
-
-
-@pytest.mark.slow
-def test_both_kinds_of_chart_are_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
-    spread = Spread(2.0, 1.0, 4.0, 3)
-    draw(Chart("lines", "t", "x", "y", {"a": [Point(4, spread), Point(64, spread)]}), tmp_path / "lines.png")
-    draw(Chart("bars", "t", "", "y", {"a": [Point("mlp", spread)], "b": []}), tmp_path / "bars.svg")
-    assert (tmp_path / "lines.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (tmp_path / "bars.svg").read_text()
 
 
 def test_what_a_cgroup_leaves_counts_too(tmp_path):

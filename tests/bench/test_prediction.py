@@ -9,10 +9,11 @@ import pytest
 from hvdlite.bench.calibration import Calibration, read_calibration
 from hvdlite.bench.outlook import report_of
 from hvdlite.bench.prediction import Link, Workstep, fit, predict, step_s, stops_paying_at, throughput
+from hvdlite.bench.setting import Setting
 from hvdlite.bench.trainings import Parts
 
 RUN = Calibration(
-    ranks=2,
+    setting=Setting(2, 1, "shared memory"),
     model="mlp",
     batch=16,
     compression="none",

@@ -49,6 +49,7 @@ def test_allreduce_compares_every_size_and_dtype_and_writes_what_it_shows(bench,
     assert len(re.findall(r"^\[0\]<stdout>:.* hvdlite any ", out, re.MULTILINE)) == 6
     assert "[1]<stdout>" not in out
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert f"[0]<stderr>:hvdlite.bench: wrote {tmp_path}/a.png" in err.splitlines()
 
 
 def test_step_compares_all_variants_and_leaves_out_what_is_not_there(bench, tmp_path):
@@ -78,7 +79,7 @@ def test_scale_predicts_and_another_run_predicts_the_same_of_its_file(bench, tmp
     model = ("--model", "resnet-small", "--batch", 1)
     code, out, err = bench("scale", *model, "--rounds", 2, "--steps", 2, "--json", tmp_path / "c.json")
     assert code == 0, err
-    assert "where the run leaves the model: all-reduces over 2 ranks" in out
+    assert "where the run leaves the model: all-reduces between 2 ranks" in out
     assert "one more adds" in out
     code, again, err = bench("scale", "--calibration", tmp_path / "c.json")
     assert code == 0, err
@@ -124,6 +125,53 @@ def test_one_rank_needs_no_launcher():
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "hvdlite.bench step: --models: 'vgg' is not a model: these are mlp, gpt, resnet-small, resnet50\n"
+    )
+
+
+@pytest.fixture
+def calibration(tmp_path):
+    """The file of a run of `scale`, from which another predicts without measuring."""
+    parts = {"forward": 0.03, "backward": 0.05, "update": 0.01}
+    run = {"setting": {"ranks": 2, "hosts": 1, "wire": "shared memory"}, "model": "mlp", "batch": 16, "parts": parts}
+    run |= {"compression": "none", "points": [[1024, 1e-4]], "bucket_bytes": [2**20], "measured_step_s": 0.1}
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({"calibration": run}))
+    return path
+
+
+def ended_with_stdout_to(stdout: int, *words: object) -> tuple[int, str]:
+    done = subprocess.run(
+        [*BENCH, *map(str, words)], stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False
+    )
+    os.close(stdout)
+    return done.returncode, done.stderr
+
+
+def to_nobody() -> int:
+    """A pipe that nobody reads any more, as after `| head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+def test_where_nobody_reads_on_it_ends_quietly_and_the_files_are_written(calibration, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, err = ended_with_stdout_to(to_nobody(), "scale", "--calibration", calibration, "--json", "a.json")
+    assert (code, err) == (0, f"hvdlite.bench: wrote {tmp_path}/a.json\n")
+    assert json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert ended_with_stdout_to(to_nobody(), "--help") == (0, "")
+
+
+def test_a_table_that_cannot_be_written_is_told_in_a_line_and_the_files_are_written(calibration, tmp_path):
+    path = tmp_path / "a.json"
+    full = os.open("/dev/full", os.O_WRONLY)
+    code, err = ended_with_stdout_to(full, "scale", "--calibration", calibration, "--json", path)
+    assert (code, err.splitlines()) == (
+        1,
+        [
+            "hvdlite.bench scale: standard output cannot be written: No space left on device",
+            f"hvdlite.bench: wrote {path}",
+        ],
     )
 
 

@@ -15,6 +15,8 @@ PROGRAM = """
 import os, sys, time
 import torch
 import hvdlite as hvd
+from hvdlite.channels import recorder
+recorder._FLUSH_S = 1000  # what steps do not bring into the file comes too late
 hvd.init(timeout_s=20)
 path, end = sys.argv[1:]
 model = torch.nn.Linear(64, 64)
