@@ -11,8 +11,8 @@ What is public is here, and made elsewhere. Packages and modules import only wha
 package its own docstring has the order:
 
     errors < values < files < signing < idle < environment < log < launch < meeting < call < channels < shm
-           < agreement < timeline < process_set < registry < farewell < greeting < entry < world < process_sets < built
-           < tracing < collectives < gradients < links < communicator
+           < agreement < timeline < process_set < registry < farewell < tracebacks < greeting < entry < world
+           < process_sets < built < tracing < collectives < gradients < links < communicator
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under
 Horovod's names, `horovod`, which makes programs find it under these, and `bench`, which measures all of it.

@@ -9,7 +9,6 @@ Which world is the current one is known to `world`; here nothing is.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import os
 import socket
@@ -23,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
-from torch.distributed.rendezvous import rendezvous
 
 from .agreement.conductor import Conductor
 from .agreement.connect import make_conductor
@@ -37,6 +35,7 @@ from .greeting import greet
 from .log import log, open_log
 from .meeting.address import LOOPBACK, interface_of
 from .meeting.client import Operation, StoreClient
+from .meeting.given import store_at_given_address
 from .meeting.introductions import Introduction, agree_on_secret, introduce, refuse
 from .meeting.rendezvous import meet
 from .meeting.secret import given_secret
@@ -174,16 +173,9 @@ def _meeting_place(seat: Seat, client: StoreClient | None, timeout: timedelta) -
         return meet(seat, os.environ, generation, timeout)
     if client is not None:
         return PrefixStore(generation, LauncherStore(client, timeout)), None
-    store = _store_at_given_address(seat.rank, seat.size, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], timeout)
+    store = store_at_given_address(seat.rank, seat.size, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], timeout)
     store.set_timeout(timeout)
     return PrefixStore(generation, store), None
-
-
-@functools.cache
-def _store_at_given_address(rank: int, size: int, address: str, port: str, timeout: timedelta) -> Store:
-    """The store at MASTER_ADDR and MASTER_PORT. Kept: at a later init() a rank could find one that is just closing."""
-    found: tuple[Store, int, int] = next(rendezvous("env://", rank, size, timeout=timeout))
-    return found[0]
 
 
 def _adopt(patience: Patience, environment: Environment, undo: contextlib.ExitStack) -> World:
@@ -214,6 +206,7 @@ def _meet_all(seat: Seat, store: Store, secret: bytes | None, patience: Patience
         "HVDLITE_SHM": environment.shm,
         "timeline": environment.timeline,
         "hierarchical": environment.hierarchical,
+        "check_parameters": environment.check_parameters,
     }
     try:
         # What the user gives counts also where the launcher has carried something.
@@ -266,6 +259,8 @@ def _world_of(
     hierarchical = introductions[0].settings["hierarchical"]
     gpu = _own_gpu(group, topology) if hierarchical is None else None
     choose_levels(group, channels, within, nodes, hierarchical, gpu)
+    # For all ranks alike, since they compare together.
+    environment = replace(environment, check_parameters=introductions[0].settings["check_parameters"])
     if seat.rank == 0:
         backend = channels.backend if isinstance(channels, TorchChannels) else ""
         greet(group.engine, nodes, backend, replace(environment, hierarchical=hierarchical))

@@ -86,3 +86,9 @@ def says_peer_lost(error: BaseException) -> bool:
             return True
         current = current.__cause__ or current.__context__
     return False
+
+
+def say_where(interrupt: KeyboardInterrupt, what: str) -> None:
+    """Have a Ctrl-C in a wait tell which one that was, unless it tells something already."""
+    if not interrupt.args:
+        interrupt.args = (f"interrupted while waiting in {what}",)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import multiprocessing
 import os
 from collections.abc import Iterable
@@ -18,11 +19,12 @@ from datetime import timedelta
 
 from .entry import World, enter
 from .environment import DEFAULT_TIMEOUT_S, read_environment
-from .errors import LaunchEnvironmentError, NotInitializedError
+from .errors import LaunchEnvironmentError, NotInitializedError, say_where
 from .farewell import say_farewell
 from .process_set import ProcessSet, check_first_sets
 from .timeline import session as timeline
-from .values import seconds, shown
+from .tracebacks import shorten_tracebacks
+from .values import MOST, seconds, shown, whole_number
 
 _world: World | None = None
 
@@ -32,6 +34,7 @@ def init(
     *,
     process_sets: Iterable[ProcessSet] | str | None = None,
     hierarchical: bool | None = None,
+    check_parameters: bool | int | None = None,
 ) -> None:
     """Find this process's place among the others and connect to them.
 
@@ -55,6 +58,11 @@ def init(
     within each host, and between the hosts, each rank with its share. False has them go in one. Unless given, it
     is ``HVDLITE_HIERARCHICAL_ALLREDUCE``; else two levels for CPU tensors where ranks of a host share memory, and for
     CUDA tensors over NCCL what is the faster at start. Rank 0's counts.
+
+    ``check_parameters``: True has the ranks of each `DistributedOptimizer` compare the values of its parameters at the
+    first step, and a `MismatchError` on all of them names what differs. A number N has them do so at every N-th step
+    thereafter too (1: at every step), False never. Unless given, it is ``HVDLITE_CHECK_PARAMETERS``, or True. Rank 0's
+    counts.
     """
     global _world  # noqa: PLW0603 - the one module variable that rank(), size() and the rest read
     if _world is not None:
@@ -69,11 +77,29 @@ def init(
         )
     if hierarchical is not None and not isinstance(hierarchical, bool):
         raise ValueError(f"hierarchical={shown(hierarchical)} is none of True, False and None")
+    if check_parameters is not None and not isinstance(check_parameters, bool):
+        steps = whole_number(check_parameters)
+        if steps is None or not 0 <= steps <= MOST:
+            raise ValueError(
+                f"check_parameters={shown(check_parameters)} is none of True, False and a number of steps, such as 1000"
+            )
+        check_parameters = steps or False
     environment = read_environment(os.environ)
+    if check_parameters is not None:
+        environment = replace(environment, check_parameters=check_parameters)
     if hierarchical is not None:
         environment = replace(environment, hierarchical=hierarchical)
     timeout = timedelta(seconds=timeout_s or environment.timeout_s or DEFAULT_TIMEOUT_S)
-    _world = enter(timeout, environment)
+    is_whole_shown = environment.log_level is not None and environment.log_level <= logging.DEBUG
+    try:
+        _world = enter(timeout, environment)
+    except KeyboardInterrupt as interrupt:
+        say_where(interrupt, "hvd.init() for the other ranks")
+        raise
+    finally:
+        # At the end, as PyTorch sets a hook of its own where the ranks are connected.
+        if not is_whole_shown:
+            shorten_tracebacks()
     try:
         for process_set in first_sets:
             _world.sets.add(process_set)

@@ -1,5 +1,7 @@
 """The words at the end of a job that failed: who failed first, how, and the end of what it wrote to stderr.
 
+Where ranks end alike, the first to end may be one that left it to another to say why: then that one's words are quoted.
+
 Who that is decides `supervise`.
 """
 
@@ -8,12 +10,13 @@ from __future__ import annotations
 import errno
 import re
 import signal
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 from .messages import ScreenFailed
 
 _TAIL_LINES = 50
+_STDOUT_LINES = 5
 _TAIL_BYTES = 64 << 10
 
 _PREFIX = re.compile(r"\[rank\d+\]: ")  # torch puts it before each line
@@ -60,31 +63,53 @@ def _begin(lines: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Failure:
-    """The worker that failed first."""
+    """A worker that failed, and the end of what it wrote."""
 
     rank: int
     host: str
     pid: int
     returncode: int
     stderr: list[str]
+    stdout: list[str] = field(default_factory=list)
 
     @property
-    def exit_code(self) -> int:
-        return shell_code(self.returncode)
+    def who(self) -> str:
+        return f"rank {self.rank} on {self.host} (pid {self.pid})"
 
-    def __str__(self) -> str:
-        who = f"rank {self.rank} on {self.host} (pid {self.pid})"
-        if self.returncode < 0:
-            how = f"was the first to fail, killed by {signal_name(-self.returncode)}"
-            if self.returncode == -signal.SIGKILL:
-                how += " (the system does that when memory runs out)"
-        else:
-            how = f"failed first, with exit code {self.returncode}"
-        if not self.stderr:
-            return f"{who} {how}. It wrote nothing to stderr."
-        words = "\n    ".join([f"{who} {how}. The end of its stderr:", *self.stderr])
-        is_horovod_missing = _NO_HOROVOD.fullmatch(_PREFIX.sub("", self.stderr[-1], count=1))
-        return f"{words}\n{_HOW_TO_FIND_IT}" if is_horovod_missing else words
+
+def report(first: Failure, others: Sequence[Failure] = ()) -> str:
+    """Names the worker that failed first, with the end of its stderr; if that is empty, with that of one of ``others``.
+
+    These are in the order in which they ended, so soon after the first that it may have been for the same reason.
+    """
+    if first.returncode < 0:
+        how = f"was the first to fail, killed by {signal_name(-first.returncode)}"
+        if first.returncode == -signal.SIGKILL:
+            how += " (the system does that when memory runs out)"
+    else:
+        how = f"failed first, with exit code {first.returncode}"
+    failures = [first, *sorted(others, key=lambda other: other.returncode != first.returncode)]
+    speaker = next((failure for failure in failures if failure.stderr), None)
+    if speaker is first:
+        said = f"{first.who} {how}. The end of its stderr:"
+    elif speaker is not None:
+        said = f"{first.who} {how}. It wrote nothing to stderr. {_soon(speaker)}. The end of its stderr:"
+    else:
+        nothing = f"{first.who} {how}. It wrote nothing to stderr"
+        speaker = next((failure for failure in failures if failure.stdout and first.returncode > 0), None)
+        if speaker is None:
+            return f"{nothing}."
+        if speaker is not first:
+            nothing += f". {_soon(speaker)}, and wrote nothing there either"
+        said = f"{nothing}. The end of its stdout:"
+    lines = speaker.stderr or speaker.stdout[-_STDOUT_LINES:]
+    words = "\n    ".join([said, *lines])
+    return f"{words}\n{_HOW_TO_FIND_IT}" if _NO_HOROVOD.fullmatch(_PREFIX.sub("", lines[-1], count=1)) else words
+
+
+def _soon(other: Failure) -> str:
+    how = f"with exit code {other.returncode}" if other.returncode > 0 else f"by {signal_name(-other.returncode)}"
+    return f"{other.who} failed within half a second of it, {how}"
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,14 @@ from .messages import (
     Started,
 )
 from .plan import Slot
-from .report import Failure, Outcome, Tail, name_ranks, shell_code, signal_name
+from .report import Failure, Outcome, Tail, name_ranks, report, shell_code, signal_name
 
 # A worker that says it only lost a peer is the cause only if no other fails for this long: the peer whose
 # sockets closed may need it to be gone. With `FAILURE_GRACE_S` it stays below the 5 s that a failed job may last.
 PEER_LOST_S = 1.5
+# A worker that failed and wrote nothing to stderr may leave it to another, that fails alike, to say why: for so long
+# the others are left alone.
+SAME_TIME_S = 0.5
 # From the first signal to SIGKILL where a worker failed, or a host or the screen was lost.
 FAILURE_GRACE_S = 3.0
 # Signals to the launcher within this time of the first are one: timeout(1) signals its child and then the child's
@@ -97,9 +100,10 @@ class Supervisor:
         self._clock = clock
         self._running = set(self._host)
         self._pids: dict[int, int] = {}
-        self._stderr = {rank: Tail() for rank in self._host}
+        self._written = {rank: {"stderr": Tail(), "stdout": Tail()} for rank in self._host}
         self._done: list[int] = []  # ranks that ended well, in order
         self._attendance = Attendance(self._host, start_timeout_s, clock)
+        self._failed: list[Exited] = []  # the first to fail, which wrote nothing, and those that did so with it
         self._suspect: Exited | None = None
         self._named: Exited | None = None  # a suspect that was blamed, while who left it may still be ending
         self._outcome: Outcome | None = None
@@ -120,16 +124,14 @@ class Supervisor:
                 continue
             with contextlib.suppress(Empty):
                 self._on(events.get(timeout=time_left))
-        if self._suspect is not None:
-            self._blame(self._suspect)
+        self._settle()
         outcome = self._outcome or Outcome()
         return replace(outcome, hasty=outcome.hasty or self._gave_up)
 
     def _on(self, event: Event) -> None:  # noqa: PLR0912  # one place that says what each event leads to
         match event:
             case Output():
-                if event.stream == "stderr":
-                    self._stderr[event.rank].add(event.data)
+                self._written[event.rank][event.stream].add(event.data)
                 self._screen.show(event)
             case Started():
                 self._pids[event.rank] = event.pid
@@ -165,7 +167,7 @@ class Supervisor:
             case Interrupted():
                 self._interrupt(event.signum)
             case ScreenFailed():
-                if self._outcome is None:
+                if self._outcome is None and not self._failed:
                     self._effect_of = signal.SIGHUP  # of a terminal that is closed, writing may tell first
                 self._decide(Outcome.without_screen(event))
                 self._end()
@@ -185,13 +187,20 @@ class Supervisor:
             self._look_for_absent()
             return
         if end.peer_lost:
-            if self._suspect is None:
+            if self._suspect is None and not self._failed:
                 self._suspect = end
                 self._set_alarm(PEER_LOST_S, self._settle)
-        else:
+            return
+        self._failed.append(end)
+        first = self._failed[0]
+        if end is first:
             self._effect_of = shell_code(end.returncode) - 128
-            self._blame(end)
-            self._end()
+        wrote = bool(self._written[end.rank]["stderr"].lines())
+        if (wrote and end.returncode == first.returncode) or first.returncode < 0:
+            self._settle()
+        elif end is first:
+            time_left = SAME_TIME_S if self._suspect is None else min(SAME_TIME_S, self._time_left() or 0.0)
+            self._set_alarm(time_left, self._settle)
 
     def _look_for_absent(self) -> None:
         why = self._attendance.missed(self._running, self._done)
@@ -200,11 +209,17 @@ class Supervisor:
             self._end()
 
     def _settle(self) -> None:
-        """No peer has failed by itself: the one that lost it is all we can name so far."""
-        if self._suspect is not None:
+        """Name who failed first; if no rank did by itself, the one that lost a peer is all we can name so far."""
+        if self._outcome is not None:
+            return
+        if self._failed:
+            self._blame(*self._failed)
+        elif self._suspect is not None:
             self._named = self._suspect
             self._blame(self._suspect)
-            self._end()
+        else:
+            return
+        self._end()
 
     def _blame_who_left(self, named: Exited, end: Exited) -> None:
         """It takes longer to end than others take to notice, and does not mind SIGTERM meanwhile."""
@@ -212,13 +227,15 @@ class Supervisor:
         was_killed_here = self._has_killed and end.returncode == -signal.SIGKILL
         self._blame(named if end.returncode == 0 or was_killed_here else end)
 
-    def _blame(self, end: Exited) -> None:
-        rank = end.rank
-        failure = Failure(rank, self._host[rank], self._pids.get(rank, 0), end.returncode, self._stderr[rank].lines())
-        report = str(failure)
-        if end.peer_lost and self._done:
-            report = f"{name_ranks(self._done)} had ended with exit code 0 before the others were done; then {report}"
-        self._decide(Outcome(shell_code(end.returncode), report, rank=rank))
+    def _blame(self, first: Exited, *others: Exited) -> None:
+        words = report(self._failure(first), [self._failure(other) for other in others])
+        if first.peer_lost and self._done:
+            words = f"{name_ranks(self._done)} had ended with exit code 0 before the others were done; then {words}"
+        self._outcome = Outcome(shell_code(first.returncode), words, rank=first.rank)
+
+    def _failure(self, end: Exited) -> Failure:
+        lines = {stream: tail.lines() for stream, tail in self._written[end.rank].items()}
+        return Failure(end.rank, self._host[end.rank], self._pids.get(end.rank, 0), end.returncode, **lines)
 
     def _interrupt(self, signum: int) -> None:
         """The first signal to the launcher is passed on; another one, or one while the job ends anyway, kills at once.
@@ -236,8 +253,7 @@ class Supervisor:
                 self._screen.say(f"{name}: {workers} killed at once")
                 self._kill()
             return
-        self._outcome = None
-        self._decide(Outcome(128 + signum, hasty=True))
+        self._outcome = Outcome(128 + signum, hasty=True)
         if self._grace == 0:
             self._screen.say(f"{name}: {workers} killed at once (--grace 0)")
             self._kill()
@@ -251,7 +267,8 @@ class Supervisor:
 
     def _decide(self, outcome: Outcome) -> None:
         """The first cause stands."""
-        self._suspect = None
+        if self._outcome is None and self._failed:
+            self._blame(*self._failed)
         self._outcome = self._outcome or outcome
 
     # ----------------------------------------------------------------- ending

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from ..errors import say_where
+
 _numbers = itertools.count(1)
 
 # Most waits are over by then, and need not be told of.
@@ -52,9 +54,13 @@ class Handle(int):
 
     def wait(self) -> Any:
         """Block until the operation is over, without burning a core; what it came to, as often as one asks."""
-        if not self._ended.wait(_PATIENCE_S):
-            with self.while_waiting():
-                self._ended.wait()
+        try:
+            if not self._ended.wait(_PATIENCE_S):
+                with self.while_waiting():
+                    self._ended.wait()
+        except KeyboardInterrupt as interrupt:
+            say_where(interrupt, self.what)
+            raise
         if self._error is not None:
             raise self._error
         if self.before_taking is not None:

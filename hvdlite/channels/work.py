@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..errors import CommunicationError, MismatchError
+from ..errors import CommunicationError, MismatchError, say_where
 from .engine import EngineWork
 
 # One collective among those of a group: the group's label, its number there, and the global ranks that take part.
@@ -99,6 +99,9 @@ class Work:
                 # From an engine that sees it, with all there is to say.
                 raise
             raise self._error_of(self._what, error) from error
+        except KeyboardInterrupt as interrupt:
+            say_where(interrupt, self._what)
+            raise
         finally:
             del waits[own]
 

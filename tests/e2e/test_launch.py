@@ -8,6 +8,7 @@ import sys
 
 import psutil
 import pytest
+from e2e.conftest import wait_until
 from hvdlite_launcher.channel import SILENCE_S
 from hvdlite_launcher.plan import OWN_VARIABLES
 from hvdlite_launcher.protocol import MARK
@@ -38,6 +39,33 @@ def test_the_exit_code_is_that_of_the_first_failure_and_its_traceback_comes_last
     )
     assert traceback[0] == "    Traceback (most recent call last):"
     assert traceback[-1].endswith("Wrong: on purpose")
+
+
+@pytest.mark.parametrize("stream", ["stderr", "stdout"])
+def test_of_ranks_that_end_alike_the_one_that_said_why_is_quoted_and_not_the_first_to_end(launch, stream, tmp_path):
+    program = (
+        "import os, sys, time\n"
+        "rank = os.environ['HVDLITE_RANK']\n"
+        f"if rank == '0': print('bad config', file=sys.{stream})\n"
+        "open(f'ready {rank}', 'w').close()\n"
+        "while not os.path.exists(f'end {rank}'): time.sleep(0.02)\n"
+        "sys.exit(2)"
+    )
+    job = launch("-np", "2", sys.executable, "-c", program, cwd=tmp_path)
+    wait_until(lambda: all((tmp_path / f"ready {rank}").exists() for rank in (0, 1)))
+    agent, launcher = job.agent(), psutil.Process(job.process.pid)
+    launcher.suspend()  # it hears of both ends at once, of that of rank 1 first
+    for rank in (1, 0):
+        (tmp_path / f"end {rank}").touch()
+        wait_until(lambda left=rank: len(agent.children()) == left)
+    launcher.resume()
+    code, _, err = job.ended()
+    assert code == 2
+    report = err.decode().partition("hvdlite-run: ")[2].splitlines()
+    assert re.match(r"rank 1 on localhost \(pid \d+\) failed first, with exit code 2", report[0])
+    assert re.search(rf"rank 0 on localhost \(pid \d+\) failed .*\. The end of its {stream}:$", report[0])
+    assert report[1:] == ["    bad config"]
+    job.assert_gone()
 
 
 def test_death_by_a_signal_is_named_and_gives_128_more(launch):
@@ -116,7 +144,6 @@ def test_each_worker_is_told_its_place_and_where_to_meet(launch):
             "HVDLITE_HOST": "127.0.0.1",
             "HVDLITE_STORE": f"unix://{job_dir}/store",
             "HVDLITE_JOB_DIR": job_dir,
-            "TEST_HVDLITE_MARK": environment["TEST_HVDLITE_MARK"],
         }
         loopback = psutil.net_if_addrs()[environment["GLOO_SOCKET_IFNAME"]]
         assert "127.0.0.1" in {address.address for address in loopback}

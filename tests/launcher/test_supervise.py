@@ -23,7 +23,7 @@ from hvdlite_launcher.messages import (
     Started,
 )
 from hvdlite_launcher.plan import plan_slots
-from hvdlite_launcher.supervise import FAILURE_GRACE_S, PEER_LOST_S, SAME_SIGNAL_S, Supervisor
+from hvdlite_launcher.supervise import FAILURE_GRACE_S, PEER_LOST_S, SAME_SIGNAL_S, SAME_TIME_S, Supervisor
 
 GRACE = 30.0  # after a signal to the launcher
 INT, TERM, KILL, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP
@@ -40,6 +40,10 @@ class Late:
 
     delay_s: float
     event: Event
+
+
+def says(rank, words=b"why\n", stream="stderr"):
+    return Output(rank, stream, words)
 
 
 class Played:
@@ -112,7 +116,7 @@ def test_a_job_whose_workers_all_end_well_ends_well():
 
 
 def test_the_first_failure_gives_the_exit_code_and_ends_the_others():
-    played = Played(Exited(1, 3), Exited(0, -15))
+    played = Played(says(1), Exited(1, 3), Exited(0, -15))
     assert played.exit_code == 3
     assert played.signals == [(0, [0], TERM)]
 
@@ -171,32 +175,35 @@ def test_who_fails_after_the_first_is_not_the_cause():
 
 
 def test_who_ignores_the_signal_is_killed_after_the_grace():
-    played = Played(Exited(1, 3), TIME_PASSES, Exited(0, -9))
+    played = Played(says(1), Exited(1, 3), TIME_PASSES, Exited(0, -9))
     assert played.signals == [(0, [0], TERM), (FAILURE_GRACE_S, [0], KILL)]
     assert played.exit_code == 3
 
 
 def test_a_grace_that_is_shorter_than_what_a_failure_gives_counts_there_too():
-    assert Played(Exited(1, 3), TIME_PASSES, Exited(0, -9), grace=1).signals == [(0, [0], TERM), (1, [0], KILL)]
+    assert Played(says(1), Exited(1, 3), TIME_PASSES, Exited(0, -9), grace=1).signals == [
+        (0, [0], TERM),
+        (1, [0], KILL),
+    ]
 
 
 def test_who_ends_within_the_grace_is_not_signalled_again():
-    played = Played(Exited(1, 3), Exited(0, -15), TIME_PASSES, Exited(2, -9), hosts=THREE)
+    played = Played(says(1), Exited(1, 3), Exited(0, -15), TIME_PASSES, Exited(2, -9), hosts=THREE)
     assert played.signals == [(0, [0, 2], TERM), (FAILURE_GRACE_S, [2], KILL)]
 
 
 def test_a_flood_of_output_does_not_put_off_the_kill():
     flood = [Late(1.0, Output(0, "stdout", b"y\n"))] * 3
-    played = Played(Exited(1, 3), *flood, Exited(0, -9))
+    played = Played(says(1), Exited(1, 3), *flood, Exited(0, -9))
     assert played.signals == [(0, [0], TERM), (FAILURE_GRACE_S, [0], KILL)]
 
 
 def test_without_grace_the_others_are_killed_at_once():
-    assert Played(Exited(1, 3), Exited(0, -9), grace=0).signals == [(0, [0], KILL)]
+    assert Played(says(1), Exited(1, 3), Exited(0, -9), grace=0).signals == [(0, [0], KILL)]
 
 
 def test_an_end_that_is_never_reported_is_not_waited_for_for_ever():
-    played = Played(Exited(1, 3), TIME_PASSES, TIME_PASSES)
+    played = Played(says(1), Exited(1, 3), TIME_PASSES, TIME_PASSES)
     assert played.outcome.hasty
     assert played.exit_code == 3
 
@@ -226,6 +233,78 @@ def test_output_is_shown_in_order_and_finished_when_its_worker_ends():
 def test_input_is_read_when_it_is_wanted_and_sent_when_it_came():
     played = Played(InputWanted(0), InputRead(b"a"), InputWanted(0), InputRead(b""), Exited(0, 0), Exited(1, 0))
     assert (played.reads, played.sent) == (2, [b"a", b""])
+
+
+# ------------------------------------------------- ranks that end alike, and which of them said why
+
+
+def test_of_ranks_that_end_alike_one_that_said_why_is_quoted():
+    played = Played(says(0, b"bad config\n"), Exited(1, 2), Exited(2, 2), Exited(0, 2), hosts=THREE)
+    assert (played.exit_code, played.outcome.rank, played.signals) == (2, 1, [])
+    assert played.report.startswith("rank 1 on localhost (pid 0) failed first, with exit code 2. It wrote nothing")
+    assert played.report.endswith("The end of its stderr:\n    bad config")
+
+
+def test_once_one_that_ended_alike_has_said_why_nobody_is_waited_for():
+    played = Played(Exited(1, 2), says(0), Exited(0, 2), Exited(2, -15), hosts=THREE)
+    assert played.signals == [(0, [2], TERM)]
+
+
+def test_the_exit_code_is_the_firsts_whatever_another_says():
+    played = Played(Exited(1, 4), says(0), Exited(0, 2))
+    assert played.exit_code == 4
+    assert "rank 0 on localhost (pid 0) failed within half a second of it, with exit code 2" in played.report
+
+
+def test_the_others_are_left_alone_for_half_a_second_where_the_first_said_nothing():
+    played = Played(Exited(1, 2), TIME_PASSES, TIME_PASSES, Exited(0, -9))
+    assert played.signals == [(SAME_TIME_S, [0], TERM), (SAME_TIME_S + FAILURE_GRACE_S, [0], KILL)]
+    assert played.report.endswith("It wrote nothing to stderr.")
+
+
+def test_who_fails_when_that_time_is_over_or_because_of_our_signal_is_not_quoted():
+    for end in (Exited(0, 2), Exited(0, -15), Exited(0, 143)):
+        played = Played(Exited(1, 2), TIME_PASSES, says(0), end)
+        assert (played.exit_code, "rank 0" in played.report) == (2, False)
+
+
+def test_nor_who_only_lost_a_peer():
+    played = Played(Exited(1, 2), says(0, b"PeerLostError\n"), Exited(0, 1, peer_lost=True))
+    assert played.report == "rank 1 on localhost (pid 0) failed first, with exit code 2. It wrote nothing to stderr."
+
+
+def test_a_worker_killed_by_a_signal_has_said_why_it_failed():
+    played = Played(Exited(1, -9), says(0, b"Connection reset by peer\n"), Exited(0, 1))
+    assert played.signals == [(0, [0], TERM)]
+    assert "rank 0" not in played.report
+
+
+def test_what_the_first_wrote_to_stdout_is_shown_if_nobody_wrote_to_stderr():
+    played = Played(says(1, b"bad config\n", "stdout"), Exited(1, 2), Exited(0, 2))
+    assert played.report.endswith("It wrote nothing to stderr. The end of its stdout:\n    bad config")
+
+
+def test_what_else_happens_while_the_others_may_say_why_is_not_the_cause():
+    hosts = (Host("a", 2), Host("b", 1))
+    lost = Played(Exited(1, 3), Lost("b", "cut"), Exited(0, -15), hosts=hosts)
+    refused = Played(Exited(1, 3), Refused("no such command", 127), hosts=hosts)
+    for played in (lost, refused):
+        assert (played.exit_code, played.outcome.rank) == (3, 1)
+
+
+def test_but_a_signal_is_as_a_scheduler_may_have_sent_it_to_the_workers_too():
+    played = Played(Exited(1, 1), Interrupted(TERM), TIME_PASSES, Exited(0, -9))
+    assert (played.exit_code, played.report) == (143, "")
+    assert played.signals == [(0, [0], TERM), (GRACE, [0], KILL)]
+
+
+def test_a_silent_failure_after_a_peer_was_lost_does_not_prolong_the_end():
+    late = PEER_LOST_S - 0.1
+    played = Played(
+        Exited(0, 1, peer_lost=True), Late(late, Exited(1, 3)), TIME_PASSES, TIME_PASSES, Exited(2, -9), hosts=THREE
+    )
+    assert played.signals == [(PEER_LOST_S, [2], TERM), (PEER_LOST_S + FAILURE_GRACE_S, [2], KILL)]
+    assert (played.exit_code, played.outcome.rank) == (3, 1)
 
 
 # ---------------------------------------------------------- who lost a peer
@@ -374,7 +453,7 @@ def test_a_third_signal_changes_nothing_any_more():
 
 
 def test_interrupted_while_a_failure_ends_the_job_the_failure_stays_the_cause():
-    played = Played(Exited(1, 3), Interrupted(INT), Exited(0, -9))
+    played = Played(says(1), Exited(1, 3), Interrupted(INT), Exited(0, -9))
     assert played.signals == [(0, [0], TERM), (0, [0], KILL)]
     assert played.exit_code == 3
 
