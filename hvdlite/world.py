@@ -77,16 +77,9 @@ def init(
         )
     if hierarchical is not None and not isinstance(hierarchical, bool):
         raise ValueError(f"hierarchical={shown(hierarchical)} is none of True, False and None")
-    if check_parameters is not None and not isinstance(check_parameters, bool):
-        steps = whole_number(check_parameters)
-        if steps is None or not 0 <= steps <= MOST:
-            raise ValueError(
-                f"check_parameters={shown(check_parameters)} is none of True, False and a number of steps, such as 1000"
-            )
-        check_parameters = steps or False
     environment = read_environment(os.environ)
     if check_parameters is not None:
-        environment = replace(environment, check_parameters=check_parameters)
+        environment = replace(environment, check_parameters=_how_often(check_parameters))
     if hierarchical is not None:
         environment = replace(environment, hierarchical=hierarchical)
     timeout = timedelta(seconds=timeout_s or environment.timeout_s or DEFAULT_TIMEOUT_S)
@@ -173,6 +166,18 @@ def cross_size() -> int:
 def is_homogeneous() -> bool:
     """Whether every host runs as many of the processes."""
     return current_world().topology.is_homogeneous
+
+
+def _how_often(check_parameters: object) -> bool | int:
+    """What ``check_parameters`` of `init` means, or a ValueError."""
+    if isinstance(check_parameters, bool):
+        return check_parameters
+    steps = whole_number(check_parameters)
+    if steps is None or not 0 <= steps <= MOST:
+        raise ValueError(
+            f"check_parameters={shown(check_parameters)} is none of True, False and a number of steps, such as 1000"
+        )
+    return steps or False
 
 
 def _is_child_of_multiprocessing() -> bool:
