@@ -206,6 +206,7 @@ def _meet_all(seat: Seat, store: Store, secret: bytes | None, patience: Patience
         "HVDLITE_SHM": environment.shm,
         "timeline": environment.timeline,
         "hierarchical": environment.hierarchical,
+        "check_parameters": environment.check_parameters,
     }
     try:
         # What the user gives counts also where the launcher has carried something.
@@ -258,6 +259,8 @@ def _world_of(
     hierarchical = introductions[0].settings["hierarchical"]
     gpu = _own_gpu(group, topology) if hierarchical is None else None
     choose_levels(group, channels, within, nodes, hierarchical, gpu)
+    # For all ranks alike, since they compare together.
+    environment = replace(environment, check_parameters=introductions[0].settings["check_parameters"])
     if seat.rank == 0:
         backend = channels.backend if isinstance(channels, TorchChannels) else ""
         greet(group.engine, nodes, backend, replace(environment, hierarchical=hierarchical))

@@ -15,6 +15,8 @@ one that is empty says nothing.
     LOG_HIDE_TIME                1: lines of the log begin without the time
     HIERARCHICAL_ALLREDUCE       1: all-reduces go within hosts and between them; 0: they do not; else that is measured
     GLOO_TIMEOUT_SECONDS         ``timeout_s`` of `hvd.init`, unless that is given (1800)
+    CHECK_PARAMETERS             0: ranks do not compare parameters' values; N: they do at an optimizer's first step
+                                 and every N-th thereafter; as HVDLITE_CHECK_PARAMETERS alone
     CHECK                        0: ranks do not compare what they ask for; as HVDLITE_CHECK alone
     VERBOSE                      1: rank 0 says at the start what ranks there are; as HVDLITE_VERBOSE alone
     SHM                          0: ranks of one host do not communicate through shared memory; as HVDLITE_SHM alone
@@ -65,10 +67,10 @@ _SWITCH: Mapping[str, bool] = MappingProxyType(
 class Environment:
     """What the user's variables say; None where they say nothing and the default is another's to know.
 
-    ``stall_shutdown_s`` is None for never. ``check`` is whether ranks compare what they ask for, ``shm`` whether
-    those of one host communicate through shared memory, ``hierarchical`` whether all-reduces go within hosts and
-    between them, None where that is to be found out. ``remarks`` are what the user is to be told once, of variables
-    that were set to no effect.
+    ``stall_shutdown_s`` is None for never. ``check`` is whether ranks compare what they ask for, ``check_parameters``
+    as of `hvd.init`, ``shm`` whether those of one host communicate through shared memory, ``hierarchical`` whether
+    all-reduces go within hosts and between them, None where that is to be found out. ``remarks`` are what the user is
+    to be told once, of variables that were set to no effect.
     """
 
     fusion_threshold_bytes: int | None = None
@@ -82,6 +84,7 @@ class Environment:
     log_hide_time: bool = False
     timeout_s: float | None = None
     check: bool = True
+    check_parameters: bool | int = True
     shm: bool = True
     verbose: bool = False
     hierarchical: bool | None = None
@@ -106,6 +109,7 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
         log_hide_time=read.switch("LOG_HIDE_TIME", default=False),
         timeout_s=read.seconds("GLOO_TIMEOUT_SECONDS"),
         check=read.switch("CHECK", default=True, horovods=False),
+        check_parameters=read.check_parameters(),
         shm=read.switch("SHM", default=True, horovods=False),
         verbose=read.switch("VERBOSE", default=False, horovods=False),
         hierarchical=read.switch_or_none("HIERARCHICAL_ALLREDUCE"),
@@ -162,6 +166,17 @@ class _Reader:
         if not (text.isascii() and text.isdigit() and len(text) <= 15):
             raise ValueError(f"{name}={text!r} is not a number of bytes, such as 16777216, or 0 for no fusion")
         return int(text)
+
+    def check_parameters(self) -> bool | int:
+        name, text = self.text("CHECK_PARAMETERS", horovods=False)
+        if not text:
+            return True
+        if not (text.isascii() and text.isdigit() and len(text) <= 9):
+            raise ValueError(
+                f"{name}={text!r} is neither 0, for no comparison of parameters, nor the number of steps from one to "
+                "the next, such as 1000"
+            )
+        return int(text) or False
 
     def seconds(self, name: str, *, also: str | None = None, or_zero: bool = False) -> float | None:
         name, text = self.text(name, also=also)

@@ -63,7 +63,7 @@ _SHARED = (
 )
 # ... and under hvdlite's alone, with what launcher and library tell each other.
 _OWN = (
-    *("CHECK", "SHM", "STALL_CHECK_TIME_S", "STALL_SHUTDOWN_S", "SECRET", "SECRET_FILE", "VERBOSE"),
+    *("CHECK", "CHECK_PARAMETERS", "SHM", "STALL_CHECK_TIME_S", "STALL_SHUTDOWN_S", "SECRET", "SECRET_FILE", "VERBOSE"),
     *("HOST", "STORE", "JOB_DIR"),
 )
 _READ = frozenset(

@@ -167,6 +167,7 @@ def init(
     process_sets: Iterable[ProcessSet] | str | None = None,
     *,
     timeout_s: float | None = None,
+    check_parameters: bool | int | None = None,
 ) -> None:
     """`hvdlite.init`, with Horovod's first argument.
 
@@ -175,7 +176,7 @@ def init(
     """
     if not world.is_initialized():
         check_comm(comm, _size_to_be())
-    world.init(timeout_s, process_sets=process_sets)
+    world.init(timeout_s, process_sets=process_sets, check_parameters=check_parameters)
 
 
 def check_extension(*_: object) -> None:

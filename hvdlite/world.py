@@ -24,7 +24,7 @@ from .farewell import say_farewell
 from .process_set import ProcessSet, check_first_sets
 from .timeline import session as timeline
 from .tracebacks import shorten_tracebacks
-from .values import seconds, shown
+from .values import MOST, seconds, shown, whole_number
 
 _world: World | None = None
 
@@ -34,6 +34,7 @@ def init(
     *,
     process_sets: Iterable[ProcessSet] | str | None = None,
     hierarchical: bool | None = None,
+    check_parameters: bool | int | None = None,
 ) -> None:
     """Find this process's place among the others and connect to them.
 
@@ -57,6 +58,11 @@ def init(
     within each host, and between the hosts, each rank with its share. False has them go in one. Unless given, it
     is ``HVDLITE_HIERARCHICAL_ALLREDUCE``; else two levels for CPU tensors where ranks of a host share memory, and for
     CUDA tensors over NCCL what is the faster at start. Rank 0's counts.
+
+    ``check_parameters``: True has the ranks of each `DistributedOptimizer` compare the values of its parameters at the
+    first step, and a `MismatchError` on all of them names what differs. A number N has them do so at every N-th step
+    thereafter too (1: at every step), False never. Unless given, it is ``HVDLITE_CHECK_PARAMETERS``, or True. Rank 0's
+    counts.
     """
     global _world  # noqa: PLW0603 - the one module variable that rank(), size() and the rest read
     if _world is not None:
@@ -72,6 +78,8 @@ def init(
     if hierarchical is not None and not isinstance(hierarchical, bool):
         raise ValueError(f"hierarchical={shown(hierarchical)} is none of True, False and None")
     environment = read_environment(os.environ)
+    if check_parameters is not None:
+        environment = replace(environment, check_parameters=_how_often(check_parameters))
     if hierarchical is not None:
         environment = replace(environment, hierarchical=hierarchical)
     timeout = timedelta(seconds=timeout_s or environment.timeout_s or DEFAULT_TIMEOUT_S)
@@ -158,6 +166,18 @@ def cross_size() -> int:
 def is_homogeneous() -> bool:
     """Whether every host runs as many of the processes."""
     return current_world().topology.is_homogeneous
+
+
+def _how_often(check_parameters: object) -> bool | int:
+    """What ``check_parameters`` of `init` means, or a ValueError."""
+    if isinstance(check_parameters, bool):
+        return check_parameters
+    steps = whole_number(check_parameters)
+    if steps is None or not 0 <= steps <= MOST:
+        raise ValueError(
+            f"check_parameters={shown(check_parameters)} is none of True, False and a number of steps, such as 1000"
+        )
+    return steps or False
 
 
 def _is_child_of_multiprocessing() -> bool:

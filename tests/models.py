@@ -6,6 +6,8 @@ Models are built once, in the main thread: ranks are threads here, and PyTorch's
 from __future__ import annotations
 
 import copy
+import functools
+import threading
 from collections.abc import Callable
 
 import torch
@@ -103,7 +105,25 @@ def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.01)
 
 
+def alike(model: nn.Module) -> nn.Module:
+    """The model with values that are the same on all ranks, which are threads and share a random generator."""
+    generator = torch.Generator().manual_seed(0)
+    for param in model.parameters():
+        nn.init.uniform_(param, -0.5, 0.5, generator=generator)
+    return model
+
+
+_BUILDING = threading.Lock()
+
+
 def build(kind: type[nn.Module], seed: int = 0) -> nn.Module:
+    """A model of this kind; all of one seed are alike, also of ranks that are threads and share a random generator."""
+    with _BUILDING:
+        return copy.deepcopy(_first_of(kind, seed))
+
+
+@functools.cache
+def _first_of(kind: type[nn.Module], seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return kind().double()
 

@@ -135,8 +135,10 @@ def test_a_predivide_factor_is_refused_in_horovods_words():
 
 
 def test_more_backward_passes_than_agreed_are_an_error_but_not_under_no_sync():
+    alike = nn.Linear(2, 1, bias=False)
+
     def train(group: Group) -> None:
-        model = nn.Linear(2, 1, bias=False)
+        model = copy.deepcopy(alike)
         optimizer = wrap(group, model, backward_passes_per_step=2)
         for _ in range(3):
             with optimizer.no_sync():

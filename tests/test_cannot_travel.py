@@ -422,7 +422,7 @@ def refusal(call: Callable[[], Any], words: Sequence[str]) -> str | None:
 @pytest.mark.parametrize(
     ("function", "argument"),
     [
-        *((hvd.init, argument) for argument in ("timeout_s", "process_sets", "hierarchical")),
+        *((hvd.init, argument) for argument in ("timeout_s", "process_sets", "hierarchical", "check_parameters")),
         *((hvd.join, argument) for argument in ("device", "average")),
         (hvd.ProcessSet, "ranks_or_comm"),
         (horovod.init, "comm"),

@@ -92,6 +92,13 @@ def test_only_hvdlites_own_name_turns_the_check_off():
     assert read_environment({"HOROVOD_CHECK": "0"}).check
 
 
+@pytest.mark.parametrize(("text", "meaning"), [("", True), ("0", False), ("1", 1), ("1000", 1000)])
+def test_a_variable_says_how_often_parameters_are_compared(text, meaning):
+    read = read_environment({"HVDLITE_CHECK_PARAMETERS": text}).check_parameters
+    assert read == meaning
+    assert type(read) is type(meaning)
+
+
 @pytest.mark.parametrize(
     ("environ", "remark"),
     [
@@ -163,6 +170,8 @@ def test_every_variable_that_source_and_readme_name_is_known():
         ("HVDLITE_STALL_SHUTDOWN_S", "nan", "not a positive number of seconds, such as 60, or 0 for never"),
         ("HVDLITE_STALL_CHECK_TIME_S", "soon", "not a positive number of seconds"),
         ("HVDLITE_CHECK", "off?", "neither 1 nor 0"),
+        ("HVDLITE_CHECK_PARAMETERS", "-1", "neither 0, for no comparison of parameters, nor the number of steps"),
+        ("HVDLITE_CHECK_PARAMETERS", "often", "neither 0"),
         ("HOROVOD_LOG_LEVEL", "loud", "no level of the log: use one of trace, debug, info, warning, error, fatal"),
     ],
 )

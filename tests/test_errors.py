@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from models import alike
 from ranks import attempt_ranks, run_ranks, set_of
 from torch import nn
 
@@ -232,7 +234,7 @@ def test_zero_grad_while_gradients_are_in_flight_is_an_error_and_the_step_still_
 )
 def test_gradients_changed_on_their_way_are_an_error_and_no_silent_divergence(size, change):
     def rank(group: Group):
-        model = nn.Linear(2, 1, bias=False)
+        model = alike(nn.Linear(2, 1, bias=False))
         optimizer = wrap(group, model.parameters(), named_parameters=model.named_parameters())
         model(torch.ones(1, 2)).sum().backward()
         change(model.weight)
@@ -268,7 +270,7 @@ class PromptEngine:
 @pytest.mark.parametrize("change", [lambda p: p.grad.zero_(), lambda p: setattr(p, "grad", None)])
 def test_gradients_whose_average_is_there_before_the_others_are_not_to_be_changed_either(change):
     def rank(group: Group):
-        model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
+        model = alike(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4))))
         optimizer = wrap(group, model.parameters(), named_parameters=model.named_parameters(), bucket_cap_mb=1e-5)
         model(torch.ones(1, 2)).sum().backward()
         if group.rank == 1:
@@ -508,3 +510,80 @@ def test_gradients_that_come_at_once_from_two_devices_are_taken_one_after_the_ot
         assert first.tolist() == second.tolist() == [-1.0, -1.0]
 
     run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"op": hvd.Adasum}, {"step_on_arrival": True}])
+def test_steps_that_accumulate_nothing_are_told_of_once(size, options):
+    def rank(group: Group) -> None:
+        model = alike(nn.Linear(2, 1))
+        optimizer = wrap(group, model.parameters(), backward_passes_per_step=4, **options)
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    with pytest.warns(UserWarning, match="nothing is accumulated") as told:
+        run_ranks(size, rank)
+    assert len(told) == size
+    assert "after a single backward pass in each of the first 3 steps, with backward_passes_per_step=4" in str(told[0])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("options", [{}, {"op": hvd.Adasum}])
+def test_of_steps_that_accumulate_nothing_is_told_the_end_of_an_epoch_and_no_sync_are_none(options):
+    def rank(group: Group) -> None:
+        model = alike(nn.Linear(2, 1))
+
+        def backward() -> None:
+            model(torch.ones(1, 2)).sum().backward()
+
+        def epoch(batches: int) -> None:
+            optimizer.zero_grad()
+            for batch in range(1, batches + 1):
+                backward()
+                if batch % 4 == 0 or batch == batches:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        optimizer = wrap(group, model.parameters(), backward_passes_per_step=4, **options)
+        for _ in range(5):
+            epoch(5)
+        for _ in range(2):
+            epoch(1)
+        optimizer = wrap(group, model.parameters(), backward_passes_per_step=2, **options)
+        for _ in range(5):
+            optimizer.zero_grad()
+            with optimizer.no_sync():
+                backward()
+            backward()
+            optimizer.step()
+
+    run_ranks(2, rank)
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1))])
+# Horovod has the one where a module cannot be iterated over, and the other where it can.
+@pytest.mark.parametrize("kind", [TypeError, ValueError])
+def test_a_module_in_the_place_of_named_parameters_is_told_what_is_wanted(model, kind):
+    words = rf"Found the module {type(model).__name__}: pass named_parameters=model\.named_parameters\(\)"
+    with pytest.raises(kind, match=words):
+        run_ranks(1, lambda group: wrap(group, model.parameters(), named_parameters=model))
+
+
+def test_gradients_that_ddp_averages_too_are_an_error_that_names_ddp(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for bucket_view in (False, True):
+            model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1), gradient_as_bucket_view=bucket_view)
+
+            def rank(group: Group, model: nn.Module = model) -> None:
+                optimizer = wrap(group, model.parameters())
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+
+            with pytest.raises(hvd.GradientError, match=r"by DistributedDataParallel \(DDP\).*use one of the two"):
+                run_ranks(1, rank)
+            del model, rank
+    finally:
+        dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import logging
@@ -30,12 +31,13 @@ from hvdlite.timeline.clocks import between, clock_ahead_ns
 from hvdlite.world import current_world
 
 STEPS, BUCKETS = 3, 2
+MODEL = nn.Linear(4, 2)
 NAMES = ["ready", "wire", "all-reduce"]
 
 
 def train(steps: int = STEPS) -> None:
     """So many steps of a model whose gradients are in two buckets."""
-    model = nn.Linear(4, 2, bias=True)
+    model = copy.deepcopy(MODEL)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), bucket_cap_mb=1e-6,
     )  # fmt: skip
@@ -114,7 +116,7 @@ def test_operations_are_there_by_name(tmp_path):
 
 def test_adasum_has_its_rows(tmp_path):
     def record(rank: int) -> None:
-        model = nn.Linear(4, 2)
+        model = copy.deepcopy(MODEL)
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters()), model.named_parameters(), op=hvd.Adasum
         )
@@ -138,7 +140,7 @@ def test_what_a_process_set_does_is_there(tmp_path):
         hvd.start_timeline(tmp_path / "t.json")
         if rank != 1:
             for op in (hvd.Average, hvd.Adasum):
-                model = nn.Linear(4, 2)
+                model = copy.deepcopy(MODEL)
                 optimizer = hvd.DistributedOptimizer(
                     torch.optim.SGD(model.parameters()), model.named_parameters(), op=op, process_set=some
                 )

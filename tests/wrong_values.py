@@ -95,6 +95,7 @@ WRONG: dict[str, list[Any]] = {
     "process_sets": ["all", "", 5, True, hvd.ProcessSet([0]), [5], [[0, 1]], [None], Rude(), b"dynamic", torch.ones(1)],
     "comm": ["x", b"x", 5, True, [True], [0.0], ["0"], [-1], [0, 0], [VAST], [UNPRINTABLE], [None], {}, Rude(),
         [Rude()]],
+    "check_parameters": ["x", -1, 0.5, Rude(), torch.tensor(True), VAST],
     "hierarchical": ["x", 1, 0, 0.0, Rude(), torch.tensor(True), VAST],
 }  # fmt: skip
 WRONG["postscale_factor"] = WRONG["prescale_factor"]

@@ -5,7 +5,7 @@ From gradients to averages, inside an optimizer.
 
 Modules import only what stands before them:
 
-    plan < slot < flags < bucket < staying < scaling < sparse < layout < tracks < wires < wire < parcel < convoy
-         < params < tuning < probe < autotune < reducer < deltas < arguments < proxy < optimizer_state < arrival
-         < attributes < averaging < optimizer
+    plan < slot < flags < bucket < staying < scaling < sparse < layout < tracks < wires < wire < parcel < sameness
+         < convoy < params < tuning < probe < autotune < reducer < deltas < arguments < proxy < optimizer_state
+         < arrival < attributes < averaging < optimizer
 """

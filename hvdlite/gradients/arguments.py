@@ -225,6 +225,12 @@ def _names_of_groups(groups: Sequence[Sequence[Tensor]], name_of: dict[Tensor, s
 
 
 def _check_pairs(named_parameters: Iterable[tuple[str, Tensor]]) -> Named:
+    if isinstance(named_parameters, nn.Module):
+        raise WrongTypeError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            f"model.named_parameters(). Found the module {type(named_parameters).__name__}: pass "
+            "named_parameters=model.named_parameters()"
+        )
     pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
     for item in pairs:
         if not (

@@ -24,6 +24,9 @@ from .attributes import HorovodsAttributes
 from .deltas import Deltas
 from .reducer import Reducer
 
+# So many steps in a row are no accident.
+_SINGLE_PASSES = 3
+
 
 class AveragingOptimizer(HorovodsAttributes):
     """Adds to a proxy what averages gradients; whoever makes one calls `_connect`."""
@@ -44,6 +47,8 @@ class AveragingOptimizer(HorovodsAttributes):
         self._synchronized = False
         # Whether the user was told that a step came after `synchronize`.
         self._has_warned = False
+        # The steps so far that came after a single backward pass; None once that is told, or another has come.
+        self._single_passes: int | None = 0
         reducer.add_params(named, groups)
         # Parameters outlive their optimizer; the hooks on them must not.
         finalizer = weakref.finalize(self, reducer.abandon)
@@ -112,6 +117,7 @@ class AveragingOptimizer(HorovodsAttributes):
         its own rank's loss, is returned.
         """
         self._warn_of_synchronizing_twice()
+        self._warn_of_accumulating_nothing()
         if isinstance(self._reducer, Deltas):
             set_by_scaler = vars(self)
             if not self._reducer.agree_to_step(set_by_scaler.get("grad_scale"), set_by_scaler.get("found_inf")):
@@ -142,6 +148,22 @@ class AveragingOptimizer(HorovodsAttributes):
                 "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(). "
                 "This can cause training slowdown. You may want to consider using optimizer.skip_synchronize() context "
                 "if you use optimizer.synchronize() in your code.",
+                stacklevel=3,
+            )
+
+    def _warn_of_accumulating_nothing(self) -> None:
+        passes = self.backward_passes_per_step
+        if self._single_passes is None or passes == 1 or self._reducer.backwards_of_step == 0:
+            return
+        # A single one may be all that is left at the end of an epoch.
+        self._single_passes = self._single_passes + 1 if self._reducer.backwards_of_step == 1 else None
+        if self._single_passes == _SINGLE_PASSES:
+            self._single_passes = None
+            warnings.warn(
+                f"optimizer.step() was called after a single backward pass in each of the first {_SINGLE_PASSES} "
+                f"steps, with backward_passes_per_step={passes}: the gradients of each pass are averaged and used at "
+                f"once, and nothing is accumulated. Call step() and zero_grad() once for every {passes} backward "
+                "passes, or leave backward_passes_per_step out.",
                 stacklevel=3,
             )
 

@@ -208,11 +208,11 @@ class Bucket:
         for slot in self.slots:
             if slot.param.grad is not slot.view and slot.arrived and not slot.sparse:
                 how = "set to None" if slot.param.grad is None else "replaced"
-                raise changed_too_early(f"the gradient of {slot.name} was {how}")
+                raise changed_too_early(f"the gradient of {slot.name} was {how}", slot.param)
 
     def _require_untouched(self) -> None:
         if self._is_wanted and self._version is not None and self._version != self.buffer._version:
-            raise changed_too_early(f"one of the {self.plan.describe()} was changed")
+            raise changed_too_early(f"one of the {self.plan.describe()} was changed", self.slots[0].param)
 
     def _fill(self, slot: Slot) -> bool:
         """Make sure that the slice holds this rank's share; whether it has one."""

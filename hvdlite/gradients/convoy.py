@@ -19,6 +19,7 @@ from ..errors import MismatchError
 from .bucket import Bucket
 from .layout import Layout
 from .parcel import Parcel, send
+from .sameness import ParameterCheck
 from .slot import Slot
 from .tracks import Tracks
 from .wire import InFlight, Settings, count_of
@@ -31,9 +32,12 @@ _WIRES = 2
 class Convoy:
     """Empty before a step, and after `disperse`."""
 
-    def __init__(self, layout: Layout, settings: Settings, tracks: Tracks, *, alone: bool) -> None:
+    def __init__(
+        self, layout: Layout, settings: Settings, tracks: Tracks, check: ParameterCheck, *, alone: bool
+    ) -> None:
         """``alone`` is whether there are no other ranks."""
         self._alone = alone
+        self._check = check
         self._layout = layout
         self._settings = settings
         self._tracks = tracks
@@ -110,8 +114,11 @@ class Convoy:
         """Launch all that has not been, full or not; each bucket when it has come back, in plan order.
 
         From then on its gradients are the user's to change. A GradientError before anything is, where that has been
-        done too early.
+        done too early. Behind the buckets travels the comparison of parameters, where one is due; a MismatchError when
+        all have come back.
         """
+        if self._layout.buckets:
+            self._check.begin(takes_part=self._layout.buckets[0].takes_part)
         waiting = deque(self._layout.awake()[len(self._launched) :])
         called: list[Bucket] = []
         checked = back = 0
@@ -124,6 +131,9 @@ class Convoy:
                 called.clear()
             while waiting and self._has_room:
                 self._launch(waiting.popleft(), group)
+            if not waiting:
+                # After those that are awake, on every rank.
+                self._check.send(group)
             for bucket in self._launched[checked:]:
                 bucket.require_same()
             checked = len(self._launched)
@@ -136,6 +146,7 @@ class Convoy:
                 self._presence = bucket.presence.clone()
             bucket.release()
             yield bucket
+        self._check.finish(group)
 
     def _calls_of(self, carrier: Bucket) -> list[Bucket]:
         """The sleeping buckets that some rank needs, by the flags of this one."""

@@ -25,7 +25,7 @@ from ..collectives.load import Load, put_back
 from ..collectives.outcome import share_outcome
 from ..collectives.own import OwnCompression
 from ..collectives.reduction import Reduction
-from .params import ParamListener, too_many_passes
+from .params import ParamListener, number_of_backward, too_many_passes
 from .plan import ParamSpec, plan_buckets
 from .wire import Settings, as_real
 
@@ -36,8 +36,16 @@ class Deltas(ParamListener):
     All ranks must take equally many steps. Their parameters, if equal before the first, are equal after each.
     """
 
-    def __init__(self, group: Group, settings: Settings, backward_passes_per_step: int = 1) -> None:
-        super().__init__(group, settings, backward_passes_per_step)
+    def __init__(
+        self,
+        group: Group,
+        settings: Settings,
+        backward_passes_per_step: int = 1,
+        *,
+        check_parameters: bool | int = False,
+    ) -> None:
+        """``check_parameters`` is as of `sameness.ParameterCheck`."""
+        super().__init__(group, settings, backward_passes_per_step, check_parameters)
         self._buckets: list[_Bucket] = []
         self._name_of: dict[Tensor, str] = {}
         self._passes: dict[Tensor, int] = {}
@@ -50,11 +58,12 @@ class Deltas(ParamListener):
             members = [params[piece.spec.name] for piece in plan.slices]
             self._buckets.append(_Bucket(members, plan.describe().replace("gradients of", "the deltas of", 1)))
         self._name_of.update((param, name) for name, param in params.items())
-        self._hear(params.values(), [(spec.name, spec.describe()) for spec in specs])
+        self._hear(params, [(spec.name, spec.describe()) for spec in specs])
 
     # -- backward passes, which here are only counted
 
     def _on_gradient(self, param: Tensor) -> None:
+        self._backwards.add(number_of_backward())
         if self._only_accumulating or self._is_closed:
             return
         passes = self._passes[param] = self._passes.get(param, 0) + 1
@@ -76,6 +85,7 @@ class Deltas(ParamListener):
     def require_nothing_pending(self, action: str, way_out: str) -> None:
         """Nothing is under way between two steps; what was accumulated is about to be dropped."""
         self._passes.clear()
+        self._backwards.clear()
 
     # -- the step
 
@@ -103,11 +113,13 @@ class Deltas(ParamListener):
     def stepping(self) -> Iterator[None]:
         """Let the wrapped optimizer step inside; then combine what that has changed."""
         if self.size > 1:
+            self._compare(takes_part=True)
             for bucket in self._buckets:
                 bucket.remember()
         yield
         if self.size > 1:
             self._combine()
+        self._backwards.clear()
         self._tracks.stepped()
 
     def sit_out(self, average_of_active: bool) -> bool:
@@ -117,10 +129,17 @@ class Deltas(ParamListener):
         """
         active, overflows = self._count([0, 0])
         if active and not overflows:
+            self._compare(takes_part=False)
             for param in self._name_of:
                 param.grad = None
             self._combine()
         return active > 0
+
+    def _compare(self, *, takes_part: bool) -> None:
+        group = self.meet()
+        self._check.begin(takes_part=takes_part)
+        self._check.send(group)
+        self._check.finish(group)
 
     def _combine(self) -> None:
         group = self.meet()

@@ -145,7 +145,7 @@ class DistributedOptimizer(AveragingOptimizer):
             group, settings, tunes = current_world().group.alone(), settings.of_bystander(), False
         else:
             group = group_of(process_set, "hvd.DistributedOptimizer")
-        reducer = _reducer_of(group, settings, passes)
+        reducer = _reducer_of(group, settings, passes, environment)
         try:
             with group.opening.only("hvd.DistributedOptimizer"):
                 group.require_agreement(
@@ -193,14 +193,17 @@ class DistributedOptimizer(AveragingOptimizer):
         self._given_process_set = global_process_set
         params = self._params()
         named = [(name, params[place]) for name, place in pickled["named_places"]]
-        reducer = _reducer_of(current_world().group, pickled["settings"], pickled["backward_passes_per_step"])
+        world = current_world()
+        passes = pickled["backward_passes_per_step"]
+        reducer = _reducer_of(world.group, pickled["settings"], passes, world.environment)
         self._connect(reducer, named, pickled["groups"])
 
     def _params(self) -> list[Tensor]:
         return [param for entry in self._optimizer.param_groups for param in entry["params"]]
 
 
-def _reducer_of(group: Group, settings: Settings, backward_passes_per_step: int) -> Reducer | Deltas:
-    if settings.op is Adasum:
-        return Deltas(group, settings, backward_passes_per_step)
-    return Reducer(group, settings, backward_passes_per_step)
+def _reducer_of(
+    group: Group, settings: Settings, backward_passes_per_step: int, environment: Environment
+) -> Reducer | Deltas:
+    kind = Deltas if settings.op is Adasum else Reducer
+    return kind(group, settings, backward_passes_per_step, check_parameters=environment.check_parameters)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
@@ -18,8 +19,12 @@ from ..channels import collected
 from ..channels.collective import Group
 from ..errors import GradientError, MismatchError
 from .plan import Description, can_have_gradient, first_difference
+from .sameness import ParameterCheck
 from .tracks import Tracks
 from .wire import Settings
+
+# Autograd's number of the backward pass under way. Looked up once: it is called at every gradient.
+number_of_backward = torch._C._current_graph_task_id
 
 
 class ParamListener(ABC):
@@ -28,12 +33,15 @@ class ParamListener(ABC):
     A parameter has one listener at most. What is done with the gradients is a subclass's.
     """
 
-    def __init__(self, group: Group, settings: Settings, backward_passes_per_step: int) -> None:
+    def __init__(
+        self, group: Group, settings: Settings, backward_passes_per_step: int, check_parameters: bool | int
+    ) -> None:
         self.settings = settings
         self.size = group.size
         self.backward_passes_per_step = backward_passes_per_step
         self._ranks = group
         self._tracks = Tracks(group.recorder)
+        self._check = ParameterCheck(group, check_parameters)
         # A channel of our own between the same ranks, opened when they first meet.
         self._group: Group | None = None
         self._uncompared: list[Description] = []
@@ -46,6 +54,13 @@ class ParamListener(ABC):
         # Whether something is under way on that channel.
         self._collecting = False
         self._only_accumulating = False
+        # Autograd's numbers of the backward passes since the last step, those under `only_accumulating` among them.
+        self._backwards: set[int] = set()
+
+    @property
+    def backwards_of_step(self) -> int:
+        """How many backward passes there were since the last step."""
+        return len(self._backwards)
 
     @abstractmethod
     def _on_gradient(self, param: Tensor) -> None:
@@ -55,10 +70,11 @@ class ParamListener(ABC):
     def sit_out(self, average_of_active: bool) -> bool:
         """Take part in one step of the other ranks with nothing to give; False if they all sat out as well."""
 
-    def _hear(self, params: Iterable[Tensor], description: Description) -> None:
-        """Listen to more parameters, which the ranks are to compare when they next meet."""
-        params = list(params)
+    def _hear(self, named: Mapping[str, Tensor], description: Description) -> None:
+        """Listen to more parameters, which the ranks are to compare when they next meet; their values, in a step."""
+        params = list(named.values())
         take_over(params)
+        self._check.add(named.items())
         self._uncompared.append(description)
         self._hooks += [listen(param, self._on_gradient) for param in params if can_have_gradient(param.dtype)]
 

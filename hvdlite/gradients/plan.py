@@ -40,7 +40,7 @@ class ParamSpec:
     def of(cls, name: str, param: Tensor) -> ParamSpec:
         """The spec of a parameter under this name."""
         shape = tuple(param.shape)
-        stride = param.stride() if _is_dense(shape, param.stride()) else _contiguous_stride(shape)
+        stride = param.stride() if is_dense(shape, param.stride()) else _contiguous_stride(shape)
         return cls(name, shape, stride, param.dtype, param.device, param.requires_grad)
 
     @property
@@ -220,7 +220,7 @@ def _align(numel: int, dtype: torch.dtype, aligned: bool) -> int:
     return -(-numel // step) * step
 
 
-def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether the elements fill their memory without gaps or overlaps, in whatever order of dimensions."""
     expected = 1
     for step, length in sorted((step, length) for step, length in zip(stride, shape, strict=True) if length > 1):

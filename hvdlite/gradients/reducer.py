@@ -28,12 +28,9 @@ from ..collectives.compression import Compression
 from ..errors import GradientError
 from .convoy import Convoy
 from .layout import Layout
-from .params import ParamListener, too_many_passes
+from .params import ParamListener, number_of_backward, too_many_passes
 from .slot import Slot
 from .wire import Settings
-
-# Looked up once: it is called at every gradient.
-_number_of_backward = torch._C._current_graph_task_id
 
 
 class Reducer(ParamListener):
@@ -44,8 +41,16 @@ class Reducer(ParamListener):
     included.
     """
 
-    def __init__(self, group: Group, settings: Settings, backward_passes_per_step: int = 1) -> None:
-        super().__init__(group, settings, backward_passes_per_step)
+    def __init__(
+        self,
+        group: Group,
+        settings: Settings,
+        backward_passes_per_step: int = 1,
+        *,
+        check_parameters: bool | int = False,
+    ) -> None:
+        """``check_parameters`` is as of `sameness.ParameterCheck`."""
+        super().__init__(group, settings, backward_passes_per_step, check_parameters)
         self._layout = Layout(
             cap_bytes=settings.cap_bytes,
             scale_of=lambda dtype: settings.scaling(dtype, group.size).before,
@@ -54,14 +59,12 @@ class Reducer(ParamListener):
             stays=group.size == 1 and settings.compression is Compression.none,
             aligned=not settings.packs,
         )
-        self._convoy = Convoy(self._layout, settings, self._tracks, alone=group.size == 1)
+        self._convoy = Convoy(self._layout, settings, self._tracks, self._check, alone=group.size == 1)
         self._synchronized = False
         # Whether a backward pass too many has added to gradients that were on their way.
         self._is_spoilt = False
         # Held while a gradient is taken; again by the same thread, where that needs a backward pass of its own.
         self._lock = threading.RLock()
-        # Autograd's numbers of the backward passes since the last step.
-        self._backwards: set[int] = set()
 
     # -- the plan
 
@@ -73,7 +76,7 @@ class Reducer(ParamListener):
     def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
         """Take in parameters: plan their buckets, after those there are, and hook their gradients."""
         params = dict(named_params)
-        self._hear(params.values(), self._layout.add(params, groups))
+        self._hear(params, self._layout.add(params, groups))
 
     def _take_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Of the engine that will carry it: where that is shared memory, gradients are summed where they lie.
@@ -95,7 +98,7 @@ class Reducer(ParamListener):
                 self._require_surplus(slot)
                 self._discard()
                 self._begin_step()
-            backward = _number_of_backward()
+            backward = number_of_backward()
             if backward not in self._backwards:
                 self._backwards.add(backward)
             if param.grad is not slot.view:

@@ -7,9 +7,11 @@ Where the gradient itself is kept is its *home*: a `bucket`, the `staying` of a 
 
 from __future__ import annotations
 
+import gc
 from typing import Protocol
 
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import GradientError
 from .plan import Slice
@@ -57,10 +59,22 @@ def misfit(slot: Slot, grad: Tensor) -> GradientError:
     )
 
 
-def changed_too_early(what: str) -> GradientError:
-    """What is raised where a gradient has been changed before the averages were there."""
+def changed_too_early(what: str, param: Tensor) -> GradientError:
+    """What is raised where a gradient, such as this parameter's, has been changed before the averages were there."""
+    if _is_in_ddp(param):
+        return GradientError(
+            f"{what} while it was on its way between the ranks, by DistributedDataParallel (DDP), which averages the "
+            "same gradients: use one of the two, hvd.DistributedOptimizer with the model that is in DDP, or DDP with "
+            "the optimizer that was wrapped"
+        )
     return GradientError(
         f"{what} while it was on its way between the ranks, which would have made them differ: call "
         "optimizer.synchronize() after backward() and before clipping, changing or dropping gradients; hooks that "
         "change them belong on the parameters before hvd.DistributedOptimizer(...)"
     )
+
+
+def _is_in_ddp(param: Tensor) -> bool:
+    # A parameter does not know its modules; where an error is about to be raised there is time to look.
+    modules = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    return any(param is other for module in modules for other in module.parameters())

@@ -39,6 +39,6 @@ def require_same(slots: Iterable[Slot]) -> None:
             grad = slot.param.grad
             if grad is not slot.view:
                 how = "set to None" if grad is None else "replaced"
-                raise changed_too_early(f"the gradient of {slot.name} was {how}")
+                raise changed_too_early(f"the gradient of {slot.name} was {how}", slot.param)
             if slot.fresh and grad is not None and grad._version != 0:
-                raise changed_too_early(f"the gradient of {slot.name} was changed")
+                raise changed_too_early(f"the gradient of {slot.name} was changed", slot.param)

@@ -32,6 +32,7 @@ TRAIN = """
 import sys, torch, hvdlite as hvd
 hvd.init(timeout_s=60)
 leaver, last = map(int, sys.argv[1:3])
+torch.manual_seed(0)
 model = torch.nn.Linear(256, 256)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
 step = 0

@@ -24,6 +24,7 @@ import itertools, os, signal, time, torch
 import hvdlite as hvd
 
 hvd.init()
+torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
 loader = itertools.count()

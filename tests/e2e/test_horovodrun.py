@@ -34,7 +34,7 @@ def test_its_flags_tune_the_workers_or_say_why_not(launch):
 
 def test_autotune_measures_for_every_optimizer_and_writes_one_line_for_each(launch, tmp_path):
     program = (
-        "import torch, hvdlite as hvd; hvd.init(); model = torch.nn.Linear(512, 512); "
+        "import torch, hvdlite as hvd; hvd.init(); torch.manual_seed(0); model = torch.nn.Linear(512, 512); "
         "o = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()); "
         "model(torch.ones(1, 512)).sum().backward(); o.step(); "
         "print(*hvd.allgather_object(o._reducer.settings.cap_bytes))"

@@ -35,6 +35,7 @@ print(f"{mean:.1f} on {os.uname().nodename} by {os.environ.get('GLOO_SOCKET_IFNA
 TRAIN_UNTIL = """
 import os, sys, torch, hvdlite as hvd
 hvd.init(timeout_s=60)
+torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
 step = 0

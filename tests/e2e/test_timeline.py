@@ -19,6 +19,7 @@ from hvdlite.channels import recorder
 recorder._FLUSH_S = 1000  # what steps do not bring into the file comes too late
 hvd.init(timeout_s=20)
 path, end = sys.argv[1:]
+torch.manual_seed(0)
 model = torch.nn.Linear(64, 64)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
 

@@ -192,6 +192,7 @@ import re
 import resource
 import torch.distributed as dist
 hvd.init()
+torch.manual_seed(0)
 model = torch.nn.Sequential(*[torch.nn.Linear(1000, 1000) for _ in range(20)])
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 forward = model
@@ -262,3 +263,45 @@ def test_a_step_on_arrival_has_the_bits_of_the_ordinary_one_over_whatever_engine
     """
     code, _, err = launch("-np", "3", sys.executable, program(tmp_path, body)).ended()
     assert code == 0, err.decode()
+
+
+FORGOTTEN = """
+torch.manual_seed(hvd.rank())
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+print("trained")
+"""
+
+
+@pytest.mark.parametrize("shm", ["0", "1"])
+@pytest.mark.parametrize("torchs", [False, True])
+def test_a_forgotten_broadcast_ends_the_job_with_the_call_that_is_missing(launch, tmp_path, shm, torchs):
+    start = "torch.distributed.init_process_group('gloo'); hvd.init()\n" if torchs else "hvd.init()\n"
+    code, out, err = launch(
+        "-np", "2", sys.executable, program(tmp_path, start + FORGOTTEN), env={"HVDLITE_SHM": shm}
+    ).ended()
+    assert code == 1
+    assert b"trained" not in out
+    assert err.count(b"MismatchError: parameter 'weight' has other values on rank 1 (localhost) than on rank 0") >= 2
+    assert b"hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in err
+
+
+@pytest.mark.parametrize(
+    ("start", "is_found"),
+    [
+        ("hvd.init(check_parameters=hvd_rank == 1)", False),
+        ("hvd.init(check_parameters=hvd_rank == 0)", True),
+        ("os.environ['HVDLITE_CHECK_PARAMETERS'] = ['0', '3'][hvd_rank]; hvd.init()", False),
+        ("os.environ['HVDLITE_CHECK_PARAMETERS'] = '0'; hvd.init(check_parameters=True)", True),
+    ],
+)
+def test_rank_0_says_how_often_parameters_are_compared(launch, tmp_path, start, is_found):
+    body = f"hvd_rank = int(os.environ['RANK'])\n{start}\n" + FORGOTTEN
+    code, out, err = launch("-np", "2", sys.executable, program(tmp_path, body)).ended()
+    assert (code, out.count(b"trained")) == ((1, 0) if is_found else (0, 2)), err.decode()
+    assert (b"MismatchError" in err) == is_found

@@ -35,6 +35,7 @@ def sums(name):
         hvd.allreduce(torch.ones(5000), name=name)
 
 def steps():
+    torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), bucket_cap_mb=0.02)
     while True:
