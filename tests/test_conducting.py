@@ -430,6 +430,59 @@ def test_a_peer_that_hangs_in_what_all_have_begun_is_told_of(caplog, monkeypatch
     assert "in halves of 'a'" in ended[0]
 
 
+def test_a_rank_in_an_operation_while_another_is_in_a_bucket_gets_its_error(monkeypatch):
+    def rank(own: int) -> None:
+        world = current_world()
+        buckets = world.group.duplicate()
+        for _ in range(3):
+            buckets.all_reduce(torch.ones(1), "a bucket").wait()
+        if own == 0:
+            with pytest.raises(hvd.MismatchError, match=r"rank 0 .*: add_up of .*; rank 1 .*: a bucket"):
+                add_up("a", 1).wait()
+        # What rank 1 waits for comes only then.
+        buckets.all_reduce(torch.ones(1), "a bucket").wait()
+
+    run_worlds(2, rank, Environment())
+
+
+def test_a_bucket_that_is_slow_on_its_way_is_no_mismatch(monkeypatch):
+    # Times pass quickly here: ranks look and rank 0 judges many times while the bucket travels.
+    monkeypatch.setattr(negotiator, "LOOK_S", 0.02)
+    monkeypatch.setattr(vigil, "LOOK_S", 0.02)
+    monkeypatch.setattr(coordinator, "_TICK_S", 0.02)
+    monkeypatch.setattr(negotiation, "SETTLING_S", 0.1)
+    ticks: list[float] = []
+    tick = negotiation.Negotiation.tick
+
+    class Slow:
+        """A collective that rank 0's judge has looked at fifty times before it is done."""
+
+        def __init__(self, work) -> None:
+            self.work = work
+
+        def wait(self) -> None:
+            seen = len(ticks)
+            while len(ticks) < seen + 50:
+                time.sleep(0.01)
+            self.work.wait()
+
+    def noted(self, now_s: float) -> None:
+        ticks.append(now_s)
+        tick(self, now_s)
+
+    monkeypatch.setattr(negotiation.Negotiation, "tick", noted)
+
+    def rank(own: int) -> int:
+        buckets = current_world().group.duplicate()
+        work = buckets.all_reduce(torch.ones(1), "a bucket")
+        if own == 1:
+            work._work = Slow(work._work)
+            work.wait()
+        return add_up("a", 1).wait()
+
+    assert run_worlds(2, rank, Environment()) == [2, 2]
+
+
 def test_what_each_thread_is_blocked_in_is_known_apart():
     watch = Watch()
     release, inside = threading.Event(), threading.Barrier(3)

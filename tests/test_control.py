@@ -434,8 +434,11 @@ class Ranks:
         ["ask", 1, 5, "allreduce", None, "what", [0], {}, None, None],
         ["ask", 1, 5, "allreduce", None, "what", [1, 99], {}, None, None],
         ["ask", 1, 5, "allreduce", None, "what", [1, {}], {}, None, None],
-        ["busy", [["what"]], True],
-        ["busy", [["what", 0.0, False]] * 100, True],
+        ["busy", [["what"]], True, {}],
+        ["busy", [["what", 0.0, False, None]] * 100, True, {}],
+        ["busy", [["what", 0.0, False, ["all", 1, [9]]]], True, {}],
+        ["busy", [], True, {"all": "many"}],
+        ["wait", 1, {"all": "many"}],
         ["alive", []],
         ["join", "all"],
     ],
@@ -514,21 +517,41 @@ def looked(vigil: Vigil, now_s: float, blocked=(), **more) -> list:
     return vigil.look(now_s, blocked, **{"is_stuck": True, "is_waiting": bool(blocked), "over_count": 0, **more})
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        Blocked("bucket 1", 11.0, place=("opt", 4, (0, 1))),  # for too short a time to be told of
+        Blocked("allreduce of 'a'", 0.0, is_operation=True),
+        Blocked("something", 0.0),
+    ],
+)
+def test_a_rank_is_stuck_only_where_all_that_it_waits_for_is_told(other):
+    wait = Blocked("bucket 0", 0.0, place=("opt", 3, (0, 2)))
+    assert looked(Vigil(StallRules()), 11.0, [wait], size=3)[0][1:3] == [
+        [["bucket 0", 11.0, False, ["opt", 3, [0, 2]]]],
+        True,
+    ]
+    assert looked(Vigil(StallRules()), 11.0, [wait, other], size=3)[0][2] is False
+
+
 def test_what_a_rank_is_blocked_in_is_told_once_and_again_when_it_changes():
     vigil = Vigil(StallRules())
-    wait = Blocked("bucket 0", 10.0)
-    assert looked(vigil, 10.5, [wait]) == [["alive", 0]]
-    assert looked(vigil, 11.5, [wait])[0] == ["busy", [["bucket 0", 1.5, False]], True]
+    begun, size = {"opt": 3}, 2
+    wait = Blocked("bucket 0", 10.0, place=("opt", 3, (0, 1)))
+    said = ["busy", [["bucket 0", 1.5, False, ["opt", 3, None]]], True, begun]
+    assert looked(vigil, 10.25, [wait]) == [["alive", 0]]
+    assert looked(vigil, 11.5, [wait], begun=begun, size=size)[0] == said
     assert looked(vigil, 12.5, [wait]) == [["alive", 0]]
     # The same words, and another step.
-    assert looked(vigil, 13.5, [Blocked("bucket 0", 12.0)])[0] == ["busy", [["bucket 0", 1.5, False]], True]
-    assert looked(vigil, 14.5) == [["busy", [], False]]
+    again = Blocked("bucket 0", 12.0, place=("opt", 3, (0, 1)))
+    assert looked(vigil, 13.5, [again], begun=begun, size=size)[0] == said
+    assert looked(vigil, 14.5, begun=begun) == [["busy", [], False, begun]]
     assert looked(vigil, 15.5) == []
 
 
 def test_the_longest_waits_of_all_threads_are_told_first():
     waits = [Blocked(str(number), float(number)) for number in range(30, 0, -1)]
-    (_, told, _), _ = looked(Vigil(StallRules()), 100.0, waits)
+    (_, told, _, _), _ = looked(Vigil(StallRules()), 100.0, waits)
     assert [what for what, *_ in told] == [str(number) for number in range(1, 17)]
 
 

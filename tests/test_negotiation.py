@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from hvdlite.agreement.negotiation import SETTLING_S, Negotiation
 from hvdlite.agreement.pending import Ask, Pending
-from hvdlite.agreement.stall import STANDSTILL_S, Blocked, StallRules
+from hvdlite.agreement.stall import Blocked, StallRules
+
+CAUSES = ("`if hvd.rank() == 0:`", "unequal numbers of batches (see hvd.join())")
 
 HOSTS = ("node1", "node1", "node2", "node2")
 
@@ -36,14 +38,17 @@ class Play:
         self.negotiation.ask(rank, ask, self.now_s)
         return ticket
 
-    def call(self, rank: int, name: str, kind: str = "allreduce", **more) -> None:
-        """Ask and wait."""
-        self.negotiation.wait(rank, self.ask(rank, name, kind, **more))
+    def call(self, rank: int, name: str, kind: str = "allreduce", *, begun=0, **more) -> None:
+        """Ask and wait, having begun so many buckets."""
+        self.negotiation.wait(rank, self.ask(rank, name, kind, **more), {"buckets": begun})
 
-    def busy(self, rank: int, what: str | None, since_s: float, *, is_operation=False, is_stuck=True) -> None:
-        """It has been blocked in one thing, or no more is in anything."""
-        blocked = [] if what is None else [Blocked(what, since_s, is_operation)]
-        self.negotiation.busy(rank, blocked, is_stuck=is_stuck)
+    def busy(
+        self, rank: int, what: str | None, since_s: float, *, is_operation=False, is_stuck=True, bucket=None
+    ) -> None:
+        """It has been blocked in one thing, or no more is in anything; ``bucket`` is the number of what it is."""
+        place = None if bucket is None else ("buckets", bucket, tuple(range(self.size)))
+        blocked = [] if what is None else [Blocked(what, since_s, is_operation, place)]
+        self.negotiation.busy(rank, blocked, is_stuck=is_stuck, begun={"buckets": bucket or 0})
 
     def after(self, seconds: float) -> list[tuple[int, list]]:
         self.now_s += seconds
@@ -171,9 +176,6 @@ def test_ranks_that_wait_for_each_other_get_one_error(what):
     assert "rank 1 (node1)" in text
 
 
-CAUSES = ("`if hvd.rank() == 0:`", "unequal numbers of batches (see hvd.join())")
-
-
 @pytest.mark.parametrize("what", DIFFERENT_CALLS)
 def test_different_calls_end_with_the_commonest_causes_and_process_sets_that_cross_do_not(what):
     play = Play(2)
@@ -261,25 +263,45 @@ def test_groups_of_different_numbers_of_tensors_are_told_apart_by_their_numbers(
     assert "rank 0 (node1): 1 tensors; rank 1 (node1): 2 tensors" in text
 
 
-def test_a_circle_through_a_wait_for_gradients_is_an_error_when_it_has_stood_still():
+BUCKET = "the all-reduce of the gradients of fc.weight"
+
+
+def test_a_circle_through_a_bucket_that_who_waits_elsewhere_has_not_begun_is_an_error_within_seconds():
     play = Play(3, warn_after_s=60.0)
-    play.busy(0, "the all-reduce of the gradients of fc.weight", 0.0)
-    play.call(1, "a", "allgather")
-    assert play.after(STANDSTILL_S + SETTLING_S + 1) == []  # the third rank computes
-    play.call(2, "a", "allgather")
+    play.busy(0, BUCKET, 0.0, bucket=5)
+    for _ in range(20):
+        assert play.after(1.0) == []  # the others compute
+    for rank in (1, 2):
+        play.call(rank, "a", "allgather", begun=4)
     play.after(0.0)
     _, text = one_error(play.after(SETTLING_S), [1, 2])
-    assert "rank 0 (node1): the all-reduce of the gradients of fc.weight; ranks 1 (node1), 2 (node2): allgather" in text
+    assert f"rank 0 (node1): {BUCKET}; ranks 1 (node1), 2 (node2): allgather" in text
+    assert all(cause in text for cause in CAUSES)
 
 
-def test_a_bucket_that_is_on_its_way_while_the_others_wait_is_no_circle():
-    play = Play(2, warn_after_s=60.0)
-    for seconds in range(0, 40, 5):
-        # It waits for one bucket after the other.
-        play.busy(0, f"bucket {seconds}", float(seconds))
-        if seconds == 0:
-            play.call(1, "a")
-        assert play.after(5.0) == []
+def test_one_rank_that_has_not_begun_the_bucket_suffices_and_others_may_compute_or_have_joined():
+    play = Play(3, warn_after_s=60.0)
+    play.negotiation.join(2, False, 0.0)
+    play.busy(0, BUCKET, 0.0, bucket=5)
+    play.call(1, "a", begun=4)
+    play.after(0.0)
+    one_error(play.after(SETTLING_S), [1])
+
+
+def test_a_bucket_that_all_have_begun_is_on_its_way_however_long_that_takes():
+    play = Play(2, warn_after_s=1000.0)
+    play.busy(0, BUCKET, 0.0, bucket=5)
+    play.call(1, "a", begun=5)
+    for _ in range(500):
+        assert play.after(1.0) == []
+
+
+def test_of_a_wait_that_nobody_knows_the_place_of_nothing_is_concluded():
+    play = Play(2, warn_after_s=1000.0)
+    play.busy(0, "something", 0.0)
+    play.call(1, "a", begun=4)
+    for _ in range(100):
+        assert play.after(1.0) == []
 
 
 def test_the_first_end_is_told_to_all_others():
@@ -823,11 +845,11 @@ def test_a_joined_rank_that_is_not_heard_of_any_more_is_what_the_others_wait_for
 
 def test_a_rank_one_thread_of_which_can_still_ask_is_in_no_circle():
     play = Play(2, warn_after_s=60.0)
-    play.busy(0, "the bucket", 0.0, is_stuck=False)
+    play.busy(0, "the bucket", 0.0, is_stuck=False, bucket=1)
     play.call(1, "a")
-    for _ in range(int(STANDSTILL_S + SETTLING_S) + 2):
+    for _ in range(20):
         assert play.after(1.0) == []
-    play.busy(0, "the bucket", 0.0)
+    play.busy(0, "the bucket", 0.0, bucket=1)
     play.after(0.0)
     one_error(play.after(SETTLING_S), [1])
 

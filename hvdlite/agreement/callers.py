@@ -14,13 +14,16 @@ import time
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 
+_OWN_PREFIX = "hvdlite"
+
 
 class Callers:
     """Tells of the operations (by ticket) that this rank is blocked in, once no thread of it can ask for others."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        """``tell`` is called with a ticket."""
+    def __init__(self, tell: Callable[[int], None], beginners: Set[int] = frozenset()) -> None:
+        """``tell`` is called with a ticket; ``beginners`` are the threads that begin collectives of an engine."""
         self._tell = tell
+        self._beginners = beginners
         self._lock = threading.Lock()
         self._threads: set[int] = set()
         # By thread: the ticket, and since when (`time.monotonic`).
@@ -49,9 +52,9 @@ class Callers:
         """Tell what has not been told; now and then, since a thread that ends asks for nothing any more."""
         if not self._blocked:
             return
-        alive = {thread.ident for thread in threading.enumerate()}
+        alive = _living_threads()
         with self._lock:
-            if not self._threads & alive <= self._blocked.keys():
+            if not (self._threads | set(self._beginners)) & alive <= self._blocked.keys():
                 return
             untold = {ticket for ticket, _ in self._blocked.values()} - self._told
             self._told |= untold
@@ -68,8 +71,16 @@ class Callers:
         return frozenset(self._threads)
 
     def can_ask(self, elsewhere: Set[int]) -> bool:
-        """Whether a thread that calls operations is blocked neither in one nor, as ``elsewhere`` are, otherwise."""
-        alive = {thread.ident for thread in threading.enumerate()}
+        """Whether a thread that calls operations, or begins collectives, is not blocked as ``elsewhere`` are.
+
+        One that is blocked in an operation counts: it goes on when that is done, which says nothing of the others.
+        """
+        alive = _living_threads()
         with self._lock:
             self._threads &= alive
-            return not self._threads <= self._blocked.keys() | elsewhere
+            return not (self._threads | (set(self._beginners) & alive)) <= elsewhere
+
+
+def _living_threads() -> set[int | None]:
+    """Those of hvdlite are none: they begin only what all ranks have agreed on."""
+    return {thread.ident for thread in threading.enumerate() if not thread.name.startswith(_OWN_PREFIX)}

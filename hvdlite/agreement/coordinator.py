@@ -7,12 +7,14 @@ Rank 0's end of the connections to all ranks: what they ask goes into the negoti
     ["ask", ticket, set_id, kind, name, what, members, same, own, caller]
                                         an operation, and the rank's own number for it; members is null for all ranks,
                                         caller (see `labels`) where a name of the user's says what is meant
-    ["wait", ticket]                    blocked until it is done
+    ["wait", ticket, begun]             blocked until it is done, with nothing else to do; so many collectives of each
+                                        group have been begun there, {label: count}
     ["join", average_of_active, [[set_id, members, numbers], ...]]
                                         and which optimizers live there, by process set
     ["pinned", join, set_id, numbers]   these optimizers live here, and will as long as that join is under way
-    ["busy", [[what, waited_s, is_operation], ...], is_stuck]
-                                        what its threads are blocked in, such as a bucket, when that has changed
+    ["busy", [[what, waited_s, is_operation, [label, number, members]], ...], is_stuck, begun]
+                                        what its threads are blocked in, such as a bucket, when that has changed; which
+                                        collective that is, or null; members is null for all ranks
     ["alive", count]                    about once a second while it waits for something: so many of the operations
                                         that it was told to carry out are over
     ["lost"]                            has met an error that another rank's end is the cause of
@@ -63,7 +65,7 @@ from .stall import StallRules
 from .words import WordError, take_word
 
 # How often time passes for the negotiation, while there is something that may become too late.
-_TICK_S = 0.5
+_TICK_S = 0.25
 _LINGER_S = 0.2
 
 

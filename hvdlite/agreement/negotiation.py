@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from .endings import Endings
@@ -58,6 +59,8 @@ class Negotiation:
         self._id_of: dict[tuple[int, int], Id] = {}  # by rank and ticket
         # What each rank is blocked in. One that is waits for nothing else, and will ask for nothing else.
         self._waiting: dict[int, set[Id]] = {}
+        # By rank, when it was last blocked: how many collectives of each group it had begun.
+        self._begun: dict[int, Mapping[str, int]] = {}
         self._stuck_since_s: tuple[frozenset[int], float] | None = None
         # By rank, in the order of their coming: whether averages are to be over the others alone.
         self._joined: dict[int, bool] = {}
@@ -112,8 +115,9 @@ class Negotiation:
         """Whether that is the rank's number for an operation that has not been answered yet."""
         return (rank, ticket) in self._id_of
 
-    def wait(self, rank: int, ticket: int) -> None:
-        """``rank`` is blocked until that operation is done."""
+    def wait(self, rank: int, ticket: int, begun: Mapping[str, int] = MappingProxyType({})) -> None:
+        """``rank`` is blocked until that operation is done, having ``begun`` so many collectives of each group."""
+        self._begun[rank] = begun
         id_ = self._id_of.get((rank, ticket))
         if id_ is not None:
             self._waiting.setdefault(rank, set()).add(id_)
@@ -163,11 +167,15 @@ class Negotiation:
         """Where the program of ``rank`` is, as it says when it is asked."""
         self._stall.place(rank, place, now_s)
 
-    def busy(self, rank: int, blocked: Sequence[Blocked], *, is_stuck: bool) -> None:
+    def busy(
+        self, rank: int, blocked: Sequence[Blocked], *, is_stuck: bool, begun: Mapping[str, int] = MappingProxyType({})
+    ) -> None:
         """What ``rank`` is blocked in for longer than a moment; nothing any more where that is empty.
 
-        ``is_stuck`` is whether it can ask for nothing meanwhile, since all its threads that do are blocked.
+        ``is_stuck`` is whether it does nothing until one of these is done, all its threads being blocked in them;
+        ``begun`` is as in `wait`.
         """
+        self._begun[rank] = begun
         self._stall.busy(rank, blocked, is_stuck=is_stuck)
 
     def over(self, rank: int, count: int) -> None:
@@ -331,10 +339,17 @@ class Negotiation:
         if not self._waiting:
             self._stuck_since_s = None
             return
-        elsewhere = self._blocked_elsewhere(now_s)
+        elsewhere = self._stall.stuck()
         waits_of = {id_ for ids in self._waiting.values() for id_ in ids}
         missing = {id_: self._pending[id_].missing(self._joined) for id_ in waits_of}
-        stuck = stuck_ranks({**dict.fromkeys(elsewhere, ()), **self._waiting}, missing)
+        waiting: dict[int, set[Id]] = {rank: set(ids) for rank, ids in self._waiting.items()}
+        for rank, blocked in elsewhere.items():
+            for each in blocked:
+                # Numbers of no operation.
+                id_ = -1 - len(missing)
+                missing[id_] = self._not_begun(each)
+                waiting.setdefault(rank, set()).add(id_)
+        stuck = stuck_ranks(waiting, missing)
         if not stuck & self._waiting.keys():
             self._stuck_since_s = None
             return
@@ -344,7 +359,7 @@ class Negotiation:
             return
         asks = {rank: [self._pending[id_].first for id_ in sorted(self._waiting.get(rank, ()))] for rank in stuck}
         waits = {rank: [Wait(ask.kind, ask.what, ask.of_set) for ask in asks[rank]] for rank in stuck}
-        waits |= {rank: [Wait(what, what)] for rank, what in elsewhere.items() if not waits.get(rank)}
+        waits |= {rank: [Wait(elsewhere[rank][0].what, elsewhere[rank][0].what)] for rank in stuck if not waits[rank]}
         words = self._words_of_pairing(stuck) or words_of_deadlock(waits, self._hosts)
         refused = sorted({id_ for rank in stuck for id_ in self._waiting.get(rank, ())})
         self._refuse_all([self._pending[id_] for id_ in refused], "MismatchError", words)
@@ -365,12 +380,15 @@ class Negotiation:
             return None
         return words_of_difference(first.kind, first.what, asked, self._hosts)
 
-    def _blocked_elsewhere(self, now_s: float) -> dict[int, str]:
-        """Waits that are no operation's, if they and those that are hold up each and every rank."""
-        blocked = self._stall.blocked(now_s)
-        free = set(range(len(self._hosts))) - blocked.keys() - self._waiting.keys() - self._ended.keys()
-        # While somebody computes it may come; and where all wait for buckets, these are on their way.
-        return {} if free or self._joined else blocked
+    def _not_begun(self, blocked: Blocked) -> set[int]:
+        """The ranks without which that collective cannot be done, and which had not begun it when they were blocked.
+
+        Where all have, it is on its way, however long that takes. Of a rank that has not said it is not known.
+        """
+        if blocked.place is None:
+            return set()
+        label, number, members = blocked.place
+        return {rank for rank in members if rank in self._begun and self._begun[rank].get(label, 0) < number}
 
     def _find_stalls(self, now_s: float) -> None:
         scene = Scene(self._pending, self._waiting, self._joined_since_s, self._under_way, self._sittings.has_any)

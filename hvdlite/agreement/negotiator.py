@@ -112,7 +112,10 @@ class Negotiator:
         self._pinned: _Pinned = {}
         self._pid = os.getpid()
         self._labels = Labels()
-        self._callers = Callers(lambda ticket: self._say(["wait", ticket]))
+        watch = group.watch
+        # Who has called hvd.init() need not be who trains.
+        watch.beginners.clear()
+        self._callers = Callers(lambda ticket: self._say(["wait", ticket, watch.begun.copy()]), watch.beginners)
         self._vigil = Vigil(welcome.rules)
         self._pid_of_rank_0 = welcome.pid
         self._rules = welcome.rules
@@ -443,14 +446,22 @@ class Negotiator:
         executor = self._executor
         waits = self._group.watch.blocked()
         waits.pop(executor.ident or 0, None)
-        blocked = [Blocked(what, since_s) for what, since_s in waits.values()]
+        blocked = [Blocked(what, since_s, place=place) for what, since_s, place in waits.values()]
         current = executor.current
         if current is not None:
             blocked.append(Blocked(*current, is_operation=True))
-        is_stuck = not self._callers.can_ask(waits.keys())
+        is_stuck = executor.is_idle and not self._callers.can_ask(waits.keys())
         # While others have joined they wait for this rank, which then says that it is there.
         is_waiting = bool(self._asked or self._joining or self._pinned or blocked or not executor.is_idle)
-        messages = self._vigil.look(now_s, blocked, is_stuck=is_stuck, is_waiting=is_waiting, over_count=executor.ended)
+        messages = self._vigil.look(
+            now_s,
+            blocked,
+            is_stuck=is_stuck,
+            is_waiting=is_waiting,
+            over_count=executor.ended,
+            begun=self._group.watch.begun.copy(),
+            size=self._group.size,
+        )
         self._mailbox.send_all(messages)
         silence = self._vigil.silence(now_s)
         if silence is not None:

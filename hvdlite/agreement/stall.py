@@ -14,9 +14,6 @@ from itertools import islice
 
 from .pending import Ask, Id, Pending
 
-# No bucket takes that long on its way; see `StallWatch.blocked`.
-STANDSTILL_S = 10.0
-
 # A rank that waits for others is heard of every second. One that is not for so long is told of as silent.
 SILENT_S = 5.0
 
@@ -50,11 +47,15 @@ class StallRules:
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """What a thread of a rank is blocked in: an operation that is under way, or something else such as a bucket."""
+    """What a thread of a rank is blocked in: an operation that is under way, or something else such as a bucket.
+
+    ``place`` is which collective that is: its group's label, its number there, and who takes part.
+    """
 
     what: str
     since_s: float
     is_operation: bool = False
+    place: tuple[str, int, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +143,9 @@ class StallWatch:
             self._busy.pop(rank, None)
         (self._stuck.add if blocked and is_stuck else self._stuck.discard)(rank)
 
-    def blocked(self, now_s: float) -> dict[int, str]:
-        """By rank, the waits in which nothing has happened for so long that nothing will by itself.
-
-        Not those of operations: all ranks have agreed on these.
-        """
-        found = {}
-        for rank in self._stuck:
-            elsewhere = next((each for each in self._busy[rank] if not each.is_operation), None)
-            if elsewhere is not None and now_s - elsewhere.since_s >= STANDSTILL_S:
-                found[rank] = elsewhere.what
-        return found
+    def stuck(self) -> dict[int, list[Blocked]]:
+        """By rank, all that it waits for, where no thread of it can do anything until one of these is done."""
+        return {rank: self._busy[rank] for rank in self._stuck}
 
     # -- operations that some have asked for
 

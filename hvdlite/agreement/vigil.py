@@ -1,5 +1,5 @@
 """
-What a rank looks at about once a second: what it is blocked in, which rank 0 is to know, and whether rank 0 answers.
+What a rank looks at about twice a second: what it is blocked in, which rank 0 is to know, and whether rank 0 answers.
 
     what threads are blocked in ── look ── "busy", "alive", for rank 0
     nothing comes from rank 0   ── look ── a warning, an end: rank 0 tells of all stalls but its own
@@ -9,13 +9,14 @@ Pure: time is what the caller says it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from .stall import Blocked, StallRules
 
-LOOK_S = 1.0
+LOOK_S = 0.5
 """How often `look` is to be called, and how long a thread is blocked before it is told of."""
 
 _MOST_TOLD = 16
@@ -49,7 +50,15 @@ class Vigil:
         self._warned_at_s = None
 
     def look(
-        self, now_s: float, blocked: Sequence[Blocked], *, is_stuck: bool, is_waiting: bool, over_count: int
+        self,
+        now_s: float,
+        blocked: Sequence[Blocked],
+        *,
+        is_stuck: bool,
+        is_waiting: bool,
+        over_count: int,
+        begun: Mapping[str, int] = MappingProxyType({}),
+        size: int = 0,
     ) -> list[list[Any]]:
         """What is to be said to rank 0 now.
 
@@ -63,11 +72,14 @@ class Vigil:
         messages: list[list[Any]] = []
         told = sorted((each for each in blocked if now_s - each.since_s >= LOOK_S), key=lambda each: each.since_s)
         told = told[:_MOST_TOLD]
-        is_stuck = is_stuck and bool(told)
+        # Only where rank 0 knows of all that this rank waits for.
+        is_stuck = is_stuck and bool(told) and len(told) == len(blocked) and all(each.place for each in told)
         if told != self._told or is_stuck != self._told_stuck:
             self._told, self._told_stuck = told, is_stuck
-            said = [[each.what, round(now_s - each.since_s, 3), each.is_operation] for each in told]
-            messages.append(["busy", said, is_stuck])
+            said = [
+                [each.what, round(now_s - each.since_s, 3), each.is_operation, _pack(each.place, size)] for each in told
+            ]
+            messages.append(["busy", said, is_stuck, dict(begun)])
         if is_waiting or over_count != self._told_count:
             self._told_count = over_count
             messages.append(["alive", over_count])
@@ -89,3 +101,11 @@ class Vigil:
             self._warned_at_s = now_s
             return Silence(lasted_s, is_end=False)
         return None
+
+
+def _pack(place: tuple[str, int, tuple[int, ...]] | None, size: int) -> list[Any] | None:
+    """For a message: short where all ranks take part."""
+    if place is None:
+        return None
+    label, number, members = place
+    return [label, number, None if len(members) == size else list(members)]

@@ -45,14 +45,15 @@ def take_word(
             negotiation.ask(
                 rank, Ask(ticket, set_id, kind, message[4], what, members, same, own, _caller(caller)), now_s
             )
-        case ["wait", int(ticket)]:
-            negotiation.wait(rank, ticket)
+        case ["wait", int(ticket), dict(begun)]:
+            negotiation.wait(rank, ticket, _begun(begun))
         case ["join", bool(average_of_active), list(living)]:
             negotiation.join(rank, average_of_active, now_s, [_living(each, rank, everybody) for each in living])
         case ["pinned", int(join), int(set_id), list(numbers)]:
             negotiation.pinned(rank, join, set_id, _numbers(numbers))
-        case ["busy", list(blocked), bool(is_stuck)] if len(blocked) <= _MOST_BLOCKED:
-            negotiation.busy(rank, [_blocked(each, now_s) for each in blocked], is_stuck=is_stuck)
+        case ["busy", list(blocked), bool(is_stuck), dict(begun)] if len(blocked) <= _MOST_BLOCKED:
+            read = [_blocked(each, now_s, everybody) for each in blocked]
+            negotiation.busy(rank, read, is_stuck=is_stuck, begun=_begun(begun))
         case ["alive", int(count)]:
             negotiation.over(rank, count)
         case ["here", int(pid)]:
@@ -103,9 +104,20 @@ def _numbers(said: list[Any]) -> list[int]:
     return said
 
 
-def _blocked(said: object, now_s: float) -> Blocked:
+def _begun(said: dict[Any, Any]) -> dict[str, int]:
+    if not all(type(label) is str and type(count) is int for label, count in said.items()):
+        raise WordError(f"{str(said)[:200]} are no numbers of collectives")
+    return said
+
+
+def _blocked(said: object, now_s: float, everybody: tuple[int, ...]) -> Blocked:
     match said:
-        case [str(what), int() | float() as waited_s, bool(is_operation)]:
+        case [str(what), int() | float() as waited_s, bool(is_operation), None]:
             return Blocked(what, now_s - waited_s, is_operation)
+        case [str(what), int() | float() as waited_s, False, [str(label), int(number), None | list() as ranks]]:
+            members = everybody if ranks is None else tuple(ranks)
+            if not all(type(each) is int and 0 <= each < len(everybody) for each in members):
+                raise WordError(f"{str(ranks)[:200]} are no ranks")
+            return Blocked(what, now_s - waited_s, False, (label, number, members))
         case _:
             raise WordError(f"{str(said)[:200]} is nothing that a rank can be blocked in")

@@ -55,12 +55,14 @@ class Group:
         signer: Signer,
         set_id: int = 0,
         ranks: Sequence[int] | None = None,
+        label: str = "all",
     ) -> None:
         """``rank`` and ``hosts`` are by place in this group; ``ranks`` are the global ranks, all if not given.
 
         ``signer`` has a key that these ranks have in common, and no other group. ``set_id`` is the number of the
-        process set that these ranks are, 0 of all.
+        process set that these ranks are, 0 of all. ``label`` is equal on all of them, and no other group's.
         """
+        self._label = label
         self.signer = signer
         self._signed_count = 0
         self._duplicate_count = 0
@@ -99,7 +101,14 @@ class Group:
         self._duplicate_count += 1
         signer = self.signer.derive("duplicate", self._duplicate_count)
         group = Group(
-            self._channels, self.rank, self.size, self.hosts, signer=signer, set_id=self.set_id, ranks=self.ranks
+            self._channels,
+            self.rank,
+            self.size,
+            self.hosts,
+            signer=signer,
+            set_id=self.set_id,
+            ranks=self.ranks,
+            label=f"{self._label}.{self._duplicate_count}",
         )
         self._share_with(group)
         group._duplicate_of = self
@@ -115,7 +124,16 @@ class Group:
         channels = self._channels.among(places, places.index(self.rank), token)
         hosts = [self.hosts[place] for place in places]
         signer = self.signer.derive("among", token)
-        group = Group(channels, places.index(self.rank), len(places), hosts, signer=signer, set_id=set_id, ranks=ranks)
+        group = Group(
+            channels,
+            places.index(self.rank),
+            len(places),
+            hosts,
+            signer=signer,
+            set_id=set_id,
+            ranks=ranks,
+            label=token,
+        )
         self._share_with(group)
         return group
 
@@ -126,7 +144,8 @@ class Group:
     def alone(self) -> Group:
         """This rank by itself."""
         signer = self.signer.derive("alone", self.rank)
-        group = Group(AloneChannels(), 0, 1, [self.hosts[self.rank]], signer=signer, ranks=[self.ranks[self.rank]])
+        ranks = [self.ranks[self.rank]]
+        group = Group(AloneChannels(), 0, 1, [self.hosts[self.rank]], signer=signer, ranks=ranks, label="alone")
         self._share_with(group)
         return group
 
@@ -212,7 +231,11 @@ class Group:
         )
 
     def _begun(self, work: EngineWork, what: str) -> Work:
-        return Work(work, what, self.watch, self.error_of)
+        # So ranks can tell which of them have not begun what others wait for.
+        watch = self.watch
+        number = watch.begun[self._label] = watch.begun.get(self._label, 0) + 1
+        watch.beginners.add(threading.get_ident())
+        return Work(work, what, watch, self.error_of, (self._label, number, self.ranks))
 
     def all_reduce(self, tensor: Tensor, what: str, op: ReduceOp = Sum) -> Work:
         """Combine a contiguous tensor over all ranks, in place; of a dtype and an op that engines know.

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from ..errors import CommunicationError, MismatchError, say_where
 from .engine import EngineWork
 
+# One collective among those of a group: the group's label, its number there, and the global ranks that take part.
+Place = tuple[str, int, tuple[int, ...]]
+
 # An engine may know that a rank has gone a little earlier than who tells which.
 _WORD_S = 3.0
 
@@ -19,9 +22,12 @@ class Watch:
     """What this process is blocked in, and which other rank has ended: for who watches, and by who listens."""
 
     def __init__(self) -> None:
-        # By thread, by its ident: an engine's collective, and since when (`time.monotonic`). Each thread writes its
-        # own entry, on the way of every bucket.
-        self.waits: dict[int, tuple[str, float]] = {}
+        # By thread, by its ident: an engine's collective, since when (`time.monotonic`), and which it is. Each thread
+        # writes its own entry, on the way of every bucket.
+        self.waits: dict[int, tuple[str, float, Place | None]] = {}
+        # By a group's label: how many of its collectives this rank has begun. And the threads that have.
+        self.begun: dict[str, int] = {}
+        self.beginners: set[int] = set()
         # The thread that hears of other ranks' ends, if there is one.
         self.listener: int | None = None
         # Lets those know who watch that this rank has lost another, and may end of it.
@@ -29,8 +35,8 @@ class Watch:
         self._heard = threading.Event()
         self._first_end: tuple[int, bool] | None = None
 
-    def blocked(self) -> dict[int, tuple[str, float]]:
-        """What each thread is blocked in now, by its ident, and since when."""
+    def blocked(self) -> dict[int, tuple[str, float, Place | None]]:
+        """What each thread is blocked in now, by its ident, since when, and which collective it is."""
         # In one step of the interpreter's, while other threads change it.
         return self.waits.copy()
 
@@ -65,9 +71,15 @@ class Work:
     """A collective under way. `wait` returns when its tensors may be read, or raises what went wrong."""
 
     def __init__(
-        self, work: EngineWork, what: str, watch: Watch, error_of: Callable[[str, BaseException], CommunicationError]
+        self,
+        work: EngineWork,
+        what: str,
+        watch: Watch,
+        error_of: Callable[[str, BaseException], CommunicationError],
+        place: Place | None = None,
     ) -> None:
-        """``error_of`` makes hvdlite's error of the engine's, which was about ``what``."""
+        """``error_of`` makes hvdlite's error of the engine's, which was about ``what``; ``place`` says which it is."""
+        self._place = place
         self._work = work
         self._what = what
         self._watch = watch
@@ -76,7 +88,7 @@ class Work:
     def wait(self) -> None:
         """Block until done; on a GPU the current stream waits instead of the host."""
         waits, own = self._watch.waits, threading.get_ident()
-        waits[own] = (self._what, time.monotonic())
+        waits[own] = (self._what, time.monotonic(), self._place)
         try:
             self._work.wait()
         except RuntimeError as error:

@@ -243,9 +243,9 @@ def _read(fd, count):
 
 def test_an_unfinished_line_is_shown_after_a_quiet_moment_and_not_before():
     terminal, stream = pty.openpty()
-    now, is_shown = [0.0], SimpleQueue()
+    now, is_shown, events = [0.0], SimpleQueue(), SimpleQueue()
     screen = Screen(
-        SimpleQueue(), is_shown.put, stdout=stream, stderr=stream, environ=PLAIN, quiet_s=0.1, clock=lambda: now[0]
+        events, is_shown.put, stdout=stream, stderr=stream, environ=PLAIN, quiet_s=0.1, clock=lambda: now[0]
     )
     screen.show(Output(0, "stdout", b"? "))
     is_shown.get(timeout=30)
@@ -255,6 +255,7 @@ def test_an_unfinished_line_is_shown_after_a_quiet_moment_and_not_before():
     now[0] = 0.2
     assert _read(terminal, 14) == b"[0]<stdout>:? "
     screen.close()
+    assert isinstance(events.get(timeout=30), ScreenDone)
     os.close(stream)
     os.close(terminal)
 
