@@ -288,7 +288,13 @@ class Supervisor:
             self._ending = True
             self._log(f"{signal_name(signum)} to ranks {sorted(self._running)}, SIGKILL in {grace:g} s")
             self._signal_ranks(sorted(self._running), signum)
-        self._set_alarm(grace, self._kill)
+        self._set_alarm(grace, self._end_grace)
+
+    def _end_grace(self) -> None:
+        # Who was given time to write a checkpoint is told that it did not suffice.
+        if self._signalled_at is not None:
+            self._screen.say(f"{name_ranks(sorted(self._running))} still ran after {self._grace:g} s: killed (--grace)")
+        self._kill()
 
     def _kill(self) -> None:
         self._ending = self._has_killed = True

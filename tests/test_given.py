@@ -1,6 +1,7 @@
 """What is said where the ranks cannot meet at MASTER_ADDR and MASTER_PORT: the cause first, and the way out."""
 
 import socket
+import threading
 from datetime import timedelta
 
 import pytest
@@ -53,7 +54,7 @@ def test_a_name_that_is_unknown_is_said_first(monkeypatch):
     ("rank", "address", "why"),
     [
         (0, "192.0.2.7", f"MASTER_ADDR='192.0.2.7' is no address of {HOST}, where rank 0 is"),
-        (0, "127.0.0.1", "rank 0 was not found at MASTER_ADDR='127.0.0.1', MASTER_PORT=29500 within 5 s"),
+        (0, "127.0.0.1", "not all of the 2 ranks came to MASTER_ADDR='127.0.0.1', MASTER_PORT=29500 within 5 s"),
         (1, "192.0.2.7", "rank 0 was not found at MASTER_ADDR='192.0.2.7', MASTER_PORT=29500 within 5 s"),
     ],
 )
@@ -61,3 +62,20 @@ def test_an_address_where_rank_0_is_not_is_said_first(monkeypatch, rank, address
     said = refused(rank, monkeypatch, address=address, words="connection refused")
     assert said.startswith(f"hvd.init() failed on rank {rank} ({HOST}): {why}")
     assert said.endswith("(connection refused)")
+
+
+def test_a_stranger_at_the_port_who_never_answers_is_not_waited_for_beyond_the_timeout(monkeypatch):
+    monkeypatch.setattr(given, "_SLACK_S", 0.0)
+    over = threading.Event()
+
+    def never(*_, **__):
+        over.wait()
+        raise RuntimeError("too late")
+
+    monkeypatch.setattr(given, "rendezvous", never)
+    given.store_at_given_address.cache_clear()
+    with pytest.raises(CommunicationError) as caught:
+        given.store_at_given_address(1, 2, "127.0.0.1", "29500", timedelta(seconds=0.1))
+    over.set()
+    assert "rank 0 was not found at MASTER_ADDR='127.0.0.1', MASTER_PORT=29500 within 0.1 s" in str(caught.value)
+    assert str(caught.value).endswith("(what listens there has not answered)")

@@ -7,6 +7,9 @@ from __future__ import annotations
 import errno
 import functools
 import socket
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
@@ -14,20 +17,45 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..errors import CommunicationError
 
+# PyTorch's own timeout is to be the first to end, since it says more.
+_SLACK_S = 2.0
+
 
 @functools.cache
 def store_at_given_address(rank: int, size: int, address: str, port: str, timeout: timedelta) -> Store:
-    """Of both variables' values. Kept: at a later init() a rank could find one that is just closing."""
+    """Of both variables' values. Kept: at a later init() a rank could find one that is just closing.
+
+    A `CommunicationError` when the ranks have not met within the timeout, whatever holds them up.
+    """
+    host = socket.gethostname()
     try:
-        found: tuple[Store, int, int] = next(rendezvous("env://", rank, size, timeout=timeout))
+        return _meet(rank, size, timeout)
     except RuntimeError as error:
-        host, words = socket.gethostname(), str(error).strip().partition("\n")[0]
-        why = _why(rank, host, address, port, words, timeout.total_seconds())
+        words = str(error).strip().partition("\n")[0]
+        why = _why(rank, size, host, address, port, words, timeout.total_seconds())
         raise CommunicationError(f"hvd.init() failed on rank {rank} ({host}): {why}. ({words})") from error
-    return found[0]
 
 
-def _why(rank: int, host: str, address: str, port: str, words: str, waited_s: float) -> str:
+def _meet(rank: int, size: int, timeout: timedelta) -> Store:
+    """The store, by PyTorch, in a thread: it waits for ever for a stranger at that port who does not answer."""
+    found: Future[Store] = Future()
+
+    def look() -> None:
+        try:
+            store: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
+        except BaseException as error:  # noqa: BLE001  # raised by who waits for it
+            found.set_exception(error)
+        else:
+            found.set_result(store)
+
+    threading.Thread(target=look, name="hvdlite-store", daemon=True).start()
+    try:
+        return found.result(timeout.total_seconds() + _SLACK_S)
+    except FutureTimeoutError:
+        raise RuntimeError("what listens there has not answered") from None
+
+
+def _why(rank: int, size: int, host: str, address: str, port: str, words: str, waited_s: float) -> str:
     """What is the matter, and what to do; ``words`` are PyTorch's."""
     if "address already in use" in words:
         return (
@@ -43,11 +71,18 @@ def _why(rank: int, host: str, address: str, port: str, words: str, waited_s: fl
             f"MASTER_ADDR={address!r} is not known on {host} ({error.strerror}): set it to a name or an address of "
             "rank 0's host, for every rank"
         )
-    if rank == 0 and not any(map(_is_own, found)):
-        return f"MASTER_ADDR={address!r} is no address of {host}, where rank 0 is: set it to one, for every rank"
+    if rank == 0:
+        if not any(map(_is_own, found)):
+            return f"MASTER_ADDR={address!r} is no address of {host}, where rank 0 is: set it to one, for every rank"
+        return (
+            f"not all of the {size} ranks came to MASTER_ADDR={address!r}, MASTER_PORT={port} within {waited_s:g} s: "
+            "the others did not call hvd.init() (look at their output), have another address, port or WORLD_SIZE, or a "
+            "firewall is between"
+        )
     return (
         f"rank 0 was not found at MASTER_ADDR={address!r}, MASTER_PORT={port} within {waited_s:g} s: it did not call "
-        "hvd.init(), could not listen there (look at its output), or runs on another host, or a firewall is between"
+        "hvd.init(), could not listen there since another process does (look at its output), or runs on another host, "
+        "or a firewall is between"
     )
 
 

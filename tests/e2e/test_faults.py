@@ -73,7 +73,8 @@ class Trial:
         self._tmp = tmp
 
     def start(self, command: Sequence[str]) -> None:
-        self.job = Launch(self._tmp, ("-H", "a,b", *command, NAME), {}, self.on)
+        # As long as after a failure, where the launcher is told to end.
+        self.job = Launch(self._tmp, ("--grace", "3", "-H", "a,b", *command, NAME), {}, self.on)
 
     def wait_for_a_moment(self, *, running: bool) -> str:
         """Some moment after its start, or after all workers run; in words."""

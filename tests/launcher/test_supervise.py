@@ -396,6 +396,13 @@ def test_workers_may_take_as_long_as_the_grace_says_up_to_a_day():
     assert "in 86400 s" in played.said[0]
 
 
+def test_who_did_not_end_within_the_grace_is_named():
+    played = Played(Interrupted(TERM), Exited(1, 0), TIME_PASSES, Exited(0, -9))
+    assert played.said[1:] == ["rank 0 still ran after 30 s: killed (--grace)"]
+    after_a_failure = Played(Exited(1, 1), TIME_PASSES, TIME_PASSES, Exited(0, -9))
+    assert after_a_failure.said == []
+
+
 def test_without_grace_a_signal_kills_at_once_and_says_so():
     played = Played(Interrupted(TERM), Exited(0, -9), Exited(1, -9), grace=0)
     assert played.signals == [(0, [0, 1], KILL)]
