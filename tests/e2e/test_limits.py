@@ -1,5 +1,6 @@
 """What a machine lacks, or does not allow: one line names it, its cause and the way out, and nothing is left behind."""
 
+import contextlib
 import os
 import resource
 import subprocess
@@ -82,7 +83,12 @@ class User:
         return ["unshare", "--mount", "sh", "-ec", f'{self._mounts}{mounts}\nexec "$@"', "sh", *become, *limits, *words]
 
     def processes(self):
-        return [process for process in psutil.process_iter() if process.uids().real == self.uid]
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess):  # others end while they are looked at
+                if process.uids().real == self.uid:
+                    found.append(process)
+        return found
 
 
 @pytest.fixture
