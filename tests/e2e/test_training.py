@@ -160,7 +160,9 @@ def test_a_rank_that_does_not_come_is_reported_after_the_timeout(launch, tmp_pat
     code, _, err = launch("-np", "2", sys.executable, program(tmp_path, body)).ended()
     assert code == 1
     assert b"CommunicationError: stalled: allreduce of 'loss' in the global process set has been waiting 2 s. " in err
-    assert re.search(rb"missing: rank 1 \(localhost, pid \d+\), which computes or hangs", err)
+    # Where it is asked for, and may come too late on a busy machine.
+    where = rb"is at \S+/program\.py:\d+ in <module>|computes or hangs"
+    assert re.search(rb"missing: rank 1 \(localhost, pid \d+\), which (" + where + rb")", err)
 
 
 def test_parameters_used_by_one_rank_do_not_mix_with_collectives_between_backward_and_step(launch, tmp_path):
