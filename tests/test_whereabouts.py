@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 import threading
@@ -11,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hvdlite.agreement.whereabouts import LONGEST, place_of, places_of_threads
+from hvdlite.agreement.whereabouts import LONGEST, frames_of_threads, place_of, places_of_threads
 
 
 def in_a_loop() -> None:
@@ -50,7 +51,7 @@ PLACES = {
 
 def is_within(ident: int, name: str) -> bool:
     """Whether the thread has come to the function of that name, or what it calls."""
-    frame = sys._current_frames().get(ident)
+    frame = frames_of_threads().get(ident)
     while frame is not None:
         if frame.f_code.co_name == name:
             return True
@@ -128,3 +129,23 @@ def test_a_place_needs_no_file_of_the_program(tmp_path, monkeypatch):
     names = {"place_of": place_of, "sys": sys}
     exec(compile("def f():\n    return place_of(sys._getframe())\nplace = f()", "/no/such/train.py", "exec"), names)
     assert names["place"].startswith("/no/such/train.py:2 in f")
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_the_interpreter_lists_its_threads(monkeypatch, collects):
+    """A finalizer that lets a beginning thread have its turn there would be a deadlock."""
+    list_frames = sys._current_frames
+    seen: list[bool] = []
+
+    def listed():
+        seen.append(gc.isenabled())
+        return list_frames()
+
+    monkeypatch.setattr(sys, "_current_frames", listed)
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if collects else gc.disable)()
+        assert threading.get_ident() in frames_of_threads()
+        assert (seen, gc.isenabled()) == ([False], collects)
+    finally:
+        (gc.enable if was_enabled else gc.disable)()

@@ -9,6 +9,7 @@ No file is read: the program may hang just because a file system does.
 from __future__ import annotations
 
 import dis
+import gc
 import os
 import site
 import sys
@@ -37,7 +38,7 @@ _LIBRARIES = tuple(
 
 def places_of_threads(idents: Collection[int]) -> str:
     """Where these threads are, of which some may have ended; where the main thread is if there is none."""
-    frames = sys._current_frames()
+    frames = frames_of_threads()
     main = threading.main_thread().ident
     found = sorted((ident for ident in idents if ident in frames), key=lambda ident: ident != main)
     if not found and main in frames:
@@ -49,6 +50,21 @@ def places_of_threads(idents: Collection[int]) -> str:
         places.append(place if not places else f"thread {names.get(ident, ident)!r} at {place}")
     more = f" and {len(found) - _MOST_THREADS} more threads" if len(found) > _MOST_THREADS else ""
     return (", ".join(places) + more)[:LONGEST]
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """The innermost frame of each thread of this process, by the thread's number.
+
+    The interpreter holds a lock meanwhile that each thread needs which begins or ends. Several versions of Python may
+    collect garbage there (CPython's issue 106883): a finalizer that lets such a thread have its turn stops both for ever.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
 
 
 def place_of(frame: FrameType) -> str:
