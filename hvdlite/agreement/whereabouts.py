@@ -56,7 +56,7 @@ def frames_of_threads() -> dict[int, FrameType]:
     """The innermost frame of each thread of this process, by the thread's number.
 
     The interpreter holds a lock meanwhile that each thread needs which begins or ends. Several versions of Python may
-    collect garbage there (CPython's issue 106883): a finalizer that lets such a thread have its turn stops both for ever.
+    collect garbage there (CPython's issue 106883): a finalizer that lets such a thread have its turn stops both.
     """
     collects = gc.isenabled()
     gc.disable()
