@@ -64,8 +64,9 @@ def test_an_address_where_rank_0_is_not_is_said_first(monkeypatch, rank, address
     assert said.endswith("(connection refused)")
 
 
-def test_a_stranger_at_the_port_who_never_answers_is_not_waited_for_beyond_the_timeout(monkeypatch):
+def test_a_stranger_at_the_port_who_never_answers_is_told_of_and_not_waited_for_beyond_the_timeout(monkeypatch, caplog):
     monkeypatch.setattr(given, "_SLACK_S", 0.0)
+    monkeypatch.setattr(given, "_WARN_AFTER_S", 0.05)
     over = threading.Event()
 
     def never(*_, **__):
@@ -79,3 +80,7 @@ def test_a_stranger_at_the_port_who_never_answers_is_not_waited_for_beyond_the_t
     over.set()
     assert "rank 0 was not found at MASTER_ADDR='127.0.0.1', MASTER_PORT=29500 within 0.1 s" in str(caught.value)
     assert str(caught.value).endswith("(what listens there has not answered)")
+    (warned,) = caplog.messages
+    assert warned.startswith(
+        "rank 1 has waited 0.05 s in hvd.init() for rank 0 at MASTER_ADDR='127.0.0.1', MASTER_PORT=29500"
+    )

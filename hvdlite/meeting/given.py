@@ -4,6 +4,7 @@ The store at MASTER_ADDR and MASTER_PORT, where rank 0 listens, and what is wron
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import socket
@@ -16,9 +17,13 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.rendezvous import rendezvous
 
 from ..errors import CommunicationError
+from ..log import log
 
 # PyTorch's own timeout is to be the first to end, since it says more.
 _SLACK_S = 2.0
+
+# How long the ranks may take to meet before that is told of.
+_WARN_AFTER_S = 30.0
 
 
 @functools.cache
@@ -29,14 +34,14 @@ def store_at_given_address(rank: int, size: int, address: str, port: str, timeou
     """
     host = socket.gethostname()
     try:
-        return _meet(rank, size, timeout)
+        return _meet(rank, size, address, port, timeout)
     except RuntimeError as error:
         words = str(error).strip().partition("\n")[0]
         why = _why(rank, size, host, address, port, words, timeout.total_seconds())
         raise CommunicationError(f"hvd.init() failed on rank {rank} ({host}): {why}. ({words})") from error
 
 
-def _meet(rank: int, size: int, timeout: timedelta) -> Store:
+def _meet(rank: int, size: int, address: str, port: str, timeout: timedelta) -> Store:
     """The store, by PyTorch, in a thread: it waits for ever for a stranger at that port who does not answer."""
     found: Future[Store] = Future()
 
@@ -49,8 +54,18 @@ def _meet(rank: int, size: int, timeout: timedelta) -> Store:
             found.set_result(store)
 
     threading.Thread(target=look, name="hvdlite-store", daemon=True).start()
+    limit_s = timeout.total_seconds() + _SLACK_S
+    if limit_s > _WARN_AFTER_S:
+        with contextlib.suppress(FutureTimeoutError):
+            return found.result(_WARN_AFTER_S)
+        log.warning(
+            "rank %d has waited %g s in hvd.init() for %s at MASTER_ADDR=%r, MASTER_PORT=%s, and does so until %g s "
+            "are over (hvd.init(timeout_s=...)): look at the output of the other ranks",
+            *(rank, _WARN_AFTER_S, "the other ranks" if rank == 0 else "rank 0", address, port, limit_s),
+        )
+        limit_s -= _WARN_AFTER_S
     try:
-        return found.result(timeout.total_seconds() + _SLACK_S)
+        return found.result(limit_s)
     except FutureTimeoutError:
         raise RuntimeError("what listens there has not answered") from None
 
