@@ -25,7 +25,7 @@ from .shm.engine import ShmEngine
 
 
 def greet(engine: Engine, nodes: Sequence[Hashable], backend: str, environment: Environment) -> None:
-    """Say it, in the log and, where the user asks for that with HVDLITE_VERBOSE alone, on stderr.
+    """Log the line, and print it to stderr where HVDLITE_VERBOSE asks for it and the log does not show it.
 
     ``nodes`` tells the ranks' hosts apart; ``backend`` is torch's name for what carries what ``engine`` does not.
     """

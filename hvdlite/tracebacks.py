@@ -21,10 +21,11 @@ from types import TracebackType
 
 import torch
 
+from .agreement.whereabouts import seen_from_here
 from .errors import CommunicationError, HvdliteError, PeerLostError, says_peer_lost
 
 _OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
-# Neither is what waits for them, and what imports and runs programs, the user's.
+# How files begin whose lines are not the user's: hvdlite's, PyTorch's, threading's, and those that import programs.
 _INTERNAL = (_OWN, os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), ""), threading.__file__, "<frozen ")
 # The hooks that are not a user's, by their module, and what each calls the one that it stands before.
 _HOOKS = {__name__: "previous", "torch.distributed.distributed_c10d": "old_hook"}
@@ -83,7 +84,7 @@ def _last_hook(hook: object) -> object:
 def _shortened(
     error: BaseException, traceback: TracebackType | None, *, in_one_line: bool
 ) -> Iterator[TracebackType | None]:
-    """Meanwhile the error, and those it came from, are as they are to be printed; gives the traceback for that."""
+    """Within it the error and its causes have the tracebacks that are to be printed; gives the error's."""
     kept: list[tuple[BaseException, TracebackType | None, BaseException | None, BaseException | None, bool]] = []
     args = error.args
     line = _one_line(error, traceback) if in_one_line else None
@@ -184,6 +185,4 @@ def _file_of(entry: TracebackType) -> str:
 
 
 def _place(entry: TracebackType) -> str:
-    file = _file_of(entry)
-    here = os.path.join(os.getcwd(), "")
-    return f"{file.removeprefix(here)}:{entry.tb_lineno}"
+    return f"{seen_from_here(_file_of(entry))}:{entry.tb_lineno}"

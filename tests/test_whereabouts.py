@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hvdlite.agreement.whereabouts import LONGEST, frames_of_threads, place_of, places_of_threads
+from hvdlite.agreement.whereabouts import LONGEST, frames_of_threads, place_of, places_of_threads, seen_from_here
 
 
 def in_a_loop() -> None:
@@ -149,3 +149,13 @@ def test_no_garbage_is_collected_while_the_interpreter_lists_its_threads(monkeyp
         assert (seen, gc.isenabled()) == ([False], collects)
     finally:
         (gc.enable if was_enabled else gc.disable)()
+
+
+def test_a_path_is_seen_from_where_the_program_runs_and_stays_whole_where_that_is_gone(monkeypatch, tmp_path):
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    assert seen_from_here(str(here / "train.py")) == "train.py"
+    assert seen_from_here(str(tmp_path / "other.py")) == str(tmp_path / "other.py")
+    here.rmdir()
+    assert seen_from_here(str(here / "train.py")) == str(here / "train.py")

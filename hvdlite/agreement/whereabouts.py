@@ -71,7 +71,7 @@ def place_of(frame: FrameType) -> str:
     """Where a thread is whose innermost frame that is: such as ``train.py:41 in load_batch (time.sleep)``."""
     own, inner = _frame_of_user(frame)
     doing = _call_under_way(own) if inner is None else _name_of(inner)
-    at = f"{_file_of(own)}:{own.f_lineno} in {own.f_code.co_name}"
+    at = f"{seen_from_here(own.f_code.co_filename)}:{own.f_lineno} in {own.f_code.co_name}"
     return f"{at} ({doing})" if doing else at
 
 
@@ -97,14 +97,12 @@ def _outwards(innermost: FrameType) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _file_of(frame: FrameType) -> str:
-    """As the user would name it: from where the program runs."""
-    name = frame.f_code.co_filename
+def seen_from_here(path: str) -> str:
+    """The path as the user would write it where the program runs; as it is where that directory is gone."""
     try:
-        here = os.path.join(os.getcwd(), "")
+        return path.removeprefix(os.path.join(os.getcwd(), ""))
     except OSError:
-        return name
-    return name.removeprefix(here)
+        return path
 
 
 def _name_of(frame: FrameType) -> str:
