@@ -166,6 +166,15 @@ class Turn:
         """A staged chunk of a rank's."""
         return self.station.slot(place, (self.places[place].within + chunk) % _SLOTS)
 
+    def progress(self) -> str:
+        """What this rank does here, and which ranks have not begun it, or not come to its end."""
+        crew = self.crew
+        words = f"{crew.describe(crew.rank)} {_words(memoryview(self._signature))}"
+        absent, slow = crew.late(POSTED, self.after(1)), crew.late(DONE, self.end)
+        if absent:
+            return f"{words}, which {', '.join(map(crew.describe, absent))} did not begin"
+        return f"{words}, which {', '.join(map(crew.describe, slow)) or 'no rank'} did not come to the end of"
+
     def finish(self) -> None:
         """This rank has read all that it needs."""
         self.crew.advance(DONE, self.end)
