@@ -23,10 +23,10 @@ from shm.engines import (
     until,
 )
 
-from hvdlite.shm import crew
-from hvdlite.shm.board import PAYLOAD_BYTES, WINDOW
-from hvdlite.shm.engine import ShmEngine
-from hvdlite.shm.turn import CHUNK_BYTES
+from hvdlite.shm import peers
+from hvdlite.shm.control_block import PAYLOAD_BYTES, WINDOW
+from hvdlite.shm.operation import CHUNK_BYTES
+from hvdlite.shm.shm_engine import ShmEngine
 
 SMALL, STAGED = 3, CHUNK_BYTES // 4 + 1  # floats: in a payload, in two chunks
 
@@ -132,7 +132,7 @@ def test_other_ranks_do_not_wait_for_one_that_has_begun_all_and_is_busy_otherwis
     run_engines(2, on_rank)
 
 
-def test_a_callback_may_begin_operations_and_wait_for_them() -> None:
+def test_a_callback_may_begin_collectives_and_wait_for_them() -> None:
     """As PowerSGD's does, which is a communication hook of DDP."""
 
     def on_rank(engine: ShmEngine) -> None:
@@ -315,7 +315,7 @@ def test_the_thread_in_the_background_wakes_once_however_often_it_was_wanted(mon
             wakes.append(len(wakes))
             return may_go_on.wait(30)
 
-        monkeypatch.setattr(engine._station.crew, "has_free_cores", has_free_cores)
+        monkeypatch.setattr(engine._context.peers, "has_free_cores", has_free_cores)
         for _ in range(50):
             begin_all_reduce(engine, torch.ones(STAGED)).wait()
         engine.barrier().wait()
@@ -333,14 +333,14 @@ def test_the_thread_in_the_background_wakes_once_however_often_it_was_wanted(mon
 def test_where_reads_may_be_reordered_what_others_have_written_is_read_behind_a_fence(monkeypatch: Any) -> None:
     """Not what a fence does, which only such a machine could show, but that there is one, after the counters."""
     seen: list[bool] = []
-    fence = crew.fence
-    monkeypatch.setattr(crew, "_READS_IN_ORDER", False)
+    fence = peers.fence
+    monkeypatch.setattr(peers, "_READS_IN_ORDER", False)
 
     def on_rank(engine: ShmEngine) -> None:
-        monkeypatch.setattr(crew, "fence", lambda: (seen.append(True), fence()))
-        assert not engine._station.crew.reached(0, 1)
+        monkeypatch.setattr(peers, "fence", lambda: (seen.append(True), fence()))
+        assert not engine._context.peers.reached(0, 1)
         assert not seen
-        assert engine._station.crew.reached(0, 0)
+        assert engine._context.peers.reached(0, 0)
         assert len(seen) == 1
 
     on_two = attempt_engines(2, lambda engine: on_rank(engine) if engine.rank == 0 else None)

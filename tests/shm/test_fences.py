@@ -20,11 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hvdlite.channels.gloo import Patience
-from hvdlite.shm.board import DONE, POSTED
-from hvdlite.shm.crew import Crew
+from hvdlite.comm.gloo import Patience
+from hvdlite.shm.control_block import DONE, POSTED
 from hvdlite.shm.futex import fence
-from hvdlite.shm.meeting import meet, open_segment
+from hvdlite.shm.peers import Peers
+from hvdlite.shm.setup import meet, open_segment
 from hvdlite.signing import Signer
 
 TIMEOUT_S = 60.0
@@ -40,7 +40,7 @@ def load() -> Iterator[None]:
         process.wait()
 
 
-def between_two_processes(directory: Path, play: Callable[[Crew], Any]) -> list[Any]:
+def between_two_processes(directory: Path, play: Callable[[Peers], Any]) -> list[Any]:
     """What ``play`` returns on rank 0, in this process, and on rank 1, in a child of it; made of JSON's types."""
     said = directory / "said"
     child = os.fork()
@@ -59,31 +59,31 @@ def between_two_processes(directory: Path, play: Callable[[Crew], Any]) -> list[
     return [first, json.loads(said.read_text())]
 
 
-def _play_as(rank: int, directory: Path, play: Callable[[Crew], Any]) -> Any:
+def _play_as(rank: int, directory: Path, play: Callable[[Peers], Any]) -> Any:
     store = dist.FileStore(str(directory / "store"), 2)
-    station = meet(store, rank, 2, open_segment(), Patience(timedelta(seconds=TIMEOUT_S)), Signer(b"test"))
-    return play(station.crew)
+    context = meet(store, rank, 2, open_segment(), Patience(timedelta(seconds=TIMEOUT_S)), Signer(b"test"))
+    return play(context.peers)
 
 
-def come_to(crew: Crew, counter: int, value: int) -> None:
-    crew.wait_for(counter, value, time.monotonic() + TIMEOUT_S)
+def come_to(peers: Peers, counter: int, value: int) -> None:
+    peers.wait_for(counter, value, time.monotonic() + TIMEOUT_S)
 
 
 @pytest.mark.usefixtures("load")
 def test_who_sees_a_counter_sees_what_was_written_before_it(tmp_path: Path) -> None:
     """Message passing: needs the fence before a counter is written, and on ARM the one after it is read."""
 
-    def play(crew: Crew) -> int:
+    def play(peers: Peers) -> int:
         stale = 0
-        payloads = [board.payloads[0].view(torch.int64) for board in crew.boards]
+        payloads = [control_block.payloads[0].view(torch.int64) for control_block in peers.control_blocks]
         for number in range(1, 3001):
-            payloads[crew.rank].fill_(number)
-            crew.advance(POSTED, number)
-            come_to(crew, POSTED, number)
-            stale += int((payloads[1 - crew.rank] != number).any())
-            crew.advance(DONE, number)
+            payloads[peers.rank].fill_(number)
+            peers.advance(POSTED, number)
+            come_to(peers, POSTED, number)
+            stale += int((payloads[1 - peers.rank] != number).any())
+            peers.advance(DONE, number)
             # Before the payload is written again.
-            come_to(crew, DONE, number)
+            come_to(peers, DONE, number)
         return stale
 
     assert between_two_processes(tmp_path, play) == [0, 0]
@@ -93,12 +93,12 @@ def test_who_sees_a_counter_sees_what_was_written_before_it(tmp_path: Path) -> N
 def test_of_two_ranks_that_write_at_once_and_then_look_at_least_one_sees_the_other(tmp_path: Path) -> None:
     """Store buffering, on which it rests that nobody falls asleep unnoticed: needs a full fence, on x86 too."""
 
-    def play(crew: Crew) -> list[int]:
-        own, other = crew.own.words, crew.boards[1 - crew.rank].words
+    def play(peers: Peers) -> list[int]:
+        own, other = peers.own.words, peers.control_blocks[1 - peers.rank].words
         seen = []
         for number in range(1, 20_001):
-            crew.advance(POSTED, number)
-            come_to(crew, POSTED, number)
+            peers.advance(POSTED, number)
+            come_to(peers, POSTED, number)
             own[DONE] = number
             fence()
             seen.append(other[DONE])
