@@ -24,7 +24,7 @@ _GRACE_S = 0.02
 
 
 class Collective(Protocol):
-    """What is done in a turn."""
+    """What one operation does: an all-reduce, a broadcast, ..."""
 
     def begin(self) -> bool:
         """Show all of this rank's data, if they can be shown at once; whether they were."""
@@ -38,7 +38,7 @@ class Collective(Protocol):
 class _Entry:
     """An operation in the queue."""
 
-    __slots__ = ("awaited", "has_begun", "is_shown", "collective", "steps", "operation", "work")
+    __slots__ = ("awaited", "collective", "has_begun", "is_shown", "operation", "steps", "work")
 
     def __init__(self, operation: Operation, collective: Collective, work: ShmWork) -> None:
         self.operation = operation
