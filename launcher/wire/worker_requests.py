@@ -4,8 +4,8 @@
            ◄── answer ──        ◄──                         answer: whether it went well, and byte strings
 
 A frame is a header (operation or outcome, payload's length) and the payload: byte strings, each after its length.
-The library has the worker's end of this in `hvdlite.meeting.client`; operations and codes are a contract between both.
-Who answers is not said here: `cache` what the agent knows, `server` the rest.
+The library has the worker's end of this in `hvdlite.rendezvous.store_client`; operations and codes are a contract
+between both. The agent's `cache` answers what it knows, the launcher's `server` the rest.
 """
 
 from __future__ import annotations
