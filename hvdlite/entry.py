@@ -37,10 +37,11 @@ from .meeting.address import LOOPBACK, interface_of
 from .meeting.client import Operation, StoreClient
 from .meeting.given import store_at_given_address
 from .meeting.introductions import Introduction, agree_on_secret, introduce, refuse
+from .meeting.launchers import read_seat, refuse_place_of_horovods
 from .meeting.rendezvous import meet
 from .meeting.secret import given_secret
 from .meeting.store import LauncherStore
-from .meeting.topology import Seat, Topology, read_seat, refuse_place_of_horovods, seats_to_topology
+from .meeting.topology import Seat, Topology, seats_to_topology
 from .registry import Registry
 from .shm.channels import ShmChannels
 from .signing import Signer

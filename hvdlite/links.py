@@ -27,9 +27,9 @@ from .channels.gloo import Patience, Ranks, open_proven
 from .errors import LaunchEnvironmentError
 from .meeting.client import StoreClient
 from .meeting.introductions import agree_on_secret
+from .meeting.launchers import read_seat
 from .meeting.secret import given_secret
 from .meeting.store import LauncherStore
-from .meeting.topology import read_seat
 from .signing import Signer
 
 _TRY_S, _TRIES = 3.0, 5  # gloo gives up connecting after so many

@@ -85,7 +85,7 @@ from . import (
 from .collectives.codec import Compression
 from .communicator import check_comm
 from .errors import HvdliteError
-from .meeting.topology import read_seat
+from .meeting.launchers import read_seat
 
 # Whatever goes wrong between the ranks is one of these, and is caught under Horovod's name.
 HorovodInternalError = HvdliteError

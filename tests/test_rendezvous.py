@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 import hvdlite as hvd
 from hvdlite.meeting.address import ELSEWHERE, interface_of, own_address
+from hvdlite.meeting.launchers import MPICH, OPENMPI, SLURM
 from hvdlite.meeting.neighbours import ask_neighbour, tell_neighbours
 from hvdlite.meeting.pmi import exchange_by_pmi, finalize_pmi, open_connection
 from hvdlite.meeting.rendezvous import meet, port_of_step
-from hvdlite.meeting.topology import MPICH, OPENMPI, SLURM, Seat
+from hvdlite.meeting.topology import Seat
 
 STEP = {"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
 

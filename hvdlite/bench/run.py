@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import torch
 
 from ..errors import says_peer_lost
-from ..meeting.topology import read_seat
+from ..meeting.launchers import read_seat
 from ..world import current_world, init
 from .command_line import Request, parse
 from .errors import UsageError

@@ -26,12 +26,13 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..errors import LaunchEnvironmentError
 from .address import ELSEWHERE, LOOPBACK, interface_of, own_address
+from .launchers import MPICH, SLURM
 from .neighbours import ask_neighbour, tell_neighbours
 from .nodelist import expand_nodelist
 from .pmi import exchange_by_pmi, finalize_pmi, open_connection
 from .pmix import exchange_by_pmix
 from .secret import new_secret
-from .topology import OPENMPI, SLURM, Seat
+from .topology import Seat
 
 # Below the ports that Linux gives out by itself (from 32768), above those of well-known services.
 _FIRST_PORT = 12000
@@ -70,7 +71,7 @@ def _choose_exchange(seat: Seat, environ: Mapping[str, str], timeout_s: float) -
         return lambda _, value: str(mpi.COMM_WORLD.bcast(value))
     if "PMIX_RANK" in environ and "PMIX_NAMESPACE" in environ:
         return lambda key, value: exchange_by_pmix(environ, key, value, timeout_s)
-    if "PMI_FD" in environ or seat.launcher not in {OPENMPI, SLURM}:
+    if "PMI_FD" in environ or seat.launcher == MPICH:
         connection = _pmi_connection(environ.get("PMI_FD", ""))
         return lambda key, value: exchange_by_pmi(connection, key, value, timeout_s)
     if seat.launcher == SLURM:
