@@ -7,9 +7,9 @@ import os
 import pytest
 
 import hvdlite as hvd
-from hvdlite.meeting import launchers
-from hvdlite.meeting.launchers import LAUNCHERS, Launcher, read_seat, refuse_place_of_horovods
-from hvdlite.meeting.topology import Seat
+from hvdlite.rendezvous import launchers
+from hvdlite.rendezvous.launchers import LAUNCHERS, Launcher, read_placement, refuse_place_of_horovods
+from hvdlite.rendezvous.placement import Placement
 
 HVDLITE = {
     "HVDLITE_RANK": "1", "HVDLITE_SIZE": "4", "HVDLITE_LOCAL_RANK": "1", "HVDLITE_LOCAL_SIZE": "2",
@@ -52,28 +52,35 @@ SRUN = SBATCH | {
     ],
 )
 def test_mpirun_and_srun_tell_places_and_no_address(environ, place):
-    seat = read_seat(environ)
-    assert (seat.rank, seat.size, seat.node, seat.local_rank, seat.launcher, seat.one_host) == place
+    placement = read_placement(environ)
+    assert (
+        placement.rank,
+        placement.size,
+        placement.node,
+        placement.local_rank,
+        placement.launcher,
+        placement.one_host,
+    ) == place
 
 
 def test_the_shell_of_a_slurm_job_is_no_step():
-    assert read_seat(SBATCH) is None
-    assert read_seat({name: value for name, value in SBATCH.items() if name != "SLURM_PROCID"}) is None
+    assert read_placement(SBATCH) is None
+    assert read_placement({name: value for name, value in SBATCH.items() if name != "SLURM_PROCID"}) is None
 
 
 def test_one_rank_of_another_launcher_is_a_plain_program():
-    assert read_seat(MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}) is None
-    assert read_seat(SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
+    assert read_placement(MPICH | {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0"}) is None
+    assert read_placement(SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
 
 
 @pytest.mark.parametrize("around", [OPENMPI, MPICH, SRUN, OPENMPI | SRUN])
 def test_torchrun_wins_within_an_mpi_or_slurm_job(around):
-    seat = read_seat(around | TORCHRUN)
-    assert (seat.rank, seat.size, seat.launcher) == (3, 4, None)
+    placement = read_placement(around | TORCHRUN)
+    assert (placement.rank, placement.size, placement.launcher) == (3, 4, None)
 
 
 def test_hvdlite_run_wins_within_a_slurm_job():
-    assert read_seat(SRUN | WORKER).rank == 1
+    assert read_placement(SRUN | WORKER).rank == 1
 
 
 @pytest.mark.parametrize(
@@ -82,29 +89,29 @@ def test_hvdlite_run_wins_within_a_slurm_job():
 )
 def test_what_a_worker_of_hvdlite_run_starts_by_another_launcher_has_that_ones_place(inner, rank, launcher):
     # hvdlite-run leaves its workers nothing of an MPI job around it, and sets RANK to what its own variable says.
-    seat = read_seat(WORKER | inner)
-    assert (seat.rank, seat.launcher, seat.store_url) == (rank, launcher, None)
+    placement = read_placement(WORKER | inner)
+    assert (placement.rank, placement.launcher, placement.store_url) == (rank, launcher, None)
 
 
 @pytest.mark.parametrize(("mpi", "rank"), [(OPENMPI, 2), (MPICH, 1)])
 def test_mpirun_wins_over_slurm_by_which_it_starts_its_daemons(mpi, rank):
-    assert read_seat(SRUN | mpi).rank == rank
+    assert read_placement(SRUN | mpi).rank == rank
 
 
 def test_a_pmi_rank_that_slurm_sets_besides_is_slurms():
-    assert read_seat(SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "9"}).launcher == "Slurm's srun"
+    assert read_placement(SRUN | {"PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "9"}).launcher == "Slurm's srun"
 
 
 @pytest.mark.parametrize("environ", [OPENMPI, MPICH, SRUN])
 def test_an_address_of_the_users_own_is_taken_with_the_launchers_places(environ):
     given_address = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
-    seat = read_seat(environ | given_address)
-    assert (seat.rank, seat.launcher) == (read_seat(environ).rank, None)
+    placement = read_placement(environ | given_address)
+    assert (placement.rank, placement.launcher) == (read_placement(environ).rank, None)
     for name, value in given_address.items():
         with pytest.raises(hvd.LaunchEnvironmentError, match=f"only {name} is set: .* set both"):
-            read_seat(environ | {name: value})
+            read_placement(environ | {name: value})
     with pytest.raises(hvd.LaunchEnvironmentError, match="MASTER_PORT='x' is not a number"):
-        read_seat(environ | {"MASTER_ADDR": "n1", "MASTER_PORT": "x"})
+        read_placement(environ | {"MASTER_ADDR": "n1", "MASTER_PORT": "x"})
 
 
 @pytest.mark.parametrize(
@@ -122,11 +129,11 @@ def test_an_address_of_the_users_own_is_taken_with_the_launchers_places(environ)
 )
 def test_what_is_wrong_with_another_launchers_variables_is_named_with_it(environ, said):
     with pytest.raises(hvd.LaunchEnvironmentError, match=said):
-        read_seat(environ)
+        read_placement(environ)
 
 
-def test_no_launcher_is_no_seat():
-    assert read_seat({}) is None
+def test_no_launcher_is_no_placement():
+    assert read_placement({}) is None
 
 
 def test_a_place_by_horovods_variables_alone_is_an_error_that_names_the_way_out(monkeypatch):
@@ -143,33 +150,39 @@ def test_a_place_by_horovods_variables_alone_is_an_error_that_names_the_way_out(
 
 
 def test_hvdlite_run_tells_rank_host_and_store():
-    assert read_seat(HVDLITE) == Seat(1, 4, "node1", "node1", 1, "unix:///s")
+    assert read_placement(HVDLITE) == Placement(1, 4, "node1", "node1", 1, "unix:///s")
 
 
 def test_torchrun_tells_rank_and_node():
-    seat = read_seat(TORCHRUN)
-    assert (seat.rank, seat.size, seat.node, seat.local_rank, seat.store_url) == (3, 4, "1", 1, None)
+    placement = read_placement(TORCHRUN)
+    assert (placement.rank, placement.size, placement.node, placement.local_rank, placement.store_url) == (
+        3,
+        4,
+        "1",
+        1,
+        None,
+    )
 
 
 def test_hvdlite_run_inside_another_launchers_job_wins():
-    assert read_seat(TORCHRUN | WORKER).rank == 1
+    assert read_placement(TORCHRUN | WORKER).rank == 1
 
 
 @pytest.mark.parametrize("name", ["HVDLITE_SIZE", "HVDLITE_LOCAL_RANK", "HVDLITE_STORE"])
 def test_a_missing_variable_is_named(name):
     with pytest.raises(hvd.LaunchEnvironmentError, match=f"{name} is not set"):
-        read_seat({key: value for key, value in HVDLITE.items() if key != name})
+        read_placement({key: value for key, value in HVDLITE.items() if key != name})
 
 
 @pytest.mark.parametrize(("name", "value"), [("HVDLITE_RANK", "x"), ("HVDLITE_RANK", "4"), ("HVDLITE_SIZE", "-1")])
 def test_a_wrong_variable_is_named_with_its_value(name, value):
     with pytest.raises(hvd.LaunchEnvironmentError, match=name):
-        read_seat(HVDLITE | {name: value})
+        read_placement(HVDLITE | {name: value})
 
 
 def test_torchruns_missing_address_is_named():
     with pytest.raises(hvd.LaunchEnvironmentError, match="MASTER_ADDR is not set"):
-        read_seat({"RANK": "0", "WORLD_SIZE": "1"})
+        read_placement({"RANK": "0", "WORLD_SIZE": "1"})
 
 
 FLUX = Launcher(
@@ -183,20 +196,20 @@ FLUX = Launcher(
 
 def test_a_new_launcher_is_one_entry(monkeypatch):
     environ = {"FLUX_TASK_RANK": "3", "FLUX_JOB_SIZE": "4", "FLUX_TASK_LOCAL_ID": "1", "HVDLITE_HOST": "n2"}
-    assert read_seat(environ) is None
+    assert read_placement(environ) is None
     monkeypatch.setattr(launchers, "LAUNCHERS", (*LAUNCHERS, FLUX))
-    assert read_seat(environ) == Seat(3, 4, "n2", "n2", 1, launcher="Flux")
+    assert read_placement(environ) == Placement(3, 4, "n2", "n2", 1, launcher="Flux")
     with pytest.raises(hvd.LaunchEnvironmentError, match=r"^FLUX_JOB_SIZE is not set, .* started by Flux: "):
-        read_seat({"FLUX_TASK_RANK": "3"})
+        read_placement({"FLUX_TASK_RANK": "3"})
     address = {"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
-    assert read_seat(environ | address) == Seat(3, 4, "n2", "n2", 1)
+    assert read_placement(environ | address) == Placement(3, 4, "n2", "n2", 1)
 
 
 @pytest.mark.parametrize("environ", [HVDLITE, TORCHRUN, OPENMPI, MPICH, SRUN, {"PMI_RANK": "1", "PMI_SIZE": "2"}])
 def test_a_place_is_read_from_the_processs_own_environment_too(environ, monkeypatch):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert read_seat(os.environ) == read_seat(environ)
+    assert read_placement(os.environ) == read_placement(environ)
 
 
 def test_every_optional_variable_of_a_launcher_is_one_of_its_own():
