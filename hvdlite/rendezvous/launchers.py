@@ -4,8 +4,8 @@ The table of launchers: by which variables each of them tells a process its plac
     environ ── which launcher's variables count ── its entry in LAUNCHERS ── Placement
 
 A new launcher is one entry. Its ranks then meet at MASTER_ADDR and MASTER_PORT, or by PMIx or PMI where it offers these
-(`rendezvous`). hvdlite-run may be started by that launcher, too: launcher/environment.py has patterns of the variables
-that it does not send to other hosts, and tests/e2e/test_contract.py looks whether they match those of this table.
+(`mpi_rendezvous`). hvdlite-run may be started by that launcher, too: launcher/environment.py has patterns of the
+variables that it does not send to other hosts, and tests/e2e/test_contract.py compares them with this table.
 
 Pure: nothing here talks to another process or to torch.
 """
@@ -224,8 +224,8 @@ def _with_given_address(placement: Placement, environ: Mapping[str, str]) -> Pla
         return placement
     if len(given) == 1:
         raise LaunchEnvironmentError(
-            f"of MASTER_ADDR and MASTER_PORT only {given[0]} is set: under {placement.launcher} set both for every rank, "
-            "or neither"
+            f"of MASTER_ADDR and MASTER_PORT only {given[0]} is set: under {placement.launcher} set both for every "
+            "rank, or neither"
         )
     _Reader(environ, f"whoever started {placement.launcher}").number("MASTER_PORT")
     return replace(placement, launcher=None)

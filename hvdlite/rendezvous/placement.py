@@ -5,8 +5,8 @@ Where this process stands among the others: ranks, local ranks, cross ranks.
 
 Pure values and functions: nothing here talks to another process or to torch.
 
-``rank`` is global, ``local_rank`` counts within a host, ``cross_rank`` among the hosts that have this
-local rank.
+``rank`` is global, ``local_rank`` counts within a host, ``cross_rank`` among the hosts that have this local rank. What
+a launcher's variables are called is in `launchers`.
 """
 
 from __future__ import annotations
