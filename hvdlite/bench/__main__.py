@@ -73,12 +73,12 @@ def _run(interruption: Interruption) -> int:
             request.files.check()
     except UsageError as error:
         problem = str(error) if request is None else f"{PROGRAM} {request.command.name}: {error}"
-    if request is not None and request.command.turns == 0 and rank > 0:
-        return 0
-    if problem is not None and (placement is None or (request is not None and request.command.turns == 0)):
-        return _complain(problem)
     if request is not None and request.command.turns == 0:
-        return _show(request, {})
+        if rank > 0:
+            return 0
+        return _show(request, {}) if problem is None else _complain(problem)
+    if problem is not None and placement is None:
+        return _complain(problem)
     init()
     world = current_world()
     # Ranks may differ in what is installed, and rank 0 alone writes files.

@@ -8,7 +8,6 @@ import argparse
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 from .units import UNITS
@@ -57,28 +56,30 @@ def read_share(text: str) -> float:
 
 
 def some_of(known: Iterable[str], what: str) -> Callable[[str], tuple[str, ...]]:
-    """Reads a list with commas of some known names, each once; ``what`` says what one of them is, for the message."""
-    return partial(_read_names, known=list(known), what=what)
+    """Reads a list with commas of known names, each once; ``what`` says what one of them is, for the message."""
+    choices = list(known)
+
+    def read(text: str) -> tuple[str, ...]:
+        found = tuple(dict.fromkeys(item.strip() for item in text.split(",")))
+        for each in found:
+            if each not in choices:
+                raise UsageError(f"{each!r} is not {what}: these are {', '.join(choices)}")
+        return found
+
+    return read
 
 
 def one_of(known: Iterable[str], what: str) -> Callable[[str], str]:
     """Reads one of some known names."""
-    return partial(_read_name, known=list(known), what=what)
+    read_all = some_of(known, what)
 
+    def read(text: str) -> str:
+        found = read_all(text)
+        if len(found) > 1:
+            raise UsageError(f"one at a time, and not {','.join(found)}")
+        return found[0]
 
-def _read_names(text: str, known: list[str], what: str) -> tuple[str, ...]:
-    found = tuple(dict.fromkeys(item.strip() for item in text.split(",")))
-    for each in found:
-        if each not in known:
-            raise UsageError(f"{each!r} is not {what}: these are {', '.join(known)}")
-    return found
-
-
-def _read_name(text: str, known: list[str], what: str) -> str:
-    found = _read_names(text, known, what)
-    if len(found) > 1:
-        raise UsageError(f"one at a time, and not {','.join(found)}")
-    return found[0]
+    return read
 
 
 def count_flag(flag: str, default: int, what: str) -> Flag:

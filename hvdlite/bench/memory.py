@@ -126,8 +126,7 @@ class Memory(Command):
         for _ in range(self._rounds):
             for name, samples in self._case.samples.items():
                 ranks.progress(name)
-                by_rank = ranks.gather(self._peak_above_model(name, ranks))
-                samples.append(sum(by_rank) / len(by_rank))
+                samples.append(ranks.mean(self._peak_above_model(name, ranks)))
                 ranks.progress(name, 1)
 
     def _peak_above_model(self, name: str, ranks: Ranks) -> int:

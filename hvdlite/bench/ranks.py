@@ -70,16 +70,13 @@ class Ranks:
         self._control = world.group.duplicate()
         self._rival: dist.ProcessGroup | None = None
         self._owns_default = False
+        local_rank, count, problem = world.topology.local_rank, torch.cuda.device_count(), None
+        if device_type == "cuda" and local_rank >= count:
+            problem = f"--device cuda: rank {self.rank} has no GPU of its own; {world.group.hosts[self.rank]} has "
+            problem += f"{count}: start as many ranks there"
+        self.require(problem)
         if device_type == "cuda":
-            local_rank, count = world.topology.local_rank, torch.cuda.device_count()
-            self.require(
-                None
-                if local_rank < count
-                else f"--device cuda: rank {self.rank} has no GPU of its own; {world.group.hosts[self.rank]} has "
-                f"{count}: start as many ranks there"
-            )
-            self.device = torch.device("cuda", local_rank)
-            self.rival_name = "nccl"
+            self.device, self.rival_name = torch.device("cuda", local_rank), "nccl"
             torch.cuda.set_device(self.device)
 
     @property
@@ -111,13 +108,15 @@ class Ranks:
         self._control.all_reduce(value, "times of the benchmark", Max).wait()
         return float(value.item())
 
-    def gather(self, value: object) -> list[Any]:
-        """The values of all ranks, by rank."""
-        return self._control.all_gather_json(value, "results of the benchmark")
+    def mean(self, value: float) -> float:
+        """The mean over ranks."""
+        values = self._control.all_gather_json(value, "results of the benchmark")
+        return float(sum(values) / len(values))
 
-    def first(self, value: object) -> Any:
+    def first(self, value: str | None) -> str | None:
         """The value of the first rank that has one other than None."""
-        return next((each for each in self.gather(value) if each is not None), None)
+        values = self._control.all_gather_json(value, "results of the benchmark")
+        return next((each for each in values if each is not None), None)
 
     def require(self, problem: str | None) -> None:
         """Raise a UsageError on all ranks where one of them has a problem. Every rank must call it."""
@@ -202,7 +201,6 @@ class Ranks:
 
         ``bytes_per_rank`` are of the device's memory, ``shared_per_rank`` of /dev/shm. All ranks must call it.
         """
-        why = None
         if self.device.type == "cuda":
             why = _shortage(bytes_per_rank, torch.cuda.mem_get_info(self.device)[0], "of the GPU's memory are free")
         else:
@@ -212,8 +210,7 @@ class Ranks:
                 free = shutil.disk_usage(_SHARED_MEMORY).free
                 why = _shortage(shared_per_rank * self._local_size, free, f"of {_SHARED_MEMORY} are free")
         # All ranks ask at once: none of them counts what another has taken since.
-        first: str | None = self.first(None if why is None else f"{why} on {self.group.hosts[self.rank]}")
-        return first
+        return self.first(why and f"{why} on {self.group.hosts[self.rank]}")
 
 
 def _shortage(needed: int, free: float, where: str) -> str | None:

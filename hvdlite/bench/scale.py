@@ -1,12 +1,9 @@
 """
 `scale`: what 2 to 4,096 ranks would bring, by a latency-bandwidth model that is fitted to a run of some.
 
-    all-reduce of S bytes on n ranks, a ring:   T(n, S) = 2 (n - 1) α + 2 (n - 1) / n × S β
-    bucket i is ready at                        r(i) = forward + backward × (bytes of buckets 1 … i) / (of all)
-    and averaged at                             e(i) = max(r(i), e(i - 1)) + T(n, bytes of bucket i)
-    step                                        max(forward + backward, e(last)) + update
+`FORMULA` is the model: α is the latency of one message in seconds, β the seconds of a byte.
 
-α is the latency of one message in seconds, β the seconds of a byte. Each rank has the same batch at any number of them.
+    Scale measures ── Calibration (kept in JSON) ── fit ── StepModel predicts ── Report
 """
 
 from __future__ import annotations
@@ -293,11 +290,8 @@ class Scale(Command):
             return report_of(self._calibration, self._threshold)
         if not self._step_samples["hvdlite"] or not self._parts:
             rows = [{"bytes": nbytes, "measured_s": median(each)} for nbytes, each in self._sweep.items() if each]
-            columns: Columns = {
-                "all-reduce": lambda row: show_size(row["bytes"]),
-                "measured": lambda row: show_time(row["measured_s"]),
-            }
-            table = Table(rows, columns, 1, f"all-reduces between {self.job}")
+            columns = {name: _FIT_COLUMNS[name] for name in ("size", "measured")}
+            table = Table(rows, columns, 0, f"all-reduces between {self.job}")
             return Report([table], {"rows": []}, Chart("No step was measured", "", []), ["no step was measured"])
         calibration = Calibration(
             self.job,

@@ -1,13 +1,7 @@
 """
 The ways to train that are compared. Each has a model and an optimizer of its own, and takes whole steps.
 
-    none           no communication: each rank trains for itself
-    per-parameter  after backward, an all-reduce for each gradient
-    ddp            DistributedDataParallel as it is; ddp-view with gradients as views of its buckets, ddp-fp16 with its
-                   fp16 hook
-    hvdlite        DistributedOptimizer; hvdlite-fp16 and hvdlite-bf16 with these wires, hvdlite-tuned with autotune,
-                   hvdlite-arrival with step_on_arrival
-    horovod        Horovod's own DistributedOptimizer, where that is installed
+README.md has a table of them; to add one, add a function that makes its `Training`, and its name to `VARIANTS`.
 """
 
 from __future__ import annotations
@@ -27,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ..collectives.compression import AnyCompression, Compression
+from ..collectives.compression import Compression
 from ..gradients.optimizer import DistributedOptimizer
 from .ranks import Ranks
 from .workloads import Batch
@@ -91,10 +85,8 @@ def _ddp(ranks: Ranks, model: nn.Module, *, as_views: bool = False, in_fp16: boo
     return Training(wrapped, _sgd(model))
 
 
-def _hvdlite(
-    ranks: Ranks, model: nn.Module, compression: AnyCompression = Compression.none, **options: Any
-) -> Training:
-    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), compression, **options)
+def _hvdlite(ranks: Ranks, model: nn.Module, **options: Any) -> Training:
+    optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), **options)
     return Training(model, optimizer, close=optimizer.close)
 
 

@@ -1,8 +1,5 @@
 """
-The models whose training is measured, with a batch of random data for each.
-
-    mlp           25 M parameters in six square layers           gpt        about 10 M, as nanoGPT's smallest
-    resnet-small  1.7 M in hundreds of small tensors             resnet50   torchvision's
+The models whose training is measured, with a batch of random data for each. README.md has a table of them.
 """
 
 from __future__ import annotations
