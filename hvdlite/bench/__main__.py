@@ -14,10 +14,10 @@ from typing import Any, NoReturn, TextIO
 
 import torch
 
-from ..entry import World
 from ..errors import says_peer_lost
-from ..meeting.topology import read_seat
-from ..world import current_world, init
+from ..rendezvous.placement import read_placement
+from ..runtime.bootstrap import World
+from ..runtime.world import current_world, init
 from .arguments import UsageError
 from .command_line import PROGRAM, Request, parse
 from .ranks import Ranks
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def _run(interruption: Interruption) -> int:
-    placement = read_seat(os.environ)
+    placement = read_placement(os.environ)
     rank = 0 if placement is None else placement.rank
     request = problem = None
     try:

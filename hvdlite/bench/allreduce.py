@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..channels.collective import Group
+from ..comm.group import Group
 from ..errors import HvdliteError
 from .arguments import Flag, count_flag, read_sizes, some_of
 from .plot import Chart, Line, Lines, is_own

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..gradients.plan import ParamSpec, plan_buckets
+from ..optim.plan import ParamSpec, plan_buckets
 from .allreduce import DTYPES, block_of, case_of, hvdlite_actions
 from .arguments import BATCH, Flag, UsageError, count_flag, one_of, read_share
 from .plot import Chart, Line, Lines

@@ -21,8 +21,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from ..collectives.compression import Compression
-from ..gradients.optimizer import DistributedOptimizer
+from ..compression.casts import Compression
+from ..optim.optimizer import DistributedOptimizer
 from .ranks import Ranks
 from .workloads import Batch
 

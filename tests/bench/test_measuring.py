@@ -19,7 +19,7 @@ from hvdlite.bench.report import Case, Quartiles, Table, ratio_of
 from hvdlite.bench.step import Step
 from hvdlite.bench.variants import VARIANTS, horovod_module
 from hvdlite.bench.workloads import WORKLOADS, small_resnet
-from hvdlite.world import current_world
+from hvdlite.runtime.world import current_world
 
 
 def test_quartiles_lie_between_samples_where_they_must():

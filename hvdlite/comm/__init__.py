@@ -1,0 +1,10 @@
+"""
+Ranks that communicate together, and what carries it: groups over `torch.distributed`'s engines.
+
+    EngineFactory ── Engine ── Group ── Work; what happens when goes to a Recorder
+
+Modules import only what stands before them:
+
+    gloo < engine < hierarchy < gpu_clock < recorder < reduce_op < flat_bytes < work < reducer_registry < deferred_close
+        < group < engine_selection
+"""

@@ -1,0 +1,138 @@
+"""
+Where threads of this process are in the user's program, in words for who waits for them.
+
+    a thread's frames ── the innermost of the user's own code ── "train.py:41 in load_batch (time.sleep)"
+
+No file is read: the program may hang just because a file system does.
+"""
+
+from __future__ import annotations
+
+import dis
+import gc
+import os
+import site
+import sys
+import sysconfig
+import threading
+from collections.abc import Collection, Iterator
+from types import FrameType
+
+import torch
+
+LONGEST = 300
+"""How many characters a place has at most."""
+
+_MOST_THREADS = 3
+
+_OWN = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_LIBRARIES = tuple(
+    os.path.join(path, "")
+    for path in {
+        *(sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")),
+        *(*site.getsitepackages(), site.getusersitepackages()),
+    }
+)
+
+
+def places_of_threads(idents: Collection[int]) -> str:
+    """Where these threads are, of which some may have ended; where the main thread is if there is none."""
+    frames = frames_of_threads()
+    main = threading.main_thread().ident
+    found = sorted((ident for ident in idents if ident in frames), key=lambda ident: ident != main)
+    if not found and main in frames:
+        found = [main]
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    places: list[str] = []
+    for ident in found[:_MOST_THREADS]:
+        place = place_of(frames[ident])
+        places.append(place if not places else f"thread {names.get(ident, ident)!r} at {place}")
+    more = f" and {len(found) - _MOST_THREADS} more threads" if len(found) > _MOST_THREADS else ""
+    # How many more there are is told in any case.
+    return ", ".join(places)[: LONGEST - len(more)] + more
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """The innermost frame of each thread of this process, by the thread's number.
+
+    The interpreter holds a lock meanwhile that each thread needs which begins or ends. Several versions of Python may
+    collect garbage there (CPython's issue 106883): a finalizer that lets such a thread have its turn stops both.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if collects:
+            gc.enable()
+
+
+def place_of(frame: FrameType) -> str:
+    """Where a thread is whose innermost frame that is: such as ``train.py:41 in load_batch (time.sleep)``."""
+    own, inner = _frame_of_user(frame)
+    doing = _call_under_way(own) if inner is None else _name_of(inner)
+    at = f"{seen_from_here(own.f_code.co_filename)}:{own.f_lineno} in {own.f_code.co_name}"
+    return f"{at} ({doing})" if doing else at
+
+
+def _frame_of_user(innermost: FrameType) -> tuple[FrameType, FrameType | None]:
+    """The innermost frame of the user's own code, and the frame of what that calls, if it is in Python.
+
+    Where there is none, as in a program that is installed, the innermost that is neither hvdlite's nor torch's.
+    """
+    for places in ((_OWN, _TORCH, *_LIBRARIES), (_OWN, _TORCH)):
+        inner = None
+        for frame in _outwards(innermost):
+            name = frame.f_code.co_filename
+            if not name.startswith((*places, "<frozen")):
+                return frame, inner
+            inner = frame
+    return innermost, None
+
+
+def _outwards(innermost: FrameType) -> Iterator[FrameType]:
+    frame: FrameType | None = innermost
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def seen_from_here(path: str) -> str:
+    """The path as the user would write it where the program runs; as it is where that directory is gone."""
+    try:
+        return path.removeprefix(os.path.join(os.getcwd(), ""))
+    except OSError:
+        return path
+
+
+def _name_of(frame: FrameType) -> str:
+    module = str(frame.f_globals.get("__name__", "?"))
+    # Public names are the package's own.
+    module = "hvdlite" if module.startswith("hvdlite.") else module
+    # Not there in Python 3.10.
+    return f"{module}.{getattr(frame.f_code, 'co_qualname', frame.f_code.co_name)}"
+
+
+def _call_under_way(frame: FrameType) -> str:
+    """What the frame calls just now that is not in Python, such as ``time.sleep``; empty where that is not known."""
+    if sys.version_info < (3, 11):
+        return ""
+    instructions = list(dis.get_instructions(frame.f_code))
+    at = next((place for place, each in enumerate(instructions) if each.offset == frame.f_lasti), None)
+    if at is None or not instructions[at].opname.startswith("CALL"):
+        return ""
+    begins = _beginning_of(instructions[at])
+    names: list[str] = []
+    for each in instructions[:at]:
+        # What is called stands where the call begins: a name, and its attributes.
+        if each.opname.startswith("LOAD_") and _beginning_of(each) == begins:
+            is_attribute = "ATTR" in each.opname or "METHOD" in each.opname
+            names = [*names, str(each.argval)] if is_attribute else [str(each.argval)]
+    return ".".join(names)
+
+
+def _beginning_of(instruction: dis.Instruction) -> tuple[int | None, int | None]:
+    """Line and column of the expression."""
+    positions = instruction.positions
+    return (None, None) if positions is None else (positions.lineno, positions.col_offset)
