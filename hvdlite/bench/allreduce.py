@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 
 import torch
@@ -69,7 +70,7 @@ class AllReduce(Command):
         self.job = ranks.job
         for case in self._cases:
             what, nbytes = _label(case.about), case.about["bytes"]
-            with ranks.new_group() as group:
+            with closing(ranks.group.duplicate()) as group:
                 shared_bytes = nbytes if ranks.shares_memory(group) else 0
                 case.skipped = ranks.why_too_large(_TENSORS * nbytes, shared_bytes)
                 if case.skipped is not None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from .arguments import BATCH, UsageError, count_flag, variants_flag
+from .arguments import BATCH, count_flag, variants_flag
 from .plot import Bar, Bars, Chart, is_own
 from .ranks import Job, Ranks
 from .report import Case, Columns, Command, Quartiles, Report, Row, Table, ratio_of
@@ -42,43 +42,42 @@ _RESET_PEAK = "5"
 _M_MMAP_THRESHOLD, _THRESHOLD_BYTES = -3, 64 * 2**10
 
 
-class ProcessMemory:
-    """The memory of this process on one device. Raises UsageError where it cannot be measured."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        if device.type == "cuda":
-            return
-        if not sys.platform.startswith("linux") or not _ROLLUP.exists() or "Pss_Shmem:" not in _ROLLUP.read_text():
-            raise UsageError(
-                "the memory of a CPU's ranks is measured by Linux's /proc/self/smaps_rollup, which is not here"
-            )
-        try:
-            _CLEAR_REFS.write_text(_RESET_PEAK)
-        except OSError as error:
-            raise UsageError(f"the memory of a CPU's ranks needs {_CLEAR_REFS}: {error.strerror}") from None
-        # Large blocks go back to the system as soon as they are freed, so that what is resident is in use.
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
-
-    def reset_peak(self) -> int:
-        """Begin to count the peak anew; returns the bytes in use now."""
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            torch.cuda.reset_peak_memory_stats(self._device)
-            return torch.cuda.memory_allocated(self._device)
-        ctypes.CDLL(None).malloc_trim(0)
+def _problem(device: torch.device) -> str | None:
+    """Why memory cannot be measured here, if it cannot."""
+    if device.type == "cuda":
+        return None
+    if not sys.platform.startswith("linux") or not _ROLLUP.exists() or "Pss_Shmem:" not in _ROLLUP.read_text():
+        return "the memory of a CPU's ranks is measured by Linux's /proc/self/smaps_rollup, which is not here"
+    try:
         _CLEAR_REFS.write_text(_RESET_PEAK)
-        return (_kilobytes(_STATUS, "RssAnon") + _kilobytes(_ROLLUP, "Pss_Shmem")) * 1024
+    except OSError as error:
+        return f"the memory of a CPU's ranks needs {_CLEAR_REFS}: {error.strerror}"
+    return None
 
-    def peak(self) -> int:
-        """The most bytes since `reset_peak`. Call it while all shared memory made since is still there."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            return torch.cuda.max_memory_allocated(self._device)
-        # The share of libraries depends on what else the machine runs, so they are left out.
-        of_others = _kilobytes(_STATUS, "RssShmem") - _kilobytes(_ROLLUP, "Pss_Shmem")
-        return (_kilobytes(_STATUS, "VmHWM") - _kilobytes(_STATUS, "RssFile") - of_others) * 1024
+
+def reset_peak(device: torch.device) -> int:
+    """Begin to count the most memory of this process anew; returns the bytes in use now."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    libc = ctypes.CDLL(None)
+    # Large blocks go back to the system as soon as they are freed, so that what is resident is in use.
+    libc.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
+    libc.malloc_trim(0)
+    _CLEAR_REFS.write_text(_RESET_PEAK)
+    return (_kilobytes(_STATUS, "RssAnon") + _kilobytes(_ROLLUP, "Pss_Shmem")) * 1024
+
+
+def peak(device: torch.device) -> int:
+    """The most bytes since `reset_peak`. Call it while all shared memory made since is still there."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
+    # The share of libraries depends on what else the machine runs, so they are left out.
+    of_others = _kilobytes(_STATUS, "RssShmem") - _kilobytes(_ROLLUP, "Pss_Shmem")
+    return (_kilobytes(_STATUS, "VmHWM") - _kilobytes(_STATUS, "RssFile") - of_others) * 1024
 
 
 def _kilobytes(path: Path, field: str) -> int:
@@ -106,12 +105,7 @@ class Memory(Command):
         self.turns = rounds * len(self._case.samples)
 
     def prepare(self, ranks: Ranks) -> None:
-        problem = None
-        try:
-            self._memory = ProcessMemory(ranks.device)
-        except UsageError as error:
-            problem = str(error)
-        ranks.require(problem)
+        ranks.require(_problem(ranks.device))
 
     def run(self, ranks: Ranks) -> None:
         self.job = ranks.job
@@ -132,13 +126,13 @@ class Memory(Command):
     def _peak_above_model(self, name: str, ranks: Ranks) -> int:
         model = self._workload.make(ranks.device)
         batch = self._workload.batch(self._case.about["batch"], 1 + ranks.rank, ranks.device)
-        before = self._memory.reset_peak()
+        before = reset_peak(ranks.device)
         ranks.barrier()
         training = VARIANTS[name](ranks, model)
         for _ in range(_STEPS):
             training.step(batch)
         ranks.barrier()
-        above = self._memory.peak() - before
+        above = peak(ranks.device) - before
         # Shared memory must not be freed before every rank has counted it.
         ranks.barrier()
         training.close()
@@ -154,12 +148,12 @@ def report_of(case: Case, job: Job) -> Report:
     """The report of what has been measured of a model by now."""
 
     def describe(name: str, found: Mapping[str, Quartiles]) -> Row:
-        peak, reference = found[name], found.get(REFERENCE)
+        most, reference = found[name], found.get(REFERENCE)
         return {
             "variant": name,
-            "in_models": peak.median / case.about["model_bytes"] if case.about["model_bytes"] else None,
-            "above_reference_bytes": None if reference is None else peak.median - reference.median,
-            "times_reference": ratio_of(peak, reference),
+            "in_models": most.median / case.about["model_bytes"] if case.about["model_bytes"] else None,
+            "above_reference_bytes": None if reference is None else most.median - reference.median,
+            "times_reference": ratio_of(most, reference),
         }
 
     rows = case.rows("bytes", describe)

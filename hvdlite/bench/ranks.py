@@ -12,8 +12,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,15 +168,6 @@ class Ranks:
                 self.barrier()
                 samples[name].append(self.slowest(blocks[name]()))
             self.progress(what, 1)
-
-    @contextmanager
-    def new_group(self) -> Iterator[Group]:
-        """A group of hvdlite's to be measured, between all ranks. Its shared memory is freed with it."""
-        group = self.group.duplicate()
-        try:
-            yield group
-        finally:
-            group.close()
 
     def rival(self) -> dist.ProcessGroup:
         """A gloo or NCCL process group of torch's between all ranks. Every rank must make the first call."""

@@ -12,6 +12,7 @@ import copy
 import json
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -227,10 +228,9 @@ class Scale(Command):
             self._calibration = read_calibration(calibration)
             return
         self._workload = WORKLOADS[model or "mlp"]
-        try:
-            self._workload.require()
-        except UsageError as error:
-            raise UsageError(f"--model: {error}") from None
+        missing = self._workload.missing()
+        if missing is not None:
+            raise UsageError(f"--model: {missing}")
         self._batch = batch or self._workload.rows
         self._compression = compression or "none"
         self._rounds, self._steps = rounds, steps
@@ -251,7 +251,7 @@ class Scale(Command):
         variant, dtype = COMPRESSIONS[self._compression]
         for nbytes in _SWEEP_BYTES:
             self._sweep[nbytes] = []
-            with ranks.new_group() as group:
+            with closing(ranks.group.duplicate()) as group:
                 # The first is of a tensor such as gradients are.
                 name, action = next(iter(hvdlite_actions(ranks, group, case_of(nbytes, dtype)).items()))
                 what, blocks = f"all-reduce of {show_size(nbytes)}", {name: block_of(ranks, action)}

@@ -17,7 +17,7 @@ from .plot import Bar, Bars, Chart, is_own
 from .ranks import Job, Ranks
 from .report import Case, Columns, Command, Quartiles, Report, Row, Table, grouped, ratio_of
 from .units import show_ratio, show_ratios, show_time
-from .variants import VARIANTS, require_horovod
+from .variants import VARIANTS, horovod_problem
 from .workloads import WORKLOADS, bytes_of
 
 # After these autograd and the allocators have settled, and DDP has rebuilt its buckets.
@@ -59,22 +59,17 @@ class Step(Command):
         self._notes: list[str] = []
         self.turns = len(self._cases) * steps
         for case in self._cases:
-            try:
-                WORKLOADS[case.about["model"]].require()
-            except UsageError as error:
-                if models is not None:
-                    raise UsageError(f"--models: {error}") from None
-                case.skipped = str(error)
+            case.skipped = WORKLOADS[case.about["model"]].missing()
+            if models is not None and case.skipped is not None:
+                raise UsageError(f"--models: {case.skipped}")
 
     def prepare(self, ranks: Ranks) -> None:
-        if "horovod" in self._variants:
-            try:
-                require_horovod(ranks)
-            except UsageError as error:
-                if self._named_variants:
-                    raise UsageError(f"--variants: {error}") from None
-                self._variants.remove("horovod")
-                self._notes.append(f"left out: {error}")
+        problem = horovod_problem(ranks) if "horovod" in self._variants else None
+        if problem is not None:
+            if self._named_variants:
+                raise UsageError(f"--variants: {problem}")
+            self._variants.remove("horovod")
+            self._notes.append(f"left out: {problem}")
 
     def run(self, ranks: Ranks) -> None:
         self.job = ranks.job

@@ -58,10 +58,6 @@ def _sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-4, foreach=True)
 
 
-def _none(ranks: Ranks, model: nn.Module) -> Training:
-    return Training(model, _sgd(model))
-
-
 def _per_parameter(ranks: Ranks, model: nn.Module) -> Training:
     group = ranks.rival()
 
@@ -106,8 +102,8 @@ def horovod_module() -> Any:
     return module
 
 
-def require_horovod(ranks: Ranks) -> None:
-    """Raise UsageError where Horovod cannot be measured. Every rank must call it."""
+def horovod_problem(ranks: Ranks) -> str | None:
+    """Why Horovod cannot be measured, if it cannot. Every rank must call it."""
     problem = None
     try:
         size = horovod_module().size()
@@ -115,11 +111,11 @@ def require_horovod(ranks: Ranks) -> None:
             problem = f"it sees {size} ranks and hvdlite {ranks.size}: start both by mpirun"
     except (ImportError, ValueError, RuntimeError) as error:
         problem = str(error).partition("\n")[0]
-    ranks.require(problem and f"horovod cannot be measured: {problem}")
+    return ranks.first(problem and f"horovod cannot be measured: {problem}")
 
 
 VARIANTS: dict[str, Callable[[Ranks, nn.Module], Training]] = {
-    "none": _none,
+    "none": lambda ranks, model: Training(model, _sgd(model)),
     "per-parameter": _per_parameter,
     "ddp": _ddp,
     "ddp-view": partial(_ddp, as_views=True),

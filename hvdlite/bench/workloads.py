@@ -7,13 +7,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .arguments import Flag, UsageError, one_of
+from .arguments import Flag, one_of
 
 # Inputs and targets.
 Batch = tuple[Tensor, Tensor]
@@ -76,17 +75,21 @@ def _mlp(width: int = 2048, depth: int = 6) -> nn.Module:
 
 
 def _resnet50() -> nn.Module:
-    model: nn.Module = _torchvision().resnet50()
+    model: nn.Module = importlib.import_module("torchvision.models").resnet50()
     return model
 
 
-def _torchvision() -> Any:
+def _images(rows: int) -> Tensor:
+    return torch.randn(rows, 3, 224, 224)
+
+
+def _missing_torchvision() -> str | None:
     try:
-        return importlib.import_module("torchvision.models")
+        importlib.import_module("torchvision.models")
     # A torchvision that was built for another torch raises RuntimeError.
     except (ImportError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UsageError(f"resnet50 needs torchvision, which cannot be imported: {reason}") from None
+        return "resnet50 needs torchvision, which cannot be imported: " + str(error).partition("\n")[0]
+    return None
 
 
 @dataclass(frozen=True)
@@ -99,8 +102,8 @@ class Workload:
     inputs: Callable[[int], Tensor]
     classes: int
     targets_per_row: int = 1
-    require: Callable[[], object] = lambda: None
-    """Raises UsageError where the model cannot be built here."""
+    missing: Callable[[], str | None] = lambda: None
+    """What the model needs and is not installed here."""
 
     def batch(self, rows: int, seed: int, device: torch.device) -> Batch:
         """Random inputs and targets."""
@@ -125,7 +128,9 @@ WORKLOADS = {
         Workload("mlp", 16, _mlp, lambda rows: torch.randn(rows, 2048), 2048),
         Workload("gpt", 4, Gpt, lambda rows: torch.randint(256, (rows, 128)), 256, targets_per_row=128),
         Workload("resnet-small", 8, small_resnet, lambda rows: torch.randn(rows, 3, 32, 32), 10),
-        Workload("resnet50", 8, _resnet50, lambda rows: torch.randn(rows, 3, 224, 224), 1000, require=_torchvision),
+        Workload(
+            "resnet50", 8, _resnet50, lambda rows: torch.randn(rows, 3, 224, 224), 1000, missing=_missing_torchvision
+        ),
     )
 }
 MODEL = Flag("--model", one_of(WORKLOADS, "a model"), "NAME", f"one of {', '.join(WORKLOADS)} (mlp)")
