@@ -55,8 +55,11 @@ class AllReduce(Command):
     flags = (
         Flag("--sizes", read_sizes, "BYTES,…", "such as 4,64,4K,1M,100M (4 to 256M by factors of 4)", DEFAULT_SIZES),
         Flag(
-            *("--dtypes", some_of(DTYPES, "a dtype that is summed"), "NAME,…"),
-            *(f"of {', '.join(DTYPES)} (float32)", ("float32",)),
+            "--dtypes",
+            some_of(DTYPES, "a dtype that is summed"),
+            "NAME,…",
+            f"of {', '.join(DTYPES)} (float32)",
+            ("float32",),
         ),
         count_flag("--rounds", 15, "turns of each"),
     )

@@ -95,6 +95,6 @@ def variants_flag(known: Iterable[str], usual: Iterable[str]) -> Flag:
 
 BATCH = Flag("--batch", read_count, "ROWS", "of each rank (the model's own)")
 DEVICE = Flag(
-    *("--device", one_of(("auto", "cpu", "cuda"), "a device"), "auto|cpu|cuda"),
-    *("where tensors are; auto is cuda where there is one", "auto"),
-)
+    "--device", one_of(("auto", "cpu", "cuda"), "a device"), "auto|cpu|cuda",
+    "where tensors are; auto is cuda where there is one", "auto",
+)  # fmt: skip

@@ -157,8 +157,8 @@ def report_of(case: Case, job: Job) -> Report:
         }
 
     rows = case.rows("bytes", describe)
-    model, batch, model_bytes = case.about.values()
-    title = f"peak memory of each of {job}, {model} of {show_size(model_bytes)}, batch {batch}"
+    model, batch = case.about["model"], case.about["batch"]
+    title = f"peak memory of each of {job}, {model} of {show_size(case.about['model_bytes'])}, batch {batch}"
     notes = ["Gradients, buckets, wires and activations; shared memory is counted once among the ranks of a host."]
     data = {**case.about, "rows": rows}
     if case.skipped is not None:

@@ -101,12 +101,8 @@ def draw(chart: Chart, path: Path) -> None:
 def figure_of(chart: Chart) -> Any:
     """The chart as matplotlib's Figure."""
     columns = min(2, max(1, len(chart.panels)))
-    heights = [
-        max(
-            0.9 + 0.32 * len(panel.bars) if isinstance(panel, Bars) else 4.0 for panel in chart.panels[start:][:columns]
-        )
-        for start in range(0, len(chart.panels), columns)
-    ]
+    needed = [0.9 + 0.32 * len(panel.bars) if isinstance(panel, Bars) else 4.0 for panel in chart.panels]
+    heights = [max(needed[start:][:columns]) for start in range(0, len(needed), columns)]
     size = (_WIDTH_IN * (1.3 if columns > 1 else 1), max(2.0, sum(heights)) + 1)
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
     figure.get_layout_engine().set(h_pad=0.1, w_pad=0.1)
@@ -141,9 +137,8 @@ def is_own(name: str) -> bool:
 
 
 def _label_style(own: bool, other_color: str) -> dict[str, Any]:
-    return {
-        "va": "center", "fontsize": _LABEL_PT, "color": OWN if own else other_color, "weight": "bold" if own else None,
-    }  # fmt: skip
+    style = {"color": OWN, "weight": "bold"} if own else {"color": other_color}
+    return {"va": "center", "fontsize": _LABEL_PT, **style}
 
 
 def _draw_bars(axes: Any, panel: Bars) -> None:

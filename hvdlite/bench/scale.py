@@ -170,7 +170,9 @@ def read_calibration(path: Path) -> Calibration:
         found = json.loads(path.read_text())["calibration"]
         calibration = Calibration(
             Job(**found["setting"]),
-            *(str(found["model"]), int(found["batch"]), str(found["compression"])),
+            str(found["model"]),
+            int(found["batch"]),
+            str(found["compression"]),
             points=tuple((int(nbytes), float(seconds)) for nbytes, seconds in found["points"]),
             parts=Parts(**{name: float(found["parts"][name]) for name in Parts._fields}),
             bucket_bytes=tuple(int(nbytes) for nbytes in found["bucket_bytes"]),
@@ -196,14 +198,19 @@ class Scale(Command):
         MODEL,
         BATCH,
         Flag(
-            *("--compression", one_of(COMPRESSIONS, "a compression"), "NAME"),
+            "--compression",
+            one_of(COMPRESSIONS, "a compression"),
+            "NAME",
             f"one of {', '.join(COMPRESSIONS)} (none)",
         ),
         count_flag("--rounds", 15, "turns of each all-reduce"),
         count_flag("--steps", 20, "steps"),
         Flag(
-            *("--threshold", read_share, "SHARE"),
-            *("a rank more pays if it adds this much of what one does alone (0.5)", 0.5),
+            "--threshold",
+            read_share,
+            "SHARE",
+            "a rank more pays if it adds this much of what one does alone (0.5)",
+            0.5,
         ),
         Flag("--calibration", Path, "FILE.json", "measure nothing: that run's --json says what there was"),
     )
