@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TextIO
 import torch
 
 from ..errors import says_peer_lost
-from ..rendezvous.placement import read_placement
+from ..rendezvous.launchers import read_placement
 from ..runtime.bootstrap import World
 from ..runtime.world import current_world, init
 from .arguments import UsageError
