@@ -206,11 +206,6 @@ def test_all_variables_of_horovods_are_in_the_table_and_none_besides():
     assert horovods | of_building == set(horovod_names.VARIABLES)
 
 
-def test_what_hvdlite_run_sets_for_workers_is_in_the_table():
-    names = {name for each in SET_FOR_WORKERS for name in each.names}
-    assert names == {name for name in OWN_VARIABLES if name.startswith(("HVDLITE_", "HOROVOD_"))}
-
-
 def test_every_name_in_the_table_is_there_once():
     names = [name for each in (*OF_USERS, *SET_FOR_WORKERS) for name in each.names]
     assert len(names) == len(set(names)) == len(KNOWN)
