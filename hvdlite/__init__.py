@@ -32,43 +32,41 @@ from .built import (
     rocm_built,
 )
 from .channels.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from .collectives.asynchronous import (
-    allgather_async,
-    allreduce_async,
-    allreduce_async_,
-    alltoall_async,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather_async,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter_async,
-    reducescatter_async,
-    sparse_allreduce_async,
-)
 from .collectives.batch_norm import SyncBatchNorm
+from .collectives.broadcast import (
+    allgather_object,
+    broadcast_object,
+    broadcast_parameters,
+)
 from .collectives.compression import Compression, Compressor
 from .collectives.join import join
 from .collectives.operations import (
     allgather,
+    allgather_async,
     allreduce,
     allreduce_,
+    allreduce_async,
+    allreduce_async_,
     alltoall,
+    alltoall_async,
     barrier,
     broadcast,
     broadcast_,
+    broadcast_async,
+    broadcast_async_,
     grouped_allgather,
+    grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
     grouped_reducescatter,
+    grouped_reducescatter_async,
     poll,
     reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
     synchronize,
-)
-from .collectives.replicate import (
-    allgather_object,
-    broadcast_object,
-    broadcast_parameters,
 )
 from .errors import (
     CommunicationError,

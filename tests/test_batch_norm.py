@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
-from hvdlite.collectives.moments import measure, merge
+from hvdlite.collectives.batch_norm import measure, merge
 from hvdlite.environment import Environment
 
 SHAPES = {2: (), 3: (5,), 4: (3, 4), 5: (2, 3, 2)}

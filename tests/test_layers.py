@@ -89,7 +89,7 @@ def test_the_library_imports_torch_and_the_standard_library_alone():
     exceptions = {
         "launch": {"hvdlite_launcher"},
         "call": {"cloudpickle"},
-        "collectives.replicate": {"cloudpickle"},
+        "collectives.broadcast": {"cloudpickle"},
         "collectives.kernels": {"cupy"},
         "bench.memory_left": {"psutil"},
     }

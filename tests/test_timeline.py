@@ -20,7 +20,7 @@ from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
 from hvdlite.agreement.handle import Handle
-from hvdlite.agreement.request import Request
+from hvdlite.agreement.operation import ALLREDUCE, Operation
 from hvdlite.channels import recorder
 from hvdlite.channels.collective import Group
 from hvdlite.channels.gpuwatch import GpuWatch
@@ -97,8 +97,8 @@ def test_operations_are_there_by_name(tmp_path):
     def record(rank: int) -> None:
         hvd.start_timeline(path)
         world = current_world()
-        request = Request("allreduce", 'a "name"')
-        world.conductor.submit(world.group, request, lambda turn: turn.group.agree(None, "test")).wait()
+        operation = Operation(ALLREDUCE, lambda turn: turn.group.agree(None, "test"), 'a "name"')
+        world.conductor.submit(world.group, operation).wait()
         hvd.stop_timeline()
 
     run_worlds(2, record)

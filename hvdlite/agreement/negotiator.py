@@ -1,7 +1,7 @@
 """
 The conductor that asks: one rank's end of the connection to rank 0, and the thread that listens to it.
 
-    submit ── ask ──► coordinator ──► go ── the executor: body(turn), in the order of the goes ── handle
+    submit ── ask ──► coordinator ──► go ── the executor: run(turn), in the order of the goes ── handle
                                       no ── the handle's error
 
 What is said over the connection is listed in `coordinator`; the order of the goes is the same on all ranks, which
@@ -29,14 +29,14 @@ from ..channels.roster import SitsOut, unpin
 from ..errors import CommunicationError, HvdliteError, MismatchError, PeerLostError
 from ..log import log
 from .callers import Callers
-from .conductor import Body, SitOut, StandIn
+from .conductor import SitOut, StandIn
 from .coordinator import Coordinator
 from .executor import Agreed, Executor
 from .frames import FrameError
 from .handle import Handle
 from .labels import Labels
 from .mailbox import Mailbox
-from .request import Request, Turn
+from .operation import Kind, Operation, Run, Turn, kind_named
 from .stall import JOIN, Blocked, StallRules
 from .vigil import LOOK_S, Silence, Vigil
 from .whereabouts import places_of_threads
@@ -72,7 +72,7 @@ class Welcome:
 @dataclass(frozen=True, slots=True)
 class _Asked:
     handle: Handle
-    body: Body
+    run: Run
     group: Group
     name: _Name | None = None
     since_ns: int = field(default_factory=time.monotonic_ns)
@@ -145,7 +145,7 @@ class Negotiator:
         self._channels[group.set_id] = group.duplicate()
 
         def exchange(what: str, digest: str) -> list[str]:
-            owns: list[str] = self.submit(group, Request(what, own=digest), lambda turn: turn.owns).wait()
+            owns: list[str] = self.submit(group, Operation(Kind(what), lambda turn: turn.owns, own=digest)).wait()
             return owns
 
         group.exchange = exchange
@@ -157,16 +157,16 @@ class Negotiator:
 
     # -- from any thread
 
-    def submit(self, group: Group, request: Request, body: Body) -> Handle:
-        what = request.describe()
+    def submit(self, group: Group, operation: Operation) -> Handle:
+        what = operation.describe()
         handle = Handle(what)
         if group.size == 1:
-            Agreed(handle, body, Turn(group, what, [request.own], 1)).carry_out()
+            Agreed(handle, operation.run, Turn(group, what, [operation.own], 1)).carry_out()
             return handle
-        name = None if request.name is None else (group.set_id, request.kind, request.name)
+        name = None if operation.name is None else (group.set_id, operation.kind.name, operation.name)
         caller = None
-        if request.name is None or not request.has_users_name:
-            caller = self._labels.of_call((group.set_id, request.kind, request.name)).pack()
+        if operation.name is None or not operation.has_users_name:
+            caller = self._labels.of_call((group.set_id, operation.kind.name, operation.name)).pack()
         with self._lock:
             if name in self._names:
                 # Horovod's words.
@@ -177,13 +177,14 @@ class Negotiator:
                 )
             if name is not None:
                 self._names.add(name)
-            self._asked[int(handle)] = _Asked(handle, body, group, name)
+            self._asked[int(handle)] = _Asked(handle, operation.run, group, name)
             handle.while_waiting = partial(self._callers.blocked_in, int(handle))
             self._callers.called()
         members = None if group.set_id == 0 else group.ranks
-        same, own = request.same, request.own
         try:
-            self._say(["ask", int(handle), group.set_id, request.kind, request.name, what, members, same, own, caller])
+            same, own = operation.same, operation.own
+            head = ["ask", int(handle), group.set_id, operation.kind.name, operation.name]
+            self._say([*head, what, members, same, own, caller])
         except ValueError as error:
             self._pop(int(handle)).handle.fail(CommunicationError(f"{what} cannot be asked for: {error}"))
         return handle
@@ -345,9 +346,9 @@ class Negotiator:
             case ["go", ticket, owns, divisor]:
                 asked = self._pop(ticket)
                 turn = Turn(self._channels[asked.group.set_id], asked.handle.what, owns, divisor)
-                self._executor.put(Agreed(asked.handle, asked.body, turn, asked.since_ns))
+                self._executor.put(Agreed(asked.handle, asked.run, turn, asked.since_ns))
             case ["stand_in", set_id, owns, divisor, kind, what, same]:
-                self._stand_in(Turn(self._channels[set_id], what, owns, divisor), kind, same)
+                self._stand_in(Turn(self._channels[set_id], what, owns, divisor), kind_named(kind), same)
             case ["no", ticket, error, words]:
                 self._pop(ticket).handle.fail(_ERRORS[error](words))
             case ["pin", int(), int()] | ["where"]:
@@ -368,15 +369,15 @@ class Negotiator:
             case _:
                 raise FrameError(f"{str(message)[:200]} is no word of rank 0's")
 
-    def _stand_in(self, turn: Turn, kind: str, same: Mapping[str, Any]) -> None:
+    def _stand_in(self, turn: Turn, kind: Kind, same: Mapping[str, Any]) -> None:
         assert self._joining is not None, "only who has joined is told of what it has not asked for"
         stand_in = self._joining.stand_in
 
-        def body(turn: Turn) -> Any:
+        def run(turn: Turn) -> Any:
             # Made only here: if that is an error, it is the operation's.
             return stand_in(kind, same)(turn)
 
-        self._executor.put(Agreed(Handle(turn.what), body, turn))
+        self._executor.put(Agreed(Handle(turn.what), run, turn))
 
     def _pop(self, ticket: int) -> _Asked:
         with self._lock:

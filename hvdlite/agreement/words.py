@@ -11,6 +11,7 @@ from typing import Any
 
 from .labels import Caller
 from .negotiation import Negotiation
+from .operation import kind_named
 from .pending import Ask
 from .stall import Blocked
 from .whereabouts import LONGEST
@@ -43,7 +44,9 @@ def take_word(
                 raise WordError(f"it asks for number {ticket} twice")
             members = _members(message[6], rank, set_id, everybody)
             negotiation.ask(
-                rank, Ask(ticket, set_id, kind, message[4], what, members, same, own, _caller(caller)), now_s
+                rank,
+                Ask(ticket, set_id, kind_named(kind), message[4], what, members, same, own, _caller(caller)),
+                now_s,
             )
         case ["wait", int(ticket), dict(begun)]:
             negotiation.wait(rank, ticket, _begun(begun))

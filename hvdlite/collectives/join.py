@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from ..agreement.handle import Handle
-from ..agreement.request import Turn
+from ..agreement.operation import Kind, Run, Turn
 from ..channels.roster import SitsOut
 from ..values import shown, whole_number
 from ..world import current_world
-from .combining import stand_in
+from .allreduce import stand_in
 
 _OF_ALL, _OF_ACTIVE = "all", "active"
 
@@ -107,15 +107,15 @@ class _Sitting:
 
 
 class _StandIn:
-    """`combining.stand_in` on this rank's own GPU: the conductor's thread has another current one."""
+    """`allreduce.stand_in` on this rank's own GPU: the conductor's thread has another current one."""
 
     def __init__(self, device: int) -> None:
         is_current = device < 0 and torch.cuda.is_available()
         self._device = torch.cuda.current_device() if is_current else device
 
-    def __call__(self, kind: str, same: Mapping[str, Any]) -> Any:
-        def body(turn: Turn) -> None:
+    def __call__(self, kind: Kind, same: Mapping[str, Any]) -> Run:
+        def run(turn: Turn) -> None:
             with torch.cuda.device(self._device):
                 stand_in(kind, same)(turn)
 
-        return body
+        return run

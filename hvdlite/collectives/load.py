@@ -87,13 +87,11 @@ def of_wires(reduction: Reduction) -> Reduction:
     return replace(reduction, compression=Compression.none)
 
 
-def all_reduce_packed(
-    group: Group, reduction: Reduction, tensors: Sequence[Tensor], words: Sequence[str], divisor: int, what: str
-) -> None:
+def all_reduce_packed(group: Group, reduction: Reduction, tensors: Sequence[Tensor], divisor: int, what: str) -> None:
     """Replace contiguous tensors, in place, by what comes of all ranks', each packed alone, in its shape."""
     assert isinstance(reduction.compression, OwnCompression), "others need no packing"
     wires = of_wires(reduction)
-    load = Load(reduction.compression, tensors, words, wires.check_wire)
+    load = Load(reduction.compression, tensors, _words_of(tensors, what), wires.check_wire)
     share_outcome(group, load.failure, what, layout=load.layout)
     for flat, counts, packed in load.flats():
         wires.all_reduce(group, flat, counts, divisor, what)
@@ -106,7 +104,6 @@ def reduce_scatter_packed(
     group: Group,
     reduction: Reduction,
     tensors: Sequence[Tensor],
-    words: Sequence[str],
     rows: Sequence[Sequence[int]],
     divisor: int,
     what: str,
@@ -116,7 +113,7 @@ def reduce_scatter_packed(
     As in Horovod the wire's rows are scattered, which must be as many as the tensor's.
     """
     assert isinstance(reduction.compression, OwnCompression), "others need no packing"
-    compression, wires = reduction.compression, of_wires(reduction)
+    compression, wires, words = reduction.compression, of_wires(reduction), _words_of(tensors, what)
 
     def check(tensor: Tensor, wire: Tensor, of: str) -> None:
         wires.check_wire(tensor, wire, of)
@@ -150,3 +147,8 @@ def reduce_scatter_packed(
             failure = failure or error
     share_outcome(group, failure, f"the end of {what}")
     return [result.clone() for result in results]
+
+
+def _words_of(tensors: Sequence[Tensor], what: str) -> list[str]:
+    """What messages call each of the tensors of an operation."""
+    return [what] if len(tensors) == 1 else [f"tensor {number} of {what}" for number in range(len(tensors))]

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..agreement.request import Request, Turn
-from ..collectives.replicate import broadcast_tensors, digest_of, from_bytes, to_bytes
-from ..collectives.submission import submit
+from ..agreement.operation import BROADCAST_OPTIMIZER_STATE, Operation, Turn
+from ..collectives.base import submit
+from ..collectives.broadcast import broadcast_tensors, digest_of, from_bytes, to_bytes
 from ..collectives.travel import check_travels, traveller, travels
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
@@ -54,7 +54,7 @@ def broadcast_optimizer_state(
 
     Several threads may call it at once for optimizers whose parameters have different shapes.
     """
-    kind = "broadcast_optimizer_state"
+    kind = BROADCAST_OPTIMIZER_STATE.name
     own = _checked(optimizer, kind)
     group = group_of(process_set, kind)
     root = group.place_of_root(root_rank, kind)
@@ -78,7 +78,7 @@ def broadcast_optimizer_state(
         packer.clear()
     tensors = packer.tensors
 
-    def body(turn: Turn) -> tuple[bytes, list[Tensor]]:
+    def run(turn: Turn) -> tuple[bytes, list[Tensor]]:
         received = turn.group.broadcast_signed(data, root, turn.what)
         metas = json.dumps([meta.pack() for meta in packer.metas]).encode() if is_root else None
         packed = json.loads(turn.group.broadcast_signed(metas, root, turn.what))
@@ -87,8 +87,8 @@ def broadcast_optimizer_state(
         return received, room
 
     name = digest_of([type(own).__qualname__, shapes])
-    request = Request(kind, name, same, has_users_name=False, is_compared=True)
-    received, tensors = submit(request, process_set, [*params, *tensors], body).wait()
+    operation = Operation(BROADCAST_OPTIMIZER_STATE, run, name, same, has_users_name=False)
+    received, tensors = submit(operation, process_set, [*params, *tensors]).wait()
     # Where the root's cannot be pickled, the error is told on the root too.
     unpacker = _Unpacker(params, tensors)
     state = from_bytes(received, group.describe_rank(root), kind, error, unpacker.loads)

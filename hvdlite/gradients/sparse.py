@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..channels.collective import Group
-from ..collectives.moving import all_gather_rows
+from ..collectives.gather_scatter import all_gather_rows
 from ..errors import GradientError, MismatchError
 from .scaling import Scaling
 from .slot import Slot

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..agreement.conductor import Conductor
 from ..agreement.handle import Handle
-from ..agreement.request import Request
+from ..agreement.operation import Kind, Operation
 from ..channels.collective import Group
 from ..channels.recorder import Recorder, Recording
 from ..log import log
@@ -37,8 +37,9 @@ def start(group: Group, conductor: Conductor, path: str | os.PathLike[str]) -> N
             "hvd.stop_timeline() first"
         )
     # Made absolute now: the program may go elsewhere before it is written.
-    request = Request(_START, own=os.path.abspath(path))
-    conductor.submit(group, request, lambda turn: _begin(turn.group, recorder, Path(turn.owns[0]))).wait()
+    own = os.path.abspath(path)
+    begin = Operation(Kind(_START), lambda turn: _begin(turn.group, recorder, Path(turn.owns[0])), own=own)
+    conductor.submit(group, begin).wait()
 
 
 def stop(group: Group, conductor: Conductor) -> None:
@@ -87,7 +88,7 @@ def save(group: Group) -> None:
 
 def _submit_end(group: Group, conductor: Conductor) -> Handle:
     recorder = group.recorder
-    return conductor.submit(group, Request(_STOP), lambda turn: _end(turn.group, recorder))
+    return conductor.submit(group, Operation(Kind(_STOP), lambda turn: _end(turn.group, recorder)))
 
 
 def _begin(group: Group, recorder: Recorder, path: Path) -> None:

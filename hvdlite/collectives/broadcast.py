@@ -1,6 +1,7 @@
 """
-Starting equal: what one rank has, given to all. Parameters, any picklable object.
+What one rank has, given to all: a tensor, parameters, any picklable object.
 
+    a tensor ── broadcast ── a new one, or the rank's own overwritten
     named tensors ── packed as bytes into a few flat buffers, one per device and 64 MiB ── broadcast ── copied out
 
 Each call is one operation: all ranks compare what must be equal, then the bytes move in its turn. Objects are pickled
@@ -16,22 +17,33 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..agreement.request import Request, Turn
+from ..agreement.operation import (
+    ALLGATHER_OBJECT,
+    ALLREDUCE,
+    BROADCAST,
+    BROADCAST_OBJECT,
+    BROADCAST_PARAMETERS,
+    Operation,
+    Turn,
+)
 from ..channels.collective import Group
 from ..channels.flat import as_bytes
+from ..channels.reduce_op import Average
 from ..process_set import ProcessSet
 from ..process_sets import global_process_set, group_of
 from ..signing import digest
 from ..values import shown
-from .fusion import is_plain, plain
-from .submission import submit, title
+from .allreduce import Allreduce
+from .base import Collective, submit, title
+from .fusion import is_plain, mark_written, plain
+from .reduction import Reduction
 from .travel import check_travels, check_writable, traveller
 
 # Large enough for a handful of broadcasts per model, small beside the model itself.
@@ -45,6 +57,54 @@ Params = Mapping[str, Any] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 Dumps = Callable[[Any, type[pickle.Pickler]], bytes]
 
 
+class Broadcast(Collective):
+    """The tensor of the root, a global rank, on all ranks; ``in_place`` into the given tensor."""
+
+    def __init__(
+        self, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
+    ) -> None:
+        super().__init__(BROADCAST, [tensor], name, process_set)
+        # Where the root's goes, if that is the given tensor, a subclass's included.
+        self._target = tensor if in_place else None
+        group = group_of(process_set, self.what)
+        self._root_rank = root_rank
+        self._root = group.place_of_root(root_rank, self.what)
+        if in_place:
+            check_writable(tensor, self.what)
+
+    def same(self) -> Mapping[str, Any]:
+        return {**self.signature(), "root_rank": group_of(self.process_set).ranks[self._root]}
+
+    def run(self, turn: Turn) -> Tensor:
+        (source,), target = self.sources, self._target
+        if source.numel() == 0:
+            return torch.empty_like(source) if target is None else target
+        if target is not None and is_plain(source):
+            turn.group.broadcast(source, self._root, turn.what).wait()
+            mark_written([source])
+            return target
+        is_root = turn.group.rank == self._root
+        wire = plain(source) if is_root else torch.empty(source.shape, dtype=source.dtype, device=source.device)
+        if is_root and target is None and wire.data_ptr() == source.data_ptr():
+            wire = wire.clone()
+        turn.group.broadcast(wire, self._root, turn.what).wait()
+        if target is None:
+            return wire
+        if not is_root:
+            source.copy_(wire)
+        return target
+
+    def gradient(self, grads: Mapping[int, Tensor]) -> Sequence[Tensor]:
+        mine = list(grads.values())
+        backward = Allreduce(ALLREDUCE, mine, Reduction(Average), self.gradient_name(), self.process_set)
+        (average,) = backward.differentiable()
+        group = group_of(self.process_set)
+        if group.rank != group.place_of_root(self._root_rank, self.what):
+            # Not zeros that have come from nowhere: a second backward pass has to come through here on every rank.
+            average = average.masked_fill(torch.ones((), dtype=torch.bool, device=average.device), 0)
+        return [average]
+
+
 def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: ProcessSet = global_process_set) -> None:
     """Overwrite tensors in place with those of the root.
 
@@ -54,9 +114,9 @@ def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: Pro
 
     Several threads may call it at once for models whose tensors have different names.
     """
-    kind = "broadcast_parameters"
-    group = group_of(process_set, kind)
-    root = group.place_of_root(root_rank, kind)
+    kind = BROADCAST_PARAMETERS
+    group = group_of(process_set, kind.name)
+    root = group.place_of_root(root_rank, kind.name)
     named = _named_tensors(params)
     tensors = [traveller(tensor) for _, tensor in named]
     same = {
@@ -66,8 +126,11 @@ def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: Pro
             for (name, _), tensor in zip(named, tensors, strict=True)
         ],
     }
-    request = Request(kind, digest_of([name for name, _ in named]), same, has_users_name=False, is_compared=True)
-    submit(request, process_set, tensors, lambda turn: broadcast_tensors(tensors, root, turn)).wait()
+    pairing = digest_of([name for name, _ in named])
+    operation = Operation(
+        kind, lambda turn: broadcast_tensors(tensors, root, turn), pairing, same, has_users_name=False
+    )
+    submit(operation, process_set, tensors).wait()
 
 
 def broadcast_object(
@@ -78,14 +141,17 @@ def broadcast_object(
     Other ranks may pass anything. Calls with a ``name`` pair up by it, others by their order: where several threads
     call it, each needs a name. A TypeError on every rank if the object cannot be pickled.
     """
-    kind = "broadcast_object"
-    what = title(kind, name)
+    what = title(BROADCAST_OBJECT, name)
     group = group_of(process_set, what)
     root = group.place_of_root(root_rank, what)
     is_root = group.rank == root
     data, error = to_bytes(obj) if is_root else (None, None)
-    request = Request(kind, name, {"root_rank": group.ranks[root]}, is_compared=True)
-    received = submit(request, process_set, [], lambda turn: turn.group.broadcast_signed(data, root, turn.what)).wait()
+
+    def run(turn: Turn) -> bytes:
+        return turn.group.broadcast_signed(data, root, turn.what)
+
+    operation = Operation(BROADCAST_OBJECT, run, name, {"root_rank": group.ranks[root]})
+    received = submit(operation, process_set, []).wait()
     if is_root and error is None:
         return obj
     return from_bytes(received, group.describe_rank(root), what, error)
@@ -99,16 +165,11 @@ def allgather_object(
     Calls with a ``name`` pair up by it, others by their order: where several threads call it, each needs a name. A
     TypeError on every rank if one of the objects cannot be pickled.
     """
-    kind = "allgather_object"
-    what = title(kind, name)
+    what = title(ALLGATHER_OBJECT, name)
     group = group_of(process_set, what)
     data, error = to_bytes(obj)
-    gathered = submit(
-        Request(kind, name, is_compared=True),
-        process_set,
-        [],
-        lambda turn: turn.group.all_gather_signed(data, turn.what),
-    ).wait()
+    operation = Operation(ALLGATHER_OBJECT, lambda turn: turn.group.all_gather_signed(data, turn.what), name)
+    gathered = submit(operation, process_set, []).wait()
     return [from_bytes(part, group.describe_rank(rank), what, error) for rank, part in enumerate(gathered)]
 
 
