@@ -384,9 +384,9 @@ def test_what_backward_asks_for_has_the_forwards_name(monkeypatch):
         conductor = current_world().conductor
         submit = conductor.submit
 
-        def noting(group, request, body):
-            asked.append((request.kind, request.name))
-            return submit(group, request, body)
+        def noting(group, operation):
+            asked.append((operation.kind.name, operation.name))
+            return submit(group, operation)
 
         monkeypatch.setattr(conductor, "submit", noting)
         x = torch.ones(1, requires_grad=True)

@@ -66,14 +66,7 @@ ADD_PROCESS_SET = Kind(
     error_prefix="Attempted to register process set with mismatching values on different ranks: ",
 )
 
-_KINDS = {
-    kind.name: kind
-    for kind in (
-        *(ALLREDUCE, GROUPED_ALLREDUCE, SPARSE_ALLREDUCE, REDUCESCATTER, GROUPED_REDUCESCATTER, ALLGATHER),
-        *(GROUPED_ALLGATHER, BROADCAST, ALLTOALL, BARRIER, BROADCAST_PARAMETERS, BROADCAST_OPTIMIZER_STATE),
-        *(BROADCAST_OBJECT, ALLGATHER_OBJECT, ADD_PROCESS_SET),
-    )
-}
+_KINDS = {value.name: value for value in list(globals().values()) if isinstance(value, Kind)}
 
 
 def kind_named(name: str) -> Kind:
