@@ -10,7 +10,7 @@ hvdlite: two lines around an optimizer, and its gradients are averaged over all 
 What is public is here, and made elsewhere. Packages and modules import only what stands before them, and within a
 package its own docstring has the order:
 
-    errors < values < files < signing < idle < environment < log < launch < meeting < call < channels < shm
+    errors < values < files < signing < ignored < environment < log < launch < meeting < call < channels < shm
            < agreement < timeline < process_set < registry < farewell < tracebacks < greeting < entry < world
            < process_sets < built < tracing < collectives < gradients < links < communicator
 

@@ -12,7 +12,7 @@ import torch
 from ranks import run_ranks, set_of
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import hvdlite as hvd
@@ -76,6 +76,36 @@ class LiveBytes(TorchDispatchMode):
         return out
 
 
+class CopyingEngine:
+    """Reduces copies that nobody counts: gloo's own thread keeps a tensor for a moment after its all-reduce."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        with _disable_current_modes():
+            copies = [tensor.clone() for tensor in tensors]
+        return CopiedWork(self._engine.allreduce(copies, opts), tensors, copies)
+
+
+class CopiedWork:
+    def __init__(self, work: Any, tensors: list[Tensor], copies: list[Tensor]) -> None:
+        self._work, self._tensors, self._copies = work, tensors, copies
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def wait(self) -> None:
+        self._work.wait()
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            # Through .data: an engine of C++ counts no version either.
+            tensor.data.copy_(copy)
+        self._tensors.clear()
+
+
 WIDTH, LAYERS = 128, 8
 LAYER_BYTES = 4 * WIDTH * WIDTH
 # Losses, activations, and the flags at the ends of buckets.
@@ -123,7 +153,7 @@ def test_gradients_take_no_more_memory_than_without_averaging_and_wires_no_more_
         assert peaks[1] <= LAYER_BYTES + 2 * LAYER_BYTES + SMALL_BYTES
         assert peaks[2] <= gradient + SMALL_BYTES
 
-    run_ranks(size, rank)
+    run_ranks(size, rank, lambda: CopyingEngine)
 
 
 class LateEngine:

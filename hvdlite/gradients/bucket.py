@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .flags import TAKES_PART, Flags
+from .flags import TAKES_PART, Flags, Ranks
 from .plan import BucketPlan
 from .slot import Slot, changed_too_early, misfit
 
@@ -27,7 +27,7 @@ class Bucket:
     """The gradients of some parameters as one flat tensor, and the flags that travel with them."""
 
     def __init__(
-        self, plan: BucketPlan, params: Sequence[Tensor], *, scale: float, densify: bool, memory: Memory
+        self, plan: BucketPlan, params: Sequence[Tensor], *, ranks: Ranks, scale: float, densify: bool, memory: Memory
     ) -> None:
         self.plan = plan
         self._memory = memory
@@ -40,12 +40,12 @@ class Bucket:
         self._densify = densify
         self.slots = [Slot(self, piece, param) for piece, param in zip(plan.slices, params, strict=True)]
         self._buffer: Tensor | None = None
-        self._flags = Flags(plan)
+        self._flags = Flags(plan, ranks)
         # PyTorch's count of changes to the buffer after our own last one, from a gradient's arrival until all
         # buckets' averages are there; None when a change is the user's good right.
         self._version: int | None = None
         self._is_wanted = True
-        # What this rank adds to the counts of those that take part, and of those that sit out and do not count.
+        # What this rank adds to the counts of those that sit out and do not count, and of those that take part.
         self._presence = TAKES_PART
         # In this step: the gradients that are to come, and of those that came the dense ones, and the scaled of these.
         self._missing = len(self.slots)
@@ -164,7 +164,7 @@ class Bucket:
     def sit_out(self, average_of_active: bool) -> None:
         """Travel in this step with nothing to give; whether averages are to be over the other ranks alone."""
         self.give_up()
-        self._presence = (0, int(average_of_active))
+        self._presence = (int(average_of_active), 0)
 
     def accept(self) -> None:
         """The averages are about to be written over the gradients, which must be what has travelled."""
@@ -266,5 +266,5 @@ class Bucket:
 
     @property
     def presence(self) -> Tensor:
-        """After the all-reduce: how many ranks took part, and how many sat out and do not count."""
+        """After the all-reduce: how many ranks take part and how many do not count, as `flags` reads them."""
         return self._flags.presence(self.buffer)

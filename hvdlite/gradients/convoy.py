@@ -17,12 +17,13 @@ from ..channels.collective import Group
 from ..collectives.outcome import share_outcome
 from ..errors import MismatchError
 from .bucket import Bucket
+from .flags import active_of, count_of
 from .layout import Layout
 from .parcel import Parcel, send
 from .sameness import ParameterCheck
 from .slot import Slot
 from .tracks import Tracks
-from .wire import InFlight, Settings, count_of
+from .wire import InFlight, Settings
 from .wires import Wires
 
 # Wires of a bucket's own memory that are under way together, at most: one travels while the next is made.
@@ -69,7 +70,7 @@ class Convoy:
     def active(self) -> int:
         """How many ranks took part in what has come back, not counting those that sat out."""
         assert self._presence is not None, "something has come back"
-        return int(self._presence.tolist()[0])
+        return active_of(self._presence)
 
     @property
     def has_failed(self) -> bool:

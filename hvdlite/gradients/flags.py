@@ -1,30 +1,53 @@
 """
 The tail of a bucket's flat buffer: what all ranks must know together of its gradients, in the same all-reduce.
 
-    for every slice: used, sparse │ this rank takes part, sits out uncounted │ for every sleeping bucket: needed
+    for every slice: used, sparse │ sits out uncounted │ takes part, by block of ranks │ for sleeping buckets: needed
 
-Each is 1 or 0 before the all-reduce, and how many ranks say so after it. Where they lie is in `plan`. Reading them on a
-GPU waits for the device, but for a rank that is alone, which knows what it has written. Writing them waits where they
-are not what they were in the step before.
+Each is 1 or 0 before the all-reduce, and how many ranks say so after it. Where they lie is in `plan`. Of all but one it
+is only asked whether any rank says so. The number of ranks that take part is exact in any dtype that travels: an
+element counts the ranks of one block, `RANKS_PER_COUNT` at most. So counting costs neither a collective of its own nor
+a wider wire.
+
+Reading the flags on a GPU waits for the device, but for a rank that is alone, which knows what it has written. Writing
+them waits where they are not what they were in the step before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .plan import BucketPlan
 
-TAKES_PART = (1, 0)
+RANKS_PER_COUNT = 128
+"""Whole numbers up to 256 are exact in bfloat16, up to 2048 in float16."""
+
+# Whether this rank sits out and does not count; whether it takes part.
+TAKES_PART = (0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """How many ranks share a bucket, and which of them this is."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def count_slots(self) -> int:
+        """Elements of a bucket's tail that count ranks together."""
+        return -(-self.size // RANKS_PER_COUNT)
 
 
 class Flags:
     """Writes and reads the flags of one bucket's buffer."""
 
-    def __init__(self, plan: BucketPlan) -> None:
+    def __init__(self, plan: BucketPlan, ranks: Ranks) -> None:
         self._plan = plan
+        self._ranks = ranks
         self._usual: Tensor | None = None
         # What was written last otherwise than usual, and the same on the device.
         self._written: tuple[int, ...] = ()
@@ -34,17 +57,24 @@ class Flags:
         """Every gradient is there, and dense. On the device, so that the usual case stays asynchronous on a GPU."""
         if self._usual is None:
             count = len(self._plan.slices)
-            flags = [1] * count + [0] * count + [*TAKES_PART]
+            flags = [1] * count + [0] * count + self._presence_of(TAKES_PART)
             self._usual = torch.tensor(flags, dtype=buffer.dtype, device=buffer.device)
         buffer[self._plan.grad_numel :].copy_(self._usual)
 
     def write(self, buffer: Tensor, used: Sequence[bool], sparse: Sequence[bool], wake: Sequence[bool]) -> None:
         """What this rank has of each gradient, and which sleeping buckets it needs."""
-        self._write(buffer, (*used, *sparse, *TAKES_PART, *wake))
+        self._write(buffer, (*used, *sparse, *self._presence_of(TAKES_PART), *wake))
 
     def write_presence(self, buffer: Tensor, presence: tuple[int, int]) -> None:
-        """Nothing but whether this rank takes part, and whether it sits out and does not count."""
-        self._write(buffer, (*[0] * 2 * len(self._plan.slices), *presence, *[0] * self._plan.wake_slots))
+        """Nothing but whether this rank sits out and does not count, and whether it takes part."""
+        unused = [0] * 2 * len(self._plan.slices)
+        self._write(buffer, (*unused, *self._presence_of(presence), *[0] * self._plan.wake_slots))
+
+    def _presence_of(self, presence: tuple[int, int]) -> list[int]:
+        left_out, takes_part = presence
+        counts = [0] * self._plan.count_slots
+        counts[self._ranks.rank // RANKS_PER_COUNT] = takes_part
+        return [left_out, *counts]
 
     def _write(self, buffer: Tensor, flags: tuple[int, ...]) -> None:
         if flags != self._written:
@@ -64,6 +94,23 @@ class Flags:
         return [value > 0 for value in tail[self._plan.wake_start - self._plan.grad_numel :]]
 
     def presence(self, buffer: Tensor) -> Tensor:
-        """How many ranks took part, and how many sat out and do not count; waits for nothing."""
+        """How many ranks sat out and do not count, and how many of each block took part; waits for nothing."""
         counts = buffer[self._plan.presence_start : self._plan.wake_start]
         return counts.real if counts.is_complex() else counts
+
+
+def active_of(presence: Tensor) -> int:
+    """How many ranks took part; waits for the device."""
+    return int(sum(presence.tolist()[1:]))
+
+
+def count_of(presence: Tensor, size: int) -> int:
+    """Over how many of ``size`` ranks an average is; waits for the device."""
+    left_out, *active = presence.tolist()
+    return int(sum(active)) or size if left_out > 0 else size
+
+
+def count_there(presence: Tensor, size: int) -> Tensor:
+    """`count_of` as a float64 scalar on the tensor's device, which is not waited for; never 0."""
+    active = presence[1:].double().sum().clamp(min=1.0)
+    return torch.where(presence[0] > 0, active, float(size))

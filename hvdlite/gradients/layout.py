@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .bucket import Bucket, Memory
+from .flags import Ranks
 from .plan import BucketPlan, Description, ParamSpec, plan_buckets
 from .slot import Slot
 from .sparse import SparseHome
@@ -28,6 +29,7 @@ class Layout:
     def __init__(
         self,
         *,
+        ranks: Ranks,
         cap_bytes: int,
         scale_of: Callable[[torch.dtype], float],
         densify: bool,
@@ -48,6 +50,7 @@ class Layout:
         self._staying = StayingHome() if stays else None
         # Of what is planned from now on.
         self.cap_bytes = cap_bytes
+        self._ranks = ranks
         self._scale_of = scale_of
         self._densify = densify
         self._memory = memory
@@ -56,7 +59,13 @@ class Layout:
     def add(self, params: dict[str, Tensor], groups: Iterable[Iterable[str]]) -> Description:
         """Plan buckets for more parameters, after those there are; what ranks are to compare of them."""
         specs = [ParamSpec.of(name, param) for name, param in params.items()]
-        plans = plan_buckets(specs, cap_bytes=self.cap_bytes, groups=groups, aligned=self._aligned)
+        plans = plan_buckets(
+            specs,
+            cap_bytes=self.cap_bytes,
+            groups=groups,
+            aligned=self._aligned,
+            count_slots=self._ranks.count_slots,
+        )
         if self._staying is not None:
             slots = [Slot(self._staying, piece, params[piece.spec.name]) for plan in plans for piece in plan.slices]
             self._enter(slots)
@@ -116,7 +125,8 @@ class Layout:
             self.sparse.append(slot.home)
 
     def _make_bucket(self, plan: BucketPlan, params: Sequence[Tensor]) -> Bucket:
-        bucket = Bucket(plan, params, scale=self._scale_of(plan.dtype), densify=self._densify, memory=self._memory)
+        scale = self._scale_of(plan.dtype)
+        bucket = Bucket(plan, params, ranks=self._ranks, scale=scale, densify=self._densify, memory=self._memory)
         self._enter(bucket.slots)
         return bucket
 

@@ -18,8 +18,9 @@ from ..collectives.load import Load, put_back
 from ..collectives.outcome import share_outcome
 from ..collectives.own import OwnCompression
 from .bucket import Bucket
+from .flags import count_of
 from .tracks import NO_TRACK, Track
-from .wire import InFlight, Settings, as_real, count_of
+from .wire import InFlight, Settings, as_real
 from .wires import Wires
 
 

@@ -70,7 +70,7 @@ class BucketPlan:
 
     The tail tells what all ranks must know together and would otherwise cost a collective of its own:
     for every slice how many ranks used the parameter and how many have a sparse gradient for it; how many
-    ranks take part in this step and how many sit it out and do not count (see `join`); and
+    sit this step out and do not count (see `join`), and how many take part, in ``count_slots`` elements; and
     (``wake_slots``, in the first bucket only) for every sleeping bucket how many ranks need it.
 
     A bucket of parameters that were frozen when it was planned sleeps: it takes no memory and does not
@@ -83,6 +83,7 @@ class BucketPlan:
     asleep: bool = False
     wake_slots: int = 0
     aligned: bool = True
+    count_slots: int = 1
 
     @property
     def grad_numel(self) -> int:
@@ -96,13 +97,13 @@ class BucketPlan:
 
     @property
     def presence_start(self) -> int:
-        """Where in the buffer the two counts of ranks are."""
+        """Where in the buffer the counts of ranks begin."""
         return self.grad_numel + 2 * len(self.slices)
 
     @property
     def wake_start(self) -> int:
         """Where in the buffer the calls to the sleeping buckets begin."""
-        return self.presence_start + 2
+        return self.presence_start + 1 + self.count_slots
 
     @property
     def nbytes(self) -> int:
@@ -127,6 +128,7 @@ def plan_buckets(
     cap_bytes: int,
     groups: Iterable[Iterable[str]] = (),
     aligned: bool = True,
+    count_slots: int = 1,
 ) -> tuple[BucketPlan, ...]:
     """Pack parameters, last first, into buckets of at most ``cap_bytes`` of gradients; 0 is a bucket for each.
 
@@ -137,7 +139,7 @@ def plan_buckets(
     Buckets do not mix dtypes, devices, or frozen with trainable parameters; only a lone parameter may
     exceed the cap. Each of ``groups`` (names) shares a bucket however large it is, as in Horovod, one
     per dtype and device. Parameters that can have no gradient are in none. Unless they are ``aligned`` gradients have
-    no gaps between them.
+    no gaps between them. ``count_slots`` is how many elements of a bucket count the ranks that take part.
     """
     group_of = {name: number for number, names in enumerate(groups) for name in names}
     packed: list[tuple[list[ParamSpec], bool]] = []
@@ -158,7 +160,12 @@ def plan_buckets(
         filled[index] += need
     buckets = [
         BucketPlan(
-            _lay_out(members, members[0].dtype, aligned), members[0].dtype, members[0].device, asleep, aligned=aligned
+            _lay_out(members, members[0].dtype, aligned),
+            members[0].dtype,
+            members[0].device,
+            asleep,
+            aligned=aligned,
+            count_slots=count_slots,
         )
         for members, asleep in packed
     ]

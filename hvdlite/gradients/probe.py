@@ -19,6 +19,7 @@ from ..channels.collective import Group
 from ..channels.reduce_op import Max
 from ..collectives.outcome import share_outcome
 from .bucket import Bucket
+from .flags import Ranks
 from .parcel import send
 from .plan import ParamSpec, plan_buckets
 from .wire import Settings
@@ -79,10 +80,11 @@ class _Probe:
         dtype, device = self._like.dtype, self._like.device
         shape = (nbytes // dtype.itemsize,)
         spec = ParamSpec("autotune's probe", shape, (1,), dtype, device, trainable=True)
-        (plan,) = plan_buckets([spec], cap_bytes=0, aligned=not self._settings.packs)
+        ranks = Ranks(self._group.rank, self._group.size)
+        (plan,) = plan_buckets([spec], cap_bytes=0, aligned=not self._settings.packs, count_slots=ranks.count_slots)
         param = torch.zeros(1, dtype=dtype, device=device).expand(shape)
         before = self._settings.scaling(dtype, self._group.size).before
-        return Bucket(plan, [param], scale=before, densify=False, memory=self._group.zeros)
+        return Bucket(plan, [param], ranks=ranks, scale=before, densify=False, memory=self._group.zeros)
 
     def send(self, bucket: Bucket) -> float:
         """The seconds that it took, from full to averaged, by this rank's clock."""

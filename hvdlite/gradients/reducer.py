@@ -27,6 +27,7 @@ from ..channels.collective import Group
 from ..collectives.compression import Compression
 from ..errors import GradientError
 from .convoy import Convoy
+from .flags import Ranks
 from .layout import Layout
 from .params import ParamListener, number_of_backward, too_many_passes
 from .slot import Slot
@@ -52,6 +53,7 @@ class Reducer(ParamListener):
         """``check_parameters`` is as of `sameness.ParameterCheck`."""
         super().__init__(group, settings, backward_passes_per_step, check_parameters)
         self._layout = Layout(
+            ranks=Ranks(group.rank, group.size),
             cap_bytes=settings.cap_bytes,
             scale_of=lambda dtype: settings.scaling(dtype, group.size).before,
             densify=settings.sparse_as_dense,

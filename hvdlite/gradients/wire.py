@@ -23,6 +23,7 @@ from ..collectives.compression import CastCompression, Compression, Travels, is_
 from ..collectives.own import OwnCompression
 from ..collectives.reduction import Reduction
 from .bucket import Bucket
+from .flags import count_of, count_there
 from .scaling import AS_IT_IS, Scaling
 from .tracks import NO_TRACK, Track, captures
 from .wires import Wires
@@ -156,14 +157,7 @@ class InFlight:
             self._scaling.finish(self._gradients, count_of(presence, size))
         else:
             # On the device, which is not waited for: what is multiplied or divided by 1 is not read.
-            active = presence[0].double().clamp(min=1.0)
-            self._scaling.finish_there(self._gradients, torch.where(presence[1] > 0, active, float(size)))
-
-
-def count_of(presence: Tensor, size: int) -> int:
-    """Over how many of ``size`` ranks an average is; waits for the device."""
-    active, left_out = presence.tolist()
-    return int(active) if left_out > 0 and active > 0 else size
+            self._scaling.finish_there(self._gradients, count_there(presence, size))
 
 
 def _cast_of(compression: Travels, bucket: Bucket) -> CastCompression | None:
