@@ -16,6 +16,7 @@ from hvdlite import world as world_module
 from hvdlite.channels import collected
 from hvdlite.channels.collective import Group
 from hvdlite.channels.roster import Roster, SitsOut
+from hvdlite.gradients import optimizer
 from hvdlite.gradients.reducer import Reducer
 
 SIZES = [1, 2, 3, 4]
@@ -402,15 +403,15 @@ def test_an_optimizer_is_known_to_the_others_before_any_of_them_is_through_with_
 
 def test_two_threads_that_make_optimizers_at_once_are_an_error_that_names_both(monkeypatch):
     inside, refused = threading.Event(), threading.Event()
-    agree = Group.require_agreement
+    require_equal = optimizer.require_equal
 
-    def agree_slowly(group: Group, *arguments) -> None:
+    def compare_slowly(group: Group, *arguments) -> None:
         if group.rank == 0:
             inside.set()
             refused.wait()
-        agree(group, *arguments)
+        require_equal(group, *arguments)
 
-    monkeypatch.setattr(Group, "require_agreement", agree_slowly)
+    monkeypatch.setattr(optimizer, "require_equal", compare_slowly)
 
     def rank(own: int) -> str:
         told = []

@@ -144,14 +144,7 @@ class Negotiator:
         self._groups[group.set_id] = group
         self._channels[group.set_id] = group.duplicate()
 
-        def exchange(what: str, digest: str) -> list[str]:
-            owns: list[str] = self.submit(group, Operation(Kind(what), lambda turn: turn.owns, own=digest)).wait()
-            return owns
-
-        group.exchange = exchange
-
     def close_channel(self, group: Group) -> None:
-        group.exchange = None
         del self._groups[group.set_id]
         self._channels.pop(group.set_id).close()
 

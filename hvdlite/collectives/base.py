@@ -39,10 +39,12 @@ from torch.autograd.function import Function
 
 from ..agreement.handle import Handle
 from ..agreement.operation import Kind, Operation, Turn, describe
+from ..channels.collective import Group
+from ..errors import MismatchError
 from ..process_set import ProcessSet
 from ..process_sets import group_of
 from ..values import shown
-from ..world import current_world
+from ..world import current_world, is_initialized
 from .travel import check_is_outside, check_travels, traveller
 
 
@@ -162,6 +164,26 @@ def submit(operation: Operation, process_set: ProcessSet, tensors: Sequence[Tens
     if streams:
         handle.before_taking = take
     return handle
+
+
+def compare(group: Group, value: object, what: str) -> list[Any] | None:
+    """None if every rank of a group passed an equal value, made of JSON's types, else all values in rank order."""
+    if group.size == 1 or not is_initialized():
+        # A process set that is used without a world has no conductor.
+        return group.agree(value, what)
+    operation = Operation(Kind(what), lambda turn: turn.group.agree(value, what))
+    return current_world().conductor.submit(group, operation).wait()  # type: ignore[no-any-return]  # what agree returns
+
+
+def require_equal(group: Group, value: object, what: str, argument: str) -> None:
+    """Raise a MismatchError on every rank unless all of them passed an equal value."""
+    values = compare(group, repr(value), what)
+    if values is not None:
+        other = next(i for i, item in enumerate(values) if item != values[0])
+        raise MismatchError(
+            f"{what}: {argument} is {values[0]} on {group.describe_rank(0)} and {values[other]} on "
+            f"{group.describe_rank(other)}: every rank must pass the same"
+        )
 
 
 def check_tensors(kind: Kind, tensors: Any, what: str) -> list[Tensor]:

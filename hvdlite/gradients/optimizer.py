@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..channels.collective import Group
 from ..channels.reduce_op import Adasum, Average, ReduceOp
+from ..collectives.base import require_equal
 from ..collectives.compression import AnyCompression, Compression, check_compression
 from ..environment import Environment
 from ..process_set import ProcessSet
@@ -148,7 +149,8 @@ class DistributedOptimizer(AveragingOptimizer):
         reducer = _reducer_of(group, settings, passes, environment)
         try:
             with group.opening.only("hvd.DistributedOptimizer"):
-                group.require_agreement(
+                require_equal(
+                    group,
                     (*settings.signature(), passes, named_groups, tunes),
                     "hvd.DistributedOptimizer",
                     "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, step_on_arrival, passes per "
