@@ -16,7 +16,7 @@ from hvdlite import world as world_module
 from hvdlite.channels import collected
 from hvdlite.channels.collective import Group
 from hvdlite.channels.roster import Roster, SitsOut
-from hvdlite.gradients import optimizer
+from hvdlite.gradients import optimizer as optimizer_module
 from hvdlite.gradients.reducer import Reducer
 
 SIZES = [1, 2, 3, 4]
@@ -403,7 +403,7 @@ def test_an_optimizer_is_known_to_the_others_before_any_of_them_is_through_with_
 
 def test_two_threads_that_make_optimizers_at_once_are_an_error_that_names_both(monkeypatch):
     inside, refused = threading.Event(), threading.Event()
-    require_equal = optimizer.require_equal
+    require_equal = optimizer_module.require_equal
 
     def compare_slowly(group: Group, *arguments) -> None:
         if group.rank == 0:
@@ -411,7 +411,7 @@ def test_two_threads_that_make_optimizers_at_once_are_an_error_that_names_both(m
             refused.wait()
         require_equal(group, *arguments)
 
-    monkeypatch.setattr(optimizer, "require_equal", compare_slowly)
+    monkeypatch.setattr(optimizer_module, "require_equal", compare_slowly)
 
     def rank(own: int) -> str:
         told = []

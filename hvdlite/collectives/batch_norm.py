@@ -1,8 +1,8 @@
 """
 Batch normalization by the mean and variance of all ranks' batches, as if one process had the whole batch.
 
-    forward  ── own moments ── gathered from all ranks, merged ── normalized, running statistics
-    backward ── own sums ── all-reduced ── gradient of the input
+    forward  ── measure(batch) ── Moments (count, mean, spread) ── gathered from all ranks, merge ── normalized
+    backward ── gradient_sums(batch) ── all-reduced, over the count ── input_gradient(batch)
 
 One operation of a process set in each direction. In the forward, layers that have a name pair up by it, others in the
 order of their calls, which is the same on all ranks since every one of them waits; a backward pairs up with its
