@@ -2,13 +2,13 @@
 The table of environment variables: the name of each, how it is read, what counts where it is not set, what it means.
 
     Environment      what `hvd.init` reads: a row of the table for each field
-    READ_ELSEWHERE   what `hvdlite-run` and `meeting.secret` read
+    READ_ELSEWHERE   what `hvdlite-run` and `rendezvous.secret` read
     SET_FOR_WORKERS  what `hvdlite-run` sets for each worker
 
 A new variable is one entry in one of these. Reading, error messages, the warning about misspelt names (`ignored`) and
 the README's list follow from the entry (tests/test_environment.py compares the list). A variable has up to three names:
 HVDLITE_ and a short one, HVDLITE_ and the name, HOROVOD_ and Horovod's name. The first that is set counts; an empty
-value is none. What other launchers set is in `meeting.topology`.
+value is none. What other launchers set is in `rendezvous.placement`.
 
 Pure: nothing here reads `os.environ` or acts on a value.
 """
@@ -292,7 +292,7 @@ READ_ELSEWHERE = (
     Variable("SECRET", Kind("a secret"), "–", _SECRET),
     Variable("SECRET_FILE", FILE, "–", "with that secret"),
 )
-"""What the user may set besides, for `hvdlite-run` and `meeting.secret`."""
+"""What the user may set besides, for `hvdlite-run` and `rendezvous.secret`."""
 
 SET_FOR_WORKERS = (
     Variable("RANK", NUMBER, "–", "of the worker, among all", horovods="RANK"),
@@ -305,7 +305,7 @@ SET_FOR_WORKERS = (
     Variable("STORE", Kind("a URL"), "–", "of the store in which workers meet"),
     Variable("JOB_DIR", Kind("a directory"), "–", "of the job on this host, private and removed at its end"),
 )
-"""What hvdlite-run tells each worker of its place. Read in `meeting` and where a rank ends."""
+"""What hvdlite-run tells each worker of its place. Read in `rendezvous` and where a rank ends."""
 
 OF_USERS = (*READ_BY_INIT.values(), *READ_ELSEWHERE)
 """What a user may set, in the order of the README."""
@@ -340,7 +340,7 @@ def _settle_stall_times(read: Environment, given: Mapping[str, Given]) -> Enviro
 
 
 def _settle_autotune(read: Environment, given: Mapping[str, Given]) -> Environment:
-    """Turn autotune off, with a remark, where the size that it would measure is given."""
+    """Execution autotune off, with a remark, where the size that it would measure is given."""
     if not read.autotune or read.fusion_threshold_bytes is None:
         return read
     size = given["fusion_threshold_bytes"]

@@ -17,7 +17,7 @@ import hvdlite as hvd
 from hvdlite.environment import KNOWN, TRACE, Environment, read_environment
 from hvdlite.ignored import IGNORED, remarks_of_ignored
 from hvdlite.log import log, open_log
-from hvdlite.world import current_world
+from hvdlite.runtime.world import current_world
 
 MEANINGS = [
     ("FUSION_THRESHOLD", "1048576", {"fusion_threshold_bytes": 1 << 20}),
