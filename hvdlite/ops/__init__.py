@@ -1,10 +1,10 @@
 """
 The collectives as users call them, and what they are made of.
 
-    operations ── allreduce, gather_scatter, broadcast (each a base.Collective) ── the controller ── channels
+    operations ── allreduce, gather_scatter, broadcast (each a base.Collective) ── the controller ── comm.group
 
 Modules import only what stands before them:
 
-    kernels < codec < own < compression < travel < fusion < adasum < reduction < outcome < load < base < gather_scatter
-        < allreduce < broadcast < operations < join < batch_norm
+    travel < fusion < adasum < reduction < outcome < load < base < gather_scatter < allreduce < broadcast < operations
+        < join < batch_norm
 """

@@ -1,11 +1,12 @@
 """
 From gradients to averages, inside an optimizer.
 
-    optimizer ── reducer ── layout of buckets (plan) ── in flight of wires ── averages; deltas instead, for Adasum
+    optimizer ── reducer ── layout of buckets (plan) ── buckets in flight (wire) ── averages; for Adasum, adasum_reducer
 
 Modules import only what stands before them:
 
-    plan < slot < flags < bucket < staying < scaling < sparse < layout < tracks < wires < wire < parcel < sameness
-         < in flight < params < tuning < probe < autotune < reducer < deltas < arguments < proxy < optimizer_state
-         < arrival < attributes < averaging < optimizer
+    plan < slot < flags < bucket < single_rank < scaling < sparse < layout < step_trace < wire_memory < wire < parcel
+        < parameter_check < in_flight < gradient_hooks < tuning < probe < autotune < reducer < adasum_reducer
+        < arguments < optimizer_proxy < optimizer_state < step_by_bucket < horovod_attributes
+        < averaging_optimizer < optimizer
 """

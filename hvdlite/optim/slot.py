@@ -1,8 +1,8 @@
 """
 One parameter's place among the gradients, and how far it is in this step.
 
-Where the gradient itself is kept is its *home*: a `bucket`, the `single_rank` of a rank that is alone, or, of a sparse one,
-`sparse`.
+Where the gradient itself is kept is its *home*: in a `bucket`, in `single_rank` where a rank is alone, or, of
+a sparse one, in `sparse`.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def _choose_exchange(placement: Placement, environ: Mapping[str, str], timeout_s
     if placement.launcher == SLURM:
         return None
     raise LaunchEnvironmentError(
-        f"{placement.launcher} has set neither PMIX_RANK and PMIX_NAMESPACE nor PMI_FD, by which its ranks could meet: set "
-        "MASTER_ADDR and MASTER_PORT for every rank (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
+        f"{placement.launcher} has set neither PMIX_RANK and PMIX_NAMESPACE nor PMI_FD, by which its ranks could meet: "
+        "set MASTER_ADDR and MASTER_PORT for every rank (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
     )
 
 
@@ -133,8 +133,8 @@ def _store_by(
     own = LOOPBACK if placement.one_host else own_address(_outward(placement, environ))
     if own is None:
         raise LaunchEnvironmentError(
-            f"no address is found by which other hosts could reach {placement.host}, where rank 0 is: set MASTER_ADDR and "
-            "MASTER_PORT for every rank"
+            f"no address is found by which other hosts could reach {placement.host}, where rank 0 is: set MASTER_ADDR "
+            "and MASTER_PORT for every rank"
         )
     store = _serve_store(own, 0, placement.size, timeout)
     secret = new_secret()

@@ -177,8 +177,8 @@ def _with_given_address(placement: Placement, environ: Mapping[str, str]) -> Pla
         return placement
     if len(given) == 1:
         raise LaunchEnvironmentError(
-            f"of MASTER_ADDR and MASTER_PORT only {given[0]} is set: under {placement.launcher} set both for every rank, "
-            "or neither"
+            f"of MASTER_ADDR and MASTER_PORT only {given[0]} is set: under {placement.launcher} set both for every "
+            "rank, or neither"
         )
     _Reader(environ, f"whoever started {placement.launcher}").number("MASTER_PORT")
     return replace(placement, launcher=None)

@@ -163,7 +163,8 @@ def _tell_launcher(client: StoreClient | None, what: Operation, placement: Place
         client.request(what, [b"%d" % placement.rank], timeout.total_seconds())
     except (OSError, ValueError) as error:
         raise CommunicationError(
-            f"hvd.init() failed on rank {placement.rank} ({placement.host}): hvdlite-run's agent cannot be asked: {error}"
+            f"hvd.init() failed on rank {placement.rank} ({placement.host}): hvdlite-run's agent cannot be "
+            f"asked: {error}"
         ) from error
 
 
