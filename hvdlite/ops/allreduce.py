@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import pieces_of
+from ..comm.flat_bytes import flat_of, fused, mark_written, own_memory, pieces_of
 from ..comm.reduce_op import Average, ReduceOp
 from ..compression.casts import Compression
 from ..compression.custom import OwnCompression
@@ -22,7 +22,6 @@ from ..control.operation import SPARSE_ALLREDUCE, Execution, Kind, Run
 from ..errors import UnsupportedError
 from ..runtime.process_set import ProcessSet
 from .base import Collective
-from .fusion import flat_of, fused, mark_written, own_memory
 from .gather_scatter import gather_rows
 from .load import all_reduce_packed
 from .reduction import COMPRESSIONS, Reduction, average

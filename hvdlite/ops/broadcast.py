@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import as_bytes
+from ..comm.flat_bytes import as_bytes, is_plain, mark_written, plain
 from ..comm.group import Group
 from ..comm.reduce_op import Average
 from ..control.operation import (
@@ -42,7 +42,6 @@ from ..signing import digest
 from ..values import shown
 from .allreduce import Allreduce
 from .base import Collective, submit, title
-from .fusion import is_plain, mark_written, plain
 from .reduction import Reduction
 from .travel import check_travels, check_writable, traveller
 

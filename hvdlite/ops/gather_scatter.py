@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import as_bytes, pieces_of
+from ..comm.flat_bytes import as_bytes, flat_of, fused, own_memory, pieces_of, plain
 from ..comm.group import Group
 from ..comm.reduce_op import Average, Sum
 from ..compression.casts import CastCompression
@@ -37,7 +37,6 @@ from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import group_of
 from ..values import shown
 from .base import Collective
-from .fusion import flat_of, fused, own_memory, plain
 from .load import reduce_scatter_packed
 from .reduction import Reduction
 from .travel import check_travels, traveller

@@ -14,11 +14,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import pieces_of
+from ..comm.flat_bytes import flat_of, fused, pieces_of
 from ..comm.group import Group
 from ..compression.casts import Compression
 from ..compression.custom import OwnCompression, Packed
-from .fusion import flat_of, fused
 from .outcome import share_outcome
 from .reduction import Reduction
 

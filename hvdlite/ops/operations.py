@@ -80,10 +80,8 @@ def allreduce(
 
     The gradient is the same operation on the gradients of all ranks' results: ``op``, factors and ``compression``.
     """
-    collective = _allreduce(
-        ALLREDUCE, tensor, average, name, op, prescale_factor, postscale_factor, process_set, compression
-    )
-    return collective.differentiable()[0]
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce(ALLREDUCE, tensor, *arguments, compression).differentiable()[0]
 
 
 def allreduce_(
@@ -96,10 +94,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """`allreduce`, into the tensor itself."""
-    collective = _allreduce(
-        ALLREDUCE, tensor, average, name, op, prescale_factor, postscale_factor, process_set, in_place=True
-    )
-    collective.start().wait()
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    _allreduce(ALLREDUCE, tensor, *arguments, in_place=True).start().wait()
     return tensor
 
 
@@ -126,10 +122,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`allreduce_` in the background."""
-    collective = _allreduce(
-        ALLREDUCE, tensor, average, name, op, prescale_factor, postscale_factor, process_set, in_place=True
-    )
-    return collective.start()
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce(ALLREDUCE, tensor, *arguments, in_place=True).start()
 
 
 def grouped_allreduce(
@@ -143,10 +137,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """`allreduce` of several tensors as one operation; a list of results. Dtypes and devices may be mixed."""
-    collective = _allreduce(
-        GROUPED_ALLREDUCE, tensors, average, name, op, prescale_factor, postscale_factor, process_set, compression
-    )
-    return list(collective.differentiable())
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    return list(_allreduce(GROUPED_ALLREDUCE, tensors, *arguments, compression).differentiable())
 
 
 def grouped_allreduce_(
@@ -159,10 +151,8 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
     """`grouped_allreduce`, into the tensors themselves; these, as a tuple."""
-    collective = _allreduce(
-        GROUPED_ALLREDUCE, tensors, average, name, op, prescale_factor, postscale_factor, process_set, in_place=True
-    )
-    collective.start().wait()
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    _allreduce(GROUPED_ALLREDUCE, tensors, *arguments, in_place=True).start().wait()
     return tuple(tensors)
 
 
@@ -176,10 +166,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`grouped_allreduce` in the background."""
-    collective = _allreduce(
-        GROUPED_ALLREDUCE, tensors, average, name, op, prescale_factor, postscale_factor, process_set
-    )
-    return collective.start()
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce(GROUPED_ALLREDUCE, tensors, *arguments).start()
 
 
 def grouped_allreduce_async_(
@@ -192,10 +180,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """`grouped_allreduce_` in the background."""
-    collective = _allreduce(
-        GROUPED_ALLREDUCE, tensors, average, name, op, prescale_factor, postscale_factor, process_set, in_place=True
-    )
-    return collective.start()
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce(GROUPED_ALLREDUCE, tensors, *arguments, in_place=True).start()
 
 
 def sparse_allreduce_async(
@@ -269,10 +255,8 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """`reducescatter` of several tensors as one operation; a list of results."""
-    collective = _reducescatter(
-        GROUPED_REDUCESCATTER, tensors, name, op, process_set, prescale_factor, postscale_factor, compression
-    )
-    return list(collective.differentiable())
+    arguments = (name, op, process_set, prescale_factor, postscale_factor, compression)
+    return list(_reducescatter(GROUPED_REDUCESCATTER, tensors, *arguments).differentiable())
 
 
 def reducescatter_async(

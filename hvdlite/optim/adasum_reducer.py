@@ -17,11 +17,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import pieces_of
+from ..comm.flat_bytes import flat_of, pieces_of
 from ..comm.group import Group
 from ..comm.reduce_op import Adasum
 from ..compression.custom import OwnCompression
-from ..ops.fusion import flat_of
 from ..ops.load import Load, put_back
 from ..ops.outcome import share_outcome
 from ..ops.reduction import Reduction
