@@ -5,6 +5,6 @@ The collectives as users call them, and what they are made of.
 
 Modules import only what stands before them:
 
-    travel < adasum < reduction < outcome < load < base < gather_scatter < allreduce < broadcast < operations
+    sendable < adasum < reduction < failures < packing < base < gather_scatter < allreduce < broadcast < operations
         < join < batch_norm
 """

@@ -17,15 +17,15 @@ from torch import Tensor
 from ..comm.flat_bytes import flat_of, fused, mark_written, own_memory, pieces_of
 from ..comm.reduce_op import Average, ReduceOp
 from ..compression.casts import Compression
-from ..compression.custom import OwnCompression
+from ..compression.custom import CustomCompression
 from ..control.operation import SPARSE_ALLREDUCE, Execution, Kind, Run
 from ..errors import UnsupportedError
 from ..runtime.process_set import ProcessSet
 from .base import Collective
 from .gather_scatter import gather_rows
-from .load import all_reduce_packed
+from .packing import all_reduce_packed
 from .reduction import COMPRESSIONS, Reduction, average
-from .travel import check_travels, check_writable
+from .sendable import check_sendable, check_writable
 
 
 class Allreduce(Collective):
@@ -59,7 +59,7 @@ class Allreduce(Collective):
         reduction, sources, in_place = self._reduction, self.sources, self._in_place
         _check_stand_ins(reduction, execution)
         reduction.warn_of_averaged_integers(sources, execution.divisor, execution.group, execution.what)
-        if isinstance(reduction.compression, OwnCompression):
+        if isinstance(reduction.compression, CustomCompression):
             assert not in_place, "functions that overwrite their tensors take no compression"
             results = [flat_of([source]).view(source.shape) for source in sources]
             all_reduce_packed(execution.group, reduction, results, execution.divisor, execution.what)
@@ -95,7 +95,7 @@ class SparseAllreduce(Collective):
         super().__init__(SPARSE_ALLREDUCE, [tensor], name, process_set)
         self._reduction = reduction
         for part in self._parts:
-            check_travels(part, self.what)
+            check_sendable(part, self.what)
 
     def same(self) -> Mapping[str, Any]:
         (tensor,) = self.sources

@@ -45,21 +45,21 @@ from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import group_of
 from ..runtime.world import current_world, is_initialized
 from ..values import shown
-from .travel import check_is_outside, check_travels, traveller
+from .sendable import check_is_outside, check_sendable, plain_tensor
 
 
 class Collective(ABC):
     """An operation on one tensor, or on several at a time, as a rank asks for it."""
 
     def __init__(self, kind: Kind, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> None:
-        """``tensors`` have passed `check_travels`; there is one, unless the kind is grouped."""
+        """``tensors`` have passed `check_sendable`; there is one, unless the kind is grouped."""
         self.kind = kind
         self.name = name
         self.process_set = process_set
         self.what = title(kind, name)
         self.inputs = list(tensors)
         # Plain tensors over the memory of the given ones.
-        self.sources = [traveller(tensor) for tensor in tensors]
+        self.sources = [plain_tensor(tensor) for tensor in tensors]
 
     @abstractmethod
     def same(self) -> Mapping[str, Any]:
@@ -187,12 +187,12 @@ def require_equal(group: Group, value: object, what: str, argument: str) -> None
 
 
 def check_tensors(kind: Kind, tensors: Any, what: str) -> list[Tensor]:
-    """The tensor of an operation, or those of a grouped one, as `check_travels` gives them; else an error."""
+    """The tensor of an operation, or those of a grouped one, as `check_sendable` gives them; else an error."""
     if not kind.is_grouped:
-        return [check_travels(tensors, what)]
+        return [check_sendable(tensors, what)]
     if isinstance(tensors, Tensor | str | bytes | bytearray) or not isinstance(tensors, Sequence):
         raise TypeError(f"{what}: {type(tensors).__name__} is not a list of tensors: put it in one, as [tensor]")
-    return [check_travels(tensor, f"{what}: tensor {number}") for number, tensor in enumerate(tensors)]
+    return [check_sendable(tensor, f"{what}: tensor {number}") for number, tensor in enumerate(tensors)]
 
 
 def title(kind: Kind, name: str | None) -> str:

@@ -28,7 +28,7 @@ from ..errors import UnsupportedError
 from ..runtime.process_set import ProcessSet, check_process_set
 from ..runtime.process_set_functions import global_process_set
 from .base import submit, title
-from .travel import check_travels
+from .sendable import check_sendable
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -80,7 +80,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize a batch."""
-        input = check_travels(input, self._title())
+        input = check_sendable(input, self._title())
         self._check_input_dim(input)
         group = self.process_set.membership().group if self.training else None
         if group is None or group.size == 1:

@@ -43,7 +43,7 @@ from ..values import shown
 from .allreduce import Allreduce
 from .base import Collective, submit, title
 from .reduction import Reduction
-from .travel import check_travels, check_writable, traveller
+from .sendable import check_sendable, check_writable, plain_tensor
 
 # Large enough for a handful of broadcasts per model, small beside the model itself.
 PACK_BYTES = 64 * 2**20
@@ -117,7 +117,7 @@ def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: Pro
     group = group_of(process_set, kind.name)
     root = group.place_of_root(root_rank, kind.name)
     named = _named_tensors(params)
-    tensors = [traveller(tensor) for _, tensor in named]
+    tensors = [plain_tensor(tensor) for _, tensor in named]
     same = {
         "root_rank": group.ranks[root],
         "tensors": [
@@ -264,7 +264,7 @@ def _named_tensors(params: Params) -> list[tuple[str, Tensor]]:
                 f"broadcast_parameters: {shown(name)} is {type(value).__name__}, not a tensor, and cannot be "
                 "overwritten in place: leave it out, and pass it through hvd.broadcast_object(...)"
             )
-        check_travels(value, "broadcast_parameters", repr(name))
+        check_sendable(value, "broadcast_parameters", repr(name))
         check_writable(value, "broadcast_parameters", repr(name))
         named.append((name, value))
     return named

@@ -22,7 +22,7 @@ from ..comm.flat_bytes import as_bytes, flat_of, fused, own_memory, pieces_of, p
 from ..comm.group import Group
 from ..comm.reduce_op import Average, Sum
 from ..compression.casts import CastCompression
-from ..compression.custom import OwnCompression
+from ..compression.custom import CustomCompression
 from ..control.operation import (
     ALLGATHER,
     ALLTOALL,
@@ -37,9 +37,9 @@ from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import group_of
 from ..values import shown
 from .base import Collective
-from .load import reduce_scatter_packed
+from .packing import reduce_scatter_packed
 from .reduction import Reduction
-from .travel import check_travels, traveller
+from .sendable import check_sendable, plain_tensor
 
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -107,7 +107,7 @@ class Reducescatter(Collective):
         reduction, sources, group = self._reduction, self.sources, execution.group
         reduction.warn_of_averaged_integers(sources, execution.divisor, group, execution.what)
         rows = self._rows if self._rows is not None else [_spread(len(source), group.size) for source in sources]
-        if isinstance(reduction.compression, OwnCompression):
+        if isinstance(reduction.compression, CustomCompression):
             copies = [flat_of([source]).view(source.shape) for source in sources]
             return self.result(reduce_scatter_packed(group, reduction, copies, rows, execution.divisor, execution.what))
         outputs = list(sources)
@@ -189,7 +189,7 @@ def check_splits(
             )
         return [len(tensor) // size] * size
     if isinstance(splits, Tensor):
-        check_travels(splits, f"{what}: splits")
+        check_sendable(splits, f"{what}: splits")
     given = splits if isinstance(splits, Tensor) else _splits_of_list(splits, what)
     if given.dim() != 1:
         raise ValueError(f"alltoall expects a 1D splits tensor ({what}: it has {given.dim()} dimensions)")
@@ -228,7 +228,7 @@ def _splits_of_list(splits: Sequence[int], what: str) -> Tensor:
 
 def all_gather_rows(group: Group, tensor: Tensor, what: str) -> Tensor:
     """The rows of all ranks of a group that calls it in the same order, joined; no operation of the controller's."""
-    tensor = traveller(tensor)
+    tensor = plain_tensor(tensor)
     counts = [own for (own,) in group.all_gather_json([_row_count(tensor)], what)]
     return gather_rows([tensor], [counts], group, what)[0]
 

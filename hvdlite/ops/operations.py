@@ -15,7 +15,7 @@ For values of the user's own; gradients of a `DistributedOptimizer` take the way
   their calls.
 - Tensors may have any number of dimensions, also none and of no length, any layout in memory, and dtypes from uint8,
   int8 to int64, bool, float16, bfloat16, float32, float64 to complex64 and complex128; the functions that do no
-  arithmetic take all others that PyTorch can copy. What cannot travel (see `travel`) is a TypeError or a ValueError
+  arithmetic take all others that PyTorch can copy. What cannot travel (see `sendable`) is a TypeError or a ValueError
   before anything is asked of the other ranks. Arguments are left alone but by the functions whose names end in ``_``,
   which overwrite them.
 - Results are contiguous, and the same bits on every rank that gets the same.
@@ -57,7 +57,7 @@ from .base import check_tensors, submit, title
 from .broadcast import Broadcast
 from .gather_scatter import Allgather, Alltoall, Reducescatter, check_splits
 from .reduction import make_reduction
-from .travel import layout_of
+from .sendable import layout_of
 
 
 def allreduce(

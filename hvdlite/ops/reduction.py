@@ -26,7 +26,7 @@ from ..comm.group import Group
 from ..comm.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from ..comm.work import Work
 from ..compression.casts import AnyCompression, Compression, Travels, check_compression, is_narrow, wire_dtype
-from ..compression.custom import OwnCompression
+from ..compression.custom import CustomCompression
 from ..compression.kernels import divide
 from ..errors import UnsupportedError, WrongTypeError
 from ..log import log
@@ -153,7 +153,7 @@ class Reduction:
 
     def own(self) -> str | None:
         """What a rank tells besides: the name of a compression that only those who use it know."""
-        return repr(self.compression) if isinstance(self.compression, OwnCompression) else None
+        return repr(self.compression) if isinstance(self.compression, CustomCompression) else None
 
     def neutral(self, dtype: torch.dtype) -> float | int | bool:
         """The number that changes nothing where a rank has none to give; not to be scaled."""
@@ -182,11 +182,11 @@ class Reduction:
         return self.op is Average and _is_inexact(wire) and not is_narrow(wire.dtype)
 
     def _compress(self, values: Tensor) -> Tensor:
-        assert not isinstance(self.compression, OwnCompression), "it is for `load` to call those"
+        assert not isinstance(self.compression, CustomCompression), "`packing` calls those"
         return self.compression.compress(values) if values.is_floating_point() else values
 
     def _decompress(self, wire: Tensor, values: Tensor) -> None:
-        if values.is_floating_point() and not isinstance(self.compression, OwnCompression):
+        if values.is_floating_point() and not isinstance(self.compression, CustomCompression):
             self.compression.decompress(wire, values)
 
     def _begin_combining(

@@ -24,7 +24,7 @@ from torch import Tensor
 from ..control.operation import BROADCAST_OPTIMIZER_STATE, Execution, Operation
 from ..ops.base import submit
 from ..ops.broadcast import broadcast_tensors, digest_of, from_bytes, to_bytes
-from ..ops.travel import check_travels, traveller, travels
+from ..ops.sendable import check_sendable, is_sendable, plain_tensor
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from ..values import shown
@@ -64,7 +64,7 @@ def broadcast_optimizer_state(
     for param in params:
         # The others have a shape, and need not travel themselves.
         if torch.nn.parameter.is_lazy(param) or param.is_nested:
-            check_travels(param, kind, "a parameter")
+            check_sendable(param, kind, "a parameter")
     shapes = [[list(param.shape) for param in entry["params"]] for entry in groups]
     same = {
         "root_rank": group.ranks[root],
@@ -212,13 +212,13 @@ class _Packer:
         number = self._number_of.get(id(obj))
         if number is not None:
             return "parameter", number
-        if type(obj) not in (Tensor, torch.nn.Parameter) or not travels(obj):
+        if type(obj) not in (Tensor, torch.nn.Parameter) or not is_sendable(obj):
             # It knows itself how it is pickled.
             return None
         place = self._place_of.get(id(obj))
         if place is None:
             place = self._place_of[id(obj)] = len(self.tensors)
-            self.tensors.append(traveller(obj))
+            self.tensors.append(plain_tensor(obj))
             self.metas.append(_Meta(tuple(obj.shape), obj.dtype, obj.device.type == "cpu", self._owner))
         return "tensor", place
 
