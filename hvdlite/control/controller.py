@@ -1,7 +1,7 @@
 """
 Who sees to it that all ranks carry out the same operations in the same order.
 
-    submit(group, operation) ── Handle ── ... all ranks of the group have asked for the same ... ── operation.run(turn)
+    submit(group, operation) ── Handle ── ... all ranks of the group have asked for the same ... ── run(execution)
 
 The seam. Behind it: `unchecked`, which trusts the program, and `control_client`, which asks.
 """

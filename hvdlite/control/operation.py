@@ -1,7 +1,7 @@
 """
 An operation that all ranks carry out together, as one of them asks for it, and what it is given when all have.
 
-    Operation (the same on all ranks, but for `own`) ── all have asked ── Execution (everybody's `own`) ── run(turn)
+    Operation (the same on all ranks, but for `own`) ── all have asked ── run(Execution, with everybody's `own`)
 
 Values, without a connection. What the rules (`negotiation`) must know of an operation is its `Kind`; the collectives on
 tensors, which make operations, are in `ops`; who brings ranks together is `controller`.
@@ -96,7 +96,7 @@ Run = Callable[[Execution], Any]
 class Operation:
     """An operation as one rank asks for it.
 
-    ``run`` is called once all ranks have asked. It may use any collective of ``turn.group``, and nothing else that
+    ``run`` is called once all ranks have asked. It may use any collective of ``execution.group``, and nothing else that
     waits; its result, or its error, is the handle's. ``name`` is the user's, or None. Operations of one kind and name
     pair up, those without a name in the order of their calls.
 

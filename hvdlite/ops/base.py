@@ -1,7 +1,7 @@
 """
 What all collectives on tensors have in common: checked arguments, being asked for, and the forms that users call.
 
-    Collective ── start ── controller ... another thread: run(turn) ── Handle      (asynchronous, and in place)
+    Collective ── start ── controller ... another thread: run(execution) ── Handle      (asynchronous, and in place)
                └─ differentiable ── the same, waited for, with its `gradient`   (synchronous)
 
 Each collective is one subclass: its kind, what must be equal on all ranks, what a rank does when all have asked, and

@@ -4,7 +4,7 @@ What one rank has, given to all: a tensor, parameters, any picklable object.
     a tensor ── broadcast ── a new one, or the rank's own overwritten
     named tensors ── packed as bytes into a few flat buffers, one per device and 64 MiB ── broadcast ── copied out
 
-Each call is one operation: all ranks compare what must be equal, then the bytes move in its turn. Objects are pickled
+Each call is one operation: all ranks compare what must be equal, then the bytes move. Objects are pickled
 and unpickled by who calls, since their own methods may do anything, other operations included. An optimizer's state is
 in `optim.optimizer_state`.
 

@@ -1,10 +1,10 @@
 """
 Raises an error on every rank where one of them has failed, so that none waits for it in a collective that follows.
 
-    failure, layout of what is sent next, counts ── one small all-reduce ── sums of the counts, or an error on every rank
+    failure, layout of what is sent next, counts ── one small all-reduce ── sums of the counts, or an error everywhere
 
-It costs one collective where all is well. Where it is not, the ranks exchange texts, and all raise: the rank that failed
-its own error, the others one that names that rank.
+It costs one collective where all is well. Where it is not, the ranks exchange texts, and all raise: the rank that
+failed its own error, the others one that names that rank.
 """
 
 from __future__ import annotations
