@@ -6,8 +6,7 @@ Collectives that bring rows of tensors to ranks: all-gather, reduce-scatter and 
     all-to-all      a rank's rows, so many for each rank ── what came from each, joined in rank order
 
 Ranks tell each other how many rows they have when they ask for the operation. All-gather and all-to-all move bytes, of
-any dtype; how tensors are summed is in `reduction`. The gradient of an all-gather is a reduce-scatter, and the other way
-round.
+any dtype; how tensors are summed is in `reduction`. The gradient of an all-gather is a reduce-scatter, and conversely.
 """
 
 from __future__ import annotations
