@@ -8,7 +8,7 @@ The table of environment variables: the name of each, how it is read, what count
 A new variable is one entry in one of these. Reading, error messages, the warning about misspelt names (`ignored`) and
 the README's list follow from the entry (tests/test_environment.py compares the list). A variable has up to three names:
 HVDLITE_ and a short one, HVDLITE_ and the name, HOROVOD_ and Horovod's name. The first that is set counts; an empty
-value is none. What other launchers set is in `rendezvous.placement`.
+value is none. What other launchers set is in `rendezvous.launchers`.
 
 Pure: nothing here reads `os.environ` or acts on a value.
 """

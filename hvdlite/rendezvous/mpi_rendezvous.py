@@ -26,9 +26,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..errors import LaunchEnvironmentError
 from .host_address import ELSEWHERE, LOOPBACK, interface_of, own_address
+from .launchers import MPICH, SLURM
 from .neighbours import ask_neighbour, tell_neighbours
 from .nodelist import expand_nodelist
-from .placement import OPENMPI, SLURM, Placement
+from .placement import Placement
 from .pmi import exchange_by_pmi, finalize_pmi, open_connection
 from .pmix import exchange_by_pmix
 from .secret import new_secret
@@ -70,7 +71,7 @@ def _choose_exchange(placement: Placement, environ: Mapping[str, str], timeout_s
         return lambda _, value: str(mpi.COMM_WORLD.bcast(value))
     if "PMIX_RANK" in environ and "PMIX_NAMESPACE" in environ:
         return lambda key, value: exchange_by_pmix(environ, key, value, timeout_s)
-    if "PMI_FD" in environ or placement.launcher not in {OPENMPI, SLURM}:
+    if "PMI_FD" in environ or placement.launcher == MPICH:
         connection = _pmi_connection(environ.get("PMI_FD", ""))
         return lambda key, value: exchange_by_pmi(connection, key, value, timeout_s)
     if placement.launcher == SLURM:

@@ -4,14 +4,16 @@ import logging
 import sys
 
 import pytest
-from hvdlite_launcher import horovodrun
-from hvdlite_launcher.flags import Parser
-from hvdlite_launcher.hosts import Host
-from hvdlite_launcher.plan import HostFacts, plan_slots, slot_environment, variables_set
+from hvdlite_launcher.cli import horovodrun_flags
+from hvdlite_launcher.cli.flags import Parser
+from hvdlite_launcher.plan.exported_variables import chosen_environment
+from hvdlite_launcher.plan.hosts import Host
+from hvdlite_launcher.plan.slots import plan_slots
+from hvdlite_launcher.plan.worker_environment import OWN_VARIABLES, HostFacts, slot_environment, variables_set
 
 from hvdlite.environment import DEFAULT_STALL_WARNING_S, DEFAULT_TIMEOUT_S, Environment, read_environment
 from hvdlite.optim.optimizer import DEFAULT_BUCKET_CAP_BYTES
-from hvdlite.rendezvous.placement import read_placement
+from hvdlite.rendezvous.launchers import LAUNCHERS, read_placement
 
 TRAINING = """
 import os, signal, sys
@@ -28,7 +30,7 @@ for step in range(1000):
 
 def test_the_library_understands_what_the_flags_set():
     def read(*words: str) -> Environment:
-        return read_environment(horovodrun.variables(Parser().parse_args(words)))
+        return read_environment(horovodrun_flags.variables(Parser().parse_args(words)))
 
     assert read("--no-stall-check", "--tcp", "--gloo") == Environment(stall_check=False)
     assert read(
@@ -47,7 +49,7 @@ def test_the_library_understands_what_the_flags_set():
 
 
 def test_the_help_of_the_flags_names_the_librarys_own_defaults():
-    help_of = {block.split()[0]: " ".join(block.split()) for block in horovodrun.HELP.split("\n  --")}
+    help_of = {block.split()[0]: " ".join(block.split()) for block in horovodrun_flags.HELP.split("\n  --")}
     for flag, default in (
         ("gloo-timeout-seconds", DEFAULT_TIMEOUT_S),
         ("stall-check-warning-time-seconds", DEFAULT_STALL_WARNING_S),
@@ -69,6 +71,16 @@ def test_the_library_reads_the_placement_that_the_launcher_planned():
             slot.host.name,
         )
         assert placement.store_url == "unix:///tmp/a job/store"
+
+
+def test_of_other_launchers_variables_no_other_host_is_sent_any_and_workers_see_no_mpi_rank():
+    for launcher in LAUNCHERS:
+        names = {launcher.rank, launcher.size, launcher.local_rank, launcher.local_size, launcher.node}
+        theirs = {*names, launcher.node_count, *launcher.signs} - {None} - OWN_VARIABLES
+        chosen = chosen_environment(dict.fromkeys(theirs, "1"), [], inherit=True)
+        assert chosen.elsewhere == {}, launcher.name
+        if launcher.hidden_from_workers:
+            assert not {launcher.rank, *launcher.signs} & chosen.here.keys(), launcher.name
 
 
 @pytest.mark.slow
