@@ -43,9 +43,6 @@ class Kind:
         """The kind that does the same with one tensor; itself, unless it is grouped."""
         return self.of_one or self
 
-    def __str__(self) -> str:
-        return self.name
-
 
 ALLREDUCE = Kind("allreduce", allows_joined=True)
 GROUPED_ALLREDUCE = Kind("grouped_allreduce", ALLREDUCE, allows_joined=True)

@@ -198,5 +198,5 @@ def check_tensors(kind: Kind, tensors: Any, what: str) -> list[Tensor]:
 def title(kind: Kind, name: str | None) -> str:
     """What messages call an operation; a TypeError where the name is not a str."""
     if name is not None and not isinstance(name, str):
-        raise TypeError(f"{kind}: name={shown(name)} is not a str: pass one, or leave it out")
+        raise TypeError(f"{kind.name}: name={shown(name)} is not a str: pass one, or leave it out")
     return describe(kind, name)
