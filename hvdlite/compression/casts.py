@@ -5,7 +5,7 @@ What a bucket looks like on the wire: `Compression.none`, `.fp16`, `.bf16`.
 
 A wire of 16 bits carries what has been scaled before, in the bucket's own precision: an average of values that fit the
 wire does not overflow it, and each value is rounded once. The sum of wider ones is divided. Compressions of a user's
-own are behind `own`. Parameters and optimizer state keep their dtype; only what travels is smaller.
+own are in `custom`. Parameters and optimizer state keep their dtype; only what travels is smaller.
 """
 
 from __future__ import annotations
