@@ -14,7 +14,7 @@ import ctypes
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
-from ..errors import CommunicationError, MismatchError, PeerLostError, WrongTypeError, says_peer_lost
+from ..errors import CommunicationError, PeerLostError, WrongTypeError, says_peer_lost
 from ..signing import TAG_BYTES, Signer, digest
 from ..values import shown, whole_number
 from .engine import ClosedEngine, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError, SingleRankFactory
@@ -78,8 +78,6 @@ class Group:
         self.set_id = set_id
         self.ranks = tuple(range(size)) if ranks is None else tuple(ranks)
         self.watch = Watch()
-        # How ranks show each other a digest, once there is a controller: (what for, mine) -> everybody's.
-        self.exchange: Callable[[str, str], list[str]] | None = None
         # Backward passes (autograd's numbers) whose gradients some optimizer has stepped with. A GAN's
         # two optimizers share a group: what one generator step leaves behind in the discriminator is
         # recognised by it. A few suffice: gradients do not stay pending for long.
@@ -376,25 +374,10 @@ class Group:
         Costs 32 bytes per rank where all agree, which is always but for a mistake.
         """
         own = digest(repr(value).encode())
-        if self.exchange is not None:
-            digests = self.exchange(what, own.hex())
-            all_equal = all(other == digests[0] for other in digests)
-        else:
-            parts = self._all_gather_even(torch.frombuffer(bytearray(own), dtype=torch.uint8), what)
-            all_equal = all(torch.equal(part, parts[0]) for part in parts)
-        if all_equal:
+        parts = self._all_gather_even(torch.frombuffer(bytearray(own), dtype=torch.uint8), what)
+        if all(torch.equal(part, parts[0]) for part in parts):
             return None
         return self.all_gather_json(value, what)
-
-    def require_agreement(self, value: object, what: str, argument: str) -> None:
-        """Raise a MismatchError on every rank unless all of them passed an equal value."""
-        values = self.agree(repr(value), what)
-        if values is not None:
-            other = next(i for i, item in enumerate(values) if item != values[0])
-            raise MismatchError(
-                f"{what}: {argument} is {values[0]} on {self.describe_rank(0)} and {values[other]} on "
-                f"{self.describe_rank(other)}: every rank must pass the same"
-            )
 
     def _all_gather_even(self, tensor: Tensor, what: str) -> list[Tensor]:
         outputs = [torch.empty_like(tensor) for _ in range(self.size)]

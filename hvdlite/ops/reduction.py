@@ -12,6 +12,7 @@ minimum "all", and so is an average. Which ranks, and when, is the caller's to s
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,9 +26,10 @@ from ..comm.group import Group
 from ..comm.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from ..comm.work import Work
 from ..compression.casts import AnyCompression, Compression, Travels, check_compression, is_narrow, wire_dtype
-from ..compression.custom import OwnCompression
+from ..compression.custom import CustomCompression
 from ..compression.kernels import divide
 from ..errors import UnsupportedError, WrongTypeError
+from ..log import log
 from ..values import real_number, shown, whole_number
 from .adasum import adasum_all_reduce
 
@@ -38,6 +40,8 @@ DTYPES = frozenset((*WHOLE, *_FRACTIONS))
 COMPRESSIONS: dict[str, Travels] = {
     repr(known): known for known in (Compression.none, Compression.fp16, Compression.bf16)
 }
+
+_warned_of_integers = threading.Event()
 
 _OP_OF_BOOLEANS = {Sum: Max, Max: Max, Min: Min, Product: Min}
 
@@ -68,6 +72,20 @@ class Reduction:
         self.check_dtype(wire, of)
         if self.op is Adasum and _reals(wire) != _reals(tensor):
             raise ValueError(f"{of}: op=hvd.Adasum needs a compression that keeps the number of elements")
+
+    def warn_of_averaged_integers(self, sources: Sequence[Tensor], divisor: int, group: Group, what: str) -> None:
+        """Warn once, on the first rank: Horovod truncates without a word, and the accuracy of all ranks becomes 0."""
+        if self.op is not Average or divisor == 1 or group.rank != 0 or _warned_of_integers.is_set():
+            return
+        whole = next((source.dtype for source in sources if source.dtype in WHOLE and source.dtype != torch.bool), None)
+        if whole is not None:
+            _warned_of_integers.set()
+            log.warning(
+                "%s averages integers (%s), and truncates the averages, as Horovod does: of 3 and 4 that is 3. Average "
+                "tensor.float() instead, or add up with op=hvd.Sum. This is said once",
+                what,
+                whole,
+            )
 
     def all_reduce(self, group: Group, flat: Tensor, segments: Sequence[int], divisor: int, what: str) -> None:
         """Replace a flat contiguous tensor, in place, by what comes of all ranks'.
@@ -135,7 +153,7 @@ class Reduction:
 
     def own(self) -> str | None:
         """What a rank tells besides: the name of a compression that only those who use it know."""
-        return repr(self.compression) if isinstance(self.compression, OwnCompression) else None
+        return repr(self.compression) if isinstance(self.compression, CustomCompression) else None
 
     def neutral(self, dtype: torch.dtype) -> float | int | bool:
         """The number that changes nothing where a rank has none to give; not to be scaled."""
@@ -164,11 +182,11 @@ class Reduction:
         return self.op is Average and _is_inexact(wire) and not is_narrow(wire.dtype)
 
     def _compress(self, values: Tensor) -> Tensor:
-        assert not isinstance(self.compression, OwnCompression), "it is for `load` to call those"
+        assert not isinstance(self.compression, CustomCompression), "`packing` calls those"
         return self.compression.compress(values) if values.is_floating_point() else values
 
     def _decompress(self, wire: Tensor, values: Tensor) -> None:
-        if values.is_floating_point() and not isinstance(self.compression, OwnCompression):
+        if values.is_floating_point() and not isinstance(self.compression, CustomCompression):
             self.compression.decompress(wire, values)
 
     def _begin_combining(
@@ -232,7 +250,7 @@ def make_reduction(
         warnings.warn(
             "Parameter `average` has been replaced with `op` and will be removed in v1.0",
             DeprecationWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         if real_number(average) not in (0.0, 1.0):
             raise ValueError(f"{what}: average={shown(average)} is neither True nor False: use op=hvd.Average instead")

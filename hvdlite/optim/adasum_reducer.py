@@ -17,13 +17,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import pieces_of
+from ..comm.flat_bytes import flat_of, pieces_of
 from ..comm.group import Group
 from ..comm.reduce_op import Adasum
-from ..compression.custom import OwnCompression
-from ..ops.fusion import flat_of
-from ..ops.load import Load, put_back
-from ..ops.outcome import share_outcome
+from ..compression.custom import CustomCompression
+from ..ops.failures import raise_together
+from ..ops.packing import PackedTensors, put_back
 from ..ops.reduction import Reduction
 from .gradient_hooks import GradientHooks, number_of_backward, too_many_passes
 from .plan import ParamSpec, plan_buckets
@@ -190,7 +189,7 @@ class _Bucket:
         before = flat_of(self._params) if self._before is None else self._before
         delta = flat_of(self._params).sub_(before)
         counts, what = [param.numel() for param in self._params], f"{self.what} ({name})"
-        if isinstance(settings.compression, OwnCompression):
+        if isinstance(settings.compression, CustomCompression):
             tensors = [as_real(delta)]
             if settings.compression.takes_each:
                 pieces = zip(pieces_of(delta, counts), self._params, strict=True)
@@ -206,7 +205,7 @@ class _Bucket:
 
 
 def combine_packed(
-    group: Group, compression: OwnCompression, tensors: Sequence[Tensor], counts: Sequence[int], what: str
+    group: Group, compression: CustomCompression, tensors: Sequence[Tensor], counts: Sequence[int], what: str
 ) -> None:
     """Replace deltas by the Adasum of all ranks', packed by a compression of the user's own.
 
@@ -225,14 +224,14 @@ def combine_packed(
                 f"{tensor.numel()} of {tensor.dtype}: use one that keeps each number a floating-point number of its own"
             )
 
-    load = Load(compression, tensors, [what] * len(tensors), check)
-    share_outcome(group, load.failure, what, layout=load.layout)
-    for flat, own_counts, packed in load.flats():
+    pack = PackedTensors(compression, tensors, [what] * len(tensors), check)
+    raise_together(group, pack.failure, what, layout=pack.layout)
+    for flat, own_counts, packed in pack.flats():
         of_params = own_counts if len(tensors) > 1 else [count * flat.numel() // sum(counts) for count in counts]
         reduction.all_reduce(group, flat, of_params, 1, what)
         put_back(flat, own_counts, packed)
-    load.unpack()
-    share_outcome(group, load.failure, f"the end of {what}")
+    pack.unpack()
+    raise_together(group, pack.failure, f"the end of {what}")
 
 
 def _reals(tensor: Tensor) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..comm.group import Group
 from ..errors import MismatchError
-from ..ops.outcome import share_outcome
+from ..ops.failures import raise_together
 from .bucket import Bucket
 from .flags import active_of, count_of
 from .layout import Layout
@@ -184,7 +184,7 @@ class BucketsInFlight:
     def gather(self, group: Group) -> None:
         """When all have come back: join the sparse gradients of all ranks, also those that are new."""
         if self._settings.packs:
-            share_outcome(group, self._failure, f"the averaging of gradients ({self._tracks.optimizer})")
+            raise_together(group, self._failure, f"the averaging of gradients ({self._tracks.optimizer})")
         if self._mixed:
             raise MismatchError(
                 f"parameter {self._mixed[0]!r} has a sparse gradient on some ranks and a dense one on others: build "

@@ -18,6 +18,7 @@ from ..comm.group import Group
 from ..comm.reduce_op import Adasum, Average, ReduceOp
 from ..compression.casts import AnyCompression, Compression, check_compression
 from ..environment import Environment
+from ..ops.base import require_equal
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from ..runtime.world import current_world, is_initialized
@@ -148,7 +149,8 @@ class DistributedOptimizer(AveragingOptimizer):
         reducer = _reducer_of(group, settings, passes, environment)
         try:
             with group.opening.only("hvd.DistributedOptimizer"):
-                group.require_agreement(
+                require_equal(
+                    group,
                     (*settings.signature(), passes, named_groups, tunes),
                     "hvd.DistributedOptimizer",
                     "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, step_on_arrival, passes per "

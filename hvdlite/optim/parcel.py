@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..comm.group import Group
-from ..compression.custom import OwnCompression
-from ..ops.load import Load, put_back
-from ..ops.outcome import share_outcome
+from ..compression.custom import CustomCompression
+from ..ops.failures import raise_together
+from ..ops.packing import PackedTensors, put_back
 from .bucket import Bucket
 from .flags import count_of
 from .step_trace import NO_TRACK, BucketTrace
@@ -31,7 +31,7 @@ class Parcel:
         self, bucket: Bucket, group: Group, settings: Settings, track: BucketTrace = NO_TRACK, *, name: str = "a bucket"
     ) -> None:
         """``name`` is the bucket's, by which errors and stalls tell it from others. Waits for all ranks."""
-        assert isinstance(settings.compression, OwnCompression), "others need no packing"
+        assert isinstance(settings.compression, CustomCompression), "others need no packing"
         self.bucket = bucket
         self._track = track
         plan = bucket.plan
@@ -42,11 +42,11 @@ class Parcel:
             tensors, words = [as_real(buffer[: plan.grad_numel])], [f"the {plan.describe()}"]
             if settings.compression.takes_each:
                 tensors, words = bucket.views(), [f"the gradient of {slot.name!r}" for slot in bucket.slots]
-            self._load = Load(settings.compression, tensors, words, reduction.check_wire)
+            self._pack = PackedTensors(settings.compression, tensors, words, reduction.check_wire)
             if not bucket.takes_part:
-                self._load.clear()
+                self._pack.clear()
             divisor = self._share_flags(group, buffer, what)
-            self._flats = list(self._load.flats())
+            self._flats = list(self._pack.flats())
             self._works = [reduction.begin(group, flat, counts, divisor, what) for flat, counts, _ in self._flats]
             # The program may have been given the gradients' own memory, and has used it.
             bucket.hold()
@@ -60,7 +60,7 @@ class Parcel:
         plan = self.bucket.plan
         tail = buffer[plan.grad_numel :]
         flags = [int(flag) for flag in (tail.real if tail.is_complex() else tail).tolist()]
-        sums = share_outcome(group, self._load.failure, what, layout=self._load.layout, counts=flags)
+        sums = raise_together(group, self._pack.failure, what, layout=self._pack.layout, counts=flags)
         tail.copy_(torch.tensor(sums))
         return count_of(self.bucket.presence, group.size)
 
@@ -72,7 +72,7 @@ class Parcel:
     @property
     def failure(self) -> Exception | None:
         """After `finish`: what the compression has raised, which the other ranks are to be told of."""
-        return self._load.failure
+        return self._pack.failure
 
     def is_completed(self) -> bool:
         """Whether `finish` would not have to wait."""
@@ -88,10 +88,10 @@ class Parcel:
             underway.finish()
             put_back(flat, counts, packed)
         if self.bucket.takes_part:
-            self._load.unpack()
+            self._pack.unpack()
         # No wire is needed any more.
         self._works, self._flats = [], []
-        self._load.packed.clear()
+        self._pack.packed.clear()
         self.bucket.hold()
 
 
@@ -99,7 +99,7 @@ def send(
     bucket: Bucket, group: Group, settings: Settings, wires: Wires, track: BucketTrace = NO_TRACK, *, name: str
 ) -> InFlight | Parcel:
     """Have a bucket travel, in whichever way; one that a user's own compression packs waits for all ranks."""
-    if isinstance(settings.compression, OwnCompression):
+    if isinstance(settings.compression, CustomCompression):
         return Parcel(bucket, group, settings, track, name=name)
     return InFlight(bucket, group, settings, wires, track, name=name)
 

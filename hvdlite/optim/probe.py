@@ -17,7 +17,7 @@ import torch
 
 from ..comm.group import Group
 from ..comm.reduce_op import Max
-from ..ops.outcome import share_outcome
+from ..ops.failures import raise_together
 from .bucket import Bucket
 from .flags import Ranks
 from .parcel import send
@@ -93,7 +93,7 @@ class _Probe:
         in_flight = send(bucket, self._group, self._settings, self._wires, name="a trial of autotune")
         in_flight.finish()
         if self._settings.packs:
-            share_outcome(self._group, in_flight.failure, "the end of a trial of autotune")
+            raise_together(self._group, in_flight.failure, "the end of a trial of autotune")
         bucket.release()
         if bucket.plan.device.type != "cpu":
             torch.accelerator.synchronize(bucket.plan.device)

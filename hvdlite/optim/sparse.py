@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm.group import Group
 from ..errors import GradientError, MismatchError
-from ..ops.moving import all_gather_rows
+from ..ops.gather_scatter import all_gather_rows
 from .scaling import Scaling
 from .slot import Slot
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..comm.group import Group
 from ..comm.reduce_op import Average, ReduceOp, Sum
 from ..compression.casts import CastCompression, Compression, Travels, is_narrow, wire_dtype
-from ..compression.custom import OwnCompression
+from ..compression.custom import CustomCompression
 from ..ops.reduction import Reduction
 from .bucket import Bucket
 from .flags import count_of, count_there
@@ -51,7 +51,7 @@ class Settings:
     @property
     def packs(self) -> bool:
         """Whether a compression of the user's own packs the gradients."""
-        return isinstance(self.compression, OwnCompression)
+        return isinstance(self.compression, CustomCompression)
 
     def of_wires(self) -> Reduction:
         """What is then done to the wires."""

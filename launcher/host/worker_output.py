@@ -73,7 +73,7 @@ class WorkerOutput:
             return 0
         if data:
             self._room_bytes -= len(data)
-            self._channel.send(Output(worker.rank, stream, data))
+            self._channel.send(Output(worker.number, stream, data))
         else:
             del worker.pipes[stream], self._forwarders[pipe.fileno()]
             if not self._held_up:
