@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import AllToAllOptions
 from ..errors import CommunicationError, PeerLostError, WrongTypeError, says_peer_lost
 from ..signing import TAG_BYTES, Signer, digest
 from ..values import shown, whole_number
+from .admission import RevokedError
 from .engine import ClosedEngine, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError, SingleRankFactory
 from .flat_bytes import as_bytes, pieces_of
 from .recorder import Recorder
@@ -169,6 +170,24 @@ class Group:
         if self._duplicate_of is not None:
             self._duplicate_of._duplicates.discard(self)
 
+    def revoke(self, reason: str) -> None:
+        """End every wait of these ranks on this one, now and later, its duplicates' too, with a RevokedError.
+
+        The first reason counts. Waits for nobody; any thread may call it.
+        """
+        self.engine.revoke(reason)
+        for duplicate in list(self._duplicates):
+            duplicate.revoke(reason)
+
+    def quiesce(self, reason: str) -> None:
+        """Begin nothing more, which is a RevokedError of this reason; return when what is under way is over.
+
+        So with its duplicates. It ends where the other ranks have begun the same; or where the group is revoked.
+        """
+        self.engine.quiesce(reason)
+        for duplicate in list(self._duplicates):
+            duplicate.quiesce(reason)
+
     def require_open(self, what: str) -> None:
         """Raise a CommunicationError if the group has been left, where no collective would say so."""
         if isinstance(self.engine, ClosedEngine):
@@ -189,6 +208,8 @@ class Group:
     def error_of(self, what: str, error: BaseException) -> CommunicationError:
         """The engine's error as hvdlite's own."""
         where = f"{what} failed on {self.describe_rank(self.rank)}"
+        if isinstance(error, RevokedError):
+            return RevokedError(f"{where}: {error}")
         if "timed out" in str(error).lower():
             return CommunicationError(
                 f"{where} because another rank did not take part in time: it hangs, or the ranks call different "
@@ -293,6 +314,21 @@ class Group:
             raise self.error_of(what, error) from error
         self._begun(work, what).wait()
         return pieces_of(output, received_bytes)
+
+    def reduce_scatter(
+        self, output: Tensor, tensor: Tensor, counts: Sequence[int], what: str, op: ReduceOp = Sum
+    ) -> Work:
+        """Leave in ``output`` the combination over all ranks of this rank's part of a flat tensor.
+
+        ``counts`` are the elements of each rank's part, equal on all ranks; dtypes and ops are as of `all_reduce`.
+        """
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = OP_OF_ENGINE[op]
+        try:
+            work = self.engine.reduce_scatter_base(output, tensor, list(counts), options)
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        return self._begun(work, what)
 
     def all_gather_json(self, value: object, what: str) -> list[Any]:
         """Every rank's value, made of JSON's types, in rank order; tuples arrive as lists.

@@ -121,10 +121,7 @@ def stand_in(kind: Kind, same: Mapping[str, Any]) -> Run:
     """
     dtypes, shapes, devices = (same[key] if kind.is_grouped else [same[key]] for key in ("dtype", "shape", "device"))
     # Not to be scaled before: that would make a lowest number of the highest one.
-    reduction = Reduction(
-        ReduceOp[same["op"]],
-        compression=COMPRESSIONS.get(same["compression"], Compression.none),
-    )
+    reduction = Reduction(ReduceOp[same["op"]], compression=COMPRESSIONS.get(same["compression"], Compression.none))
 
     def run(execution: Execution) -> None:
         _check_stand_ins(reduction, execution)

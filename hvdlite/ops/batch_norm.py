@@ -261,8 +261,7 @@ def _converted(cls: type[SyncBatchNorm], layer: _BatchNorm, process_set: Process
     return converted
 
 
-# -- the numbers: pure functions of tensors, in float64 where it costs nothing, that is once there is one number for
-# -- each channel, and without differences of large sums: as exact as the values themselves
+# -- the numbers: in float64 once there is one for each channel, and without differences of large sums
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,9 +169,9 @@ class Alltoall(Collective):
     def gradient(self, grads: Mapping[int, Tensor]) -> Sequence[Tensor]:
         backward = Alltoall(grads[0], self._received, self.gradient_name(), self.process_set)
         result, _ = backward.differentiable()
-        return (
-            [torch.cat([result, result.new_zeros(self._kept_rows, *result.shape[1:])])] if self._kept_rows else [result]
-        )
+        if self._kept_rows:
+            result = torch.cat([result, result.new_zeros(self._kept_rows, *result.shape[1:])])
+        return [result]
 
 
 def check_splits(

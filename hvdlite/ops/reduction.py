@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import as_bytes
 from ..comm.group import Group
 from ..comm.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from ..comm.work import Work
@@ -120,19 +119,20 @@ class Reduction:
     def reduce_scatter(self, group: Group, parts: Sequence[Tensor], divisor: int, what: str) -> Tensor:
         """What comes of all ranks' tensors for this rank, as a sum or an average; the parts are overwritten.
 
-        ``parts`` are flat and contiguous, one for each rank, the same numbers of elements on all ranks. Each rank
-        adds up its own in rank order, in float32 where they are narrower.
+        ``parts`` are flat and contiguous, one for each rank, the same numbers of elements on all ranks.
         """
         values = [self._as_real(part) for part in parts]
         for value in values:
             scale(value, self._factor_before(value, divisor))
         wires = [self._compress(value) for value in values]
         mine = wires[group.rank]
-        sent = torch.cat([as_bytes(wire) for wire in wires])
-        received = group.all_to_all(sent, [wire.nbytes for wire in wires], [mine.nbytes] * group.size, what)
-        total = received[0].view(mine.dtype).to(_wide(mine.dtype))
-        for part in received[1:]:
-            total += part.view(mine.dtype)
+        sent, op = torch.cat(wires), Sum
+        if mine.dtype is torch.bool and self.op is Sum:
+            sent, op = sent.view(torch.uint8), Max
+        elif mine.dtype is torch.int16 or (self.op is Average and not _is_inexact(mine)):
+            sent = sent.to(_wide(mine.dtype))
+        total = sent.new_empty(mine.numel())
+        group.reduce_scatter(total, sent, [wire.numel() for wire in wires], what, op).wait()
         if self.op is Average and not _is_inexact(mine):
             average(total, divisor)
         mine.copy_(total)
@@ -311,9 +311,5 @@ def _is_inexact(values: Tensor) -> bool:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Where many of these can be added up."""
-    if dtype.is_floating_point:
-        return dtype if dtype.itemsize > 2 else torch.float32
-    if dtype.is_complex:
-        return dtype
+    """Where many of these integers, or booleans, can be added up."""
     return torch.int32 if dtype.itemsize <= 2 else torch.int64

@@ -25,7 +25,7 @@ class Tampering:
         return getattr(self._engine, name)
 
     def _changed(self, tensor):
-        tampers = self._is_on.is_set() and self._engine.rank() == 1
+        tampers = self._is_on.is_set() and self._engine.process_group.rank() == 1
         if tampers and tensor.dtype == torch.uint8 and tensor.numel() >= self._least_bytes:
             tensor = tensor.clone()
             tensor[self._place] ^= 1
