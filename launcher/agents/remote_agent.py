@@ -1,4 +1,4 @@
-"""The launcher's end of an agent: starting it on its host, telling it what to do, hearing what happens there.
+"""The launcher's connection to one agent: starts it on its host, sends it commands, and receives its events.
 
 How an agent on another host is reached is in `ssh`; what the agent does is in `agent`; what its events mean is
 decided in `supervisor`. Each agent has threads of its own here, so that one that does not answer holds up no other.

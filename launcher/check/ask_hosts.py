@@ -1,4 +1,4 @@
-"""One command on each of several hosts, and what it printed there: each host for itself, whatever befalls another.
+"""Runs one command on each of several hosts and collects what it printed there; a host's failure is its own alone.
 
 A job is different, there one failure ends all: see `supervisor`.
 """

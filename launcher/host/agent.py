@@ -1,4 +1,4 @@
-"""`python -m hvdlite_launcher.host.agent`: one host's workers, from their start until nothing of them is left.
+"""The agent, `python -m hvdlite_launcher.host.agent`: starts one host's workers and ends all that they leave behind.
 
 It reads commands on stdin and writes events on stdout (see `channel`), and decides nothing but this: when
 its stdin ends, or says nothing for too long, the launcher is done or gone, and every process that came from here

@@ -1,4 +1,4 @@
-"""Starting one host's workers: what they must know of this host, and what a shell would say if they cannot start.
+"""Starts one host's workers; where one cannot be started, it says why in a shell's words.
 
 What becomes of them is watched in `agent`.
 """

@@ -1,4 +1,4 @@
-"""The workers' stdout and stderr, at the agent's end: read as they come, as much as the launcher has shown.
+"""Reads the workers' stdout and stderr in the agent, and sends on as much as the launcher has shown.
 
 What it has not shown is in the launcher's memory, so there is a limit to that; beyond it the workers' pipes are left
 to fill. The wire itself never is: a screen that stands still holds up output, and nothing else.

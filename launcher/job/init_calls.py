@@ -1,4 +1,4 @@
-"""Who has called hvd.init(), which waits for all: what is known of each rank, and what follows. No decisions.
+"""Keeps track of the workers that have called hvd.init(), which waits for all, and names those that are missing.
 
 The first time all are waited for no longer than the start may take, counted from when the first rank calls it: before,
 nobody knows whether the program will. What a later call waits for is the program's own affair.

@@ -1,6 +1,4 @@
-"""One job from its plan to its exit code: reaches the hosts, joins their agents to the supervisor, and leaves
-nothing behind.
-"""
+"""Runs one job from its plan to its exit code: reaches the hosts, starts the workers, supervises them, cleans up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each worker wrote, in files of its own: ``DIR/rank.N/stdout`` and ``DIR/rank.N/stderr``.
+"""Writes each worker's output into files of its own: ``DIR/rank.N/stdout`` and ``DIR/rank.N/stderr``.
 
 N has as many digits as the highest rank, so that the directories sort. The files hold the bytes of the worker
 alone, without prefixes, and replace those of an earlier job. How they are opened, in a directory that others can write

@@ -1,4 +1,4 @@
-"""What the workers wrote, as whole lines on the launcher's stdout and stderr: ``[rank]<stdout>:text``.
+"""Shows what the workers write, as whole lines on the launcher's stdout and stderr: ``[rank]<stdout>:text``.
 
 Bytes pass as they are, but to a terminal, which must not take them for commands (see `terminal_text`). A line that its
 worker never finished is finished when the worker ends. A carriage return alone, as in a progress bar, ends a line

@@ -1,4 +1,4 @@
-"""The one loop that decides: when the job ends, who was the cause, and what the launcher's exit code is.
+"""Decides, in one loop over events, when the job ends, who was the cause, and what the launcher's exit code is.
 
     events ──► Supervisor.run ──► signals to workers, text to the screen, an Outcome
 

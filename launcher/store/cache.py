@@ -1,4 +1,4 @@
-"""What an agent knows of the store: answers its workers' reads from copies, relays the rest to the launcher.
+"""An agent's copy of the store: answers its workers' reads from it, and asks the launcher for the rest.
 
     workers' requests ──► Cache ──► Want, Ask, Dropped to the launcher
                              ◄── Have, Answer, Drop from it

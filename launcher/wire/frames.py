@@ -1,4 +1,4 @@
-"""How messages lie on the wire between launcher and agent: frames of bytes, and back.
+"""Encodes the messages between launcher and agent as frames of bytes, and decodes them.
 
 A frame is a header (kind, number, length of the payload) and the payload. Output, input and what is in the store
 travel as the bytes that they are, so that a flood costs no more than copying it; all else is small, and JSON.

@@ -1,4 +1,4 @@
-"""What launcher and agent say to each other, and what else the launcher's one loop hears of. Values alone.
+"""The messages between launcher and agent, and the other events of the launcher's loop. Dataclasses alone.
 
     launcher ── Greet, StartJob, SignalWorkers, Input, OutputTaken, Beat ──► agent   (at its stdin's end: kill all)
     launcher ◄── Hello, Started, InputWanted, Output, Joining, Joined, GaveUp, Exited, Refused, Beat ── agent
