@@ -22,8 +22,8 @@ from hvdlite.environment import Environment
 from hvdlite.gradients.autotune import tuned_cap
 from hvdlite.gradients.plan import ParamSpec
 from hvdlite.gradients.probe import SIZES, measure
+from hvdlite.gradients.settings import Settings
 from hvdlite.gradients.tuning import Engine, Line, best, candidates, fit
-from hvdlite.gradients.wire import Settings
 
 KIB = 2**10
 DEFAULT = 16 * 2**20

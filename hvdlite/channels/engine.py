@@ -210,6 +210,7 @@ class SubsetChannels:
     def __init__(self, ranks: Ranks, backend: str, places: Sequence[int]) -> None:
         """``places`` are the numbers of these ranks among all, for what NCCL says when it watches over a collective."""
         self._ranks = ranks
+        self._backend = backend
         self._backend_of = _backend_by_device(backend)
         self._places = list(places)
         self._opened = itertools.count()
@@ -241,7 +242,10 @@ class SubsetChannels:
             group.shutdown()
 
     def among(self, places: Sequence[int], place: int, token: str, /) -> Channels:
-        raise AssertionError("sets are made of the ranks of the world")
+        if len(places) == 1:
+            return AloneChannels()
+        ranks = self._ranks.among(places, place, token)
+        return SubsetChannels(ranks, self._backend, [self._places[each] for each in places])
 
     def _make_backend(self, name: str, store: Store) -> Any:
         rank, size, patience = self._ranks.rank, self._ranks.size, self._ranks.patience

@@ -19,17 +19,16 @@ from ..collectives.compression import AnyCompression
 from ..errors import GradientError
 from ..process_set import ProcessSet
 from .arguments import check_positive_int
-from .deltas import Deltas
 from .plan import can_have_gradient
 from .proxy import OptimizerProxy
 from .reducer import Reducer
-from .wire import Settings
+from .settings import Settings
 
 
 class HorovodsAttributes(OptimizerProxy):
     """Has Horovod's attributes; whoever makes one sets what is declared here."""
 
-    _reducer: Reducer | Deltas
+    _reducer: Reducer
     _named: list[tuple[str, Tensor]]
     _skipping: bool
     # Whether the user has called `synchronize` since the last step.

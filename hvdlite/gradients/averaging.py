@@ -4,7 +4,7 @@ An optimizer that steps with averaged gradients.
     loss.backward() ── Reducer (hooks) ── step: synchronize, then the wrapped optimizer's own step
 
 It wraps an instance and leaves it whole: state, schedulers and step hooks stay with it. How gradients become averages
-is in `reducer`, what Adasum does instead in `deltas`; how one is made of a user's arguments is in `optimizer`.
+is in `reducer`; how one is made of a user's arguments is in `optimizer`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from ..errors import GradientError
 from .arguments import check_trained, names_of_added_group
 from .arrival import StepByBucket
 from .attributes import HorovodsAttributes
-from .deltas import Deltas
 from .reducer import Reducer
 
 # So many steps in a row are no accident.
@@ -31,15 +30,13 @@ _SINGLE_PASSES = 3
 class AveragingOptimizer(HorovodsAttributes):
     """Adds to a proxy what averages gradients; whoever makes one calls `_connect`."""
 
-    def _connect(
-        self, reducer: Reducer | Deltas, named: Sequence[tuple[str, Tensor]], groups: Sequence[Sequence[str]]
-    ) -> None:
+    def _connect(self, reducer: Reducer, named: Sequence[tuple[str, Tensor]], groups: Sequence[Sequence[str]]) -> None:
         self._reducer = reducer
         # GradScaler is to unscale averages itself before it decides whether to step. With Adasum gradients are each
         # rank's own, and so is what it finds: there the ranks decide together.
-        self._step_supports_amp_scaling = isinstance(reducer, Deltas)
+        self._step_supports_amp_scaling = reducer.steps_first
         self._by_bucket: StepByBucket | None = None
-        if isinstance(reducer, Reducer) and reducer.settings.step_on_arrival:
+        if reducer.settings.step_on_arrival:
             self._by_bucket = StepByBucket(self._optimizer, reducer)
         self._named = list(named)
         self._named_groups = groups
@@ -75,12 +72,12 @@ class AveragingOptimizer(HorovodsAttributes):
         """
         self._reducer.synchronize()
         # With Adasum nothing has been waited for.
-        self._synchronized = isinstance(self._reducer, Reducer)
+        self._synchronized = not self._reducer.steps_first
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Let ``step()`` inside use the gradients as they are; call `synchronize` before."""
-        if isinstance(self._reducer, Deltas):
+        if self._reducer.steps_first:
             # Horovod's words.
             raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         earlier, self._skipping = self._skipping, True
@@ -118,10 +115,9 @@ class AveragingOptimizer(HorovodsAttributes):
         """
         self._warn_of_synchronizing_twice()
         self._warn_of_accumulating_nothing()
-        if isinstance(self._reducer, Deltas):
-            set_by_scaler = vars(self)
-            if not self._reducer.agree_to_step(set_by_scaler.get("grad_scale"), set_by_scaler.get("found_inf")):
-                return None
+        set_by_scaler = vars(self)
+        if not self._reducer.agree_to_step(set_by_scaler.get("grad_scale"), set_by_scaler.get("found_inf")):
+            return None
         by_bucket = self._by_bucket
         if closure is not None and by_bucket is not None:
             raise ValueError(

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..channels.collective import Group
-from ..channels.reduce_op import Adasum, Average, ReduceOp
+from ..channels.reduce_op import Average, ReduceOp
 from ..collectives.compression import AnyCompression, Compression, check_compression
 from ..environment import Environment
 from ..process_set import ProcessSet
@@ -37,9 +36,8 @@ from .arguments import (
 )
 from .autotune import tuned_cap
 from .averaging import AveragingOptimizer
-from .deltas import Deltas
 from .reducer import Reducer
-from .wire import Settings
+from .settings import Settings
 
 # Measured with two ranks over gloo, from 1 to 64 MiB, on a 25 M-parameter MLP and on a ResNet of many small
 # tensors: fastest, by a few per cent, on both.
@@ -145,7 +143,7 @@ class DistributedOptimizer(AveragingOptimizer):
             group, settings, tunes = current_world().group.alone(), settings.of_bystander(), False
         else:
             group = group_of(process_set, "hvd.DistributedOptimizer")
-        reducer = _reducer_of(group, settings, passes, environment)
+        reducer = Reducer(group, settings, passes, check_parameters=environment.check_parameters)
         try:
             with group.opening.only("hvd.DistributedOptimizer"):
                 group.require_agreement(
@@ -155,7 +153,6 @@ class DistributedOptimizer(AveragingOptimizer):
                     "step, groups, autotune)",
                 )
                 if tunes:
-                    assert isinstance(reducer, Reducer), "with Adasum it is refused"
                     path = environment.autotune_log
                     reducer.set_cap(tuned_cap(reducer.meet(), settings, named, named_groups, path=path))
                 self._connect(reducer, named, named_groups)
@@ -195,15 +192,9 @@ class DistributedOptimizer(AveragingOptimizer):
         named = [(name, params[place]) for name, place in pickled["named_places"]]
         world = current_world()
         passes = pickled["backward_passes_per_step"]
-        reducer = _reducer_of(world.group, pickled["settings"], passes, world.environment)
+        check = world.environment.check_parameters
+        reducer = Reducer(world.group, pickled["settings"], passes, check_parameters=check)
         self._connect(reducer, named, pickled["groups"])
 
     def _params(self) -> list[Tensor]:
         return [param for entry in self._optimizer.param_groups for param in entry["params"]]
-
-
-def _reducer_of(
-    group: Group, settings: Settings, backward_passes_per_step: int, environment: Environment
-) -> Reducer | Deltas:
-    kind = Deltas if settings.op is Adasum else Reducer
-    return kind(group, settings, backward_passes_per_step, check_parameters=environment.check_parameters)

@@ -5,7 +5,7 @@ Whether all ranks train the same model: a fingerprint of every parameter, compar
                ── equal: nothing more ── different: the fingerprints, exchanged ── MismatchError
 
 It finds the broadcast that was forgotten. What is compared are the bits of the parameters that an optimizer has, frozen
-ones included; not a model's buffers, nor the optimizer's state. `convoy` and `deltas` say at which place of a step, the
+ones included; not a model's buffers, nor the optimizer's state. `reducer` says at which place of a step, the
 same on all ranks.
 """
 

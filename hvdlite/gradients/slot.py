@@ -1,8 +1,7 @@
 """
 One parameter's place among the gradients, and how far it is in this step.
 
-Where the gradient itself is kept is its *home*: a `bucket`, the `staying` of a rank that is alone, or, of a sparse one,
-`sparse`.
+Where the gradient itself is kept is its *home*: a `bucket`, or one of `homes`.
 """
 
 from __future__ import annotations
