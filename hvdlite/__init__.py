@@ -79,6 +79,7 @@ from .errors import (
     NotInitializedError,
     PeerLostError,
 )
+from .gradients.exchange import Begun, Exchange, Gradients, Links
 from .gradients.optimizer import DistributedOptimizer
 from .gradients.optimizer_state import broadcast_optimizer_state
 from .launch import run
@@ -105,14 +106,18 @@ _register_backend()
 __all__ = [
     "Adasum",
     "Average",
+    "Begun",
     "CommunicationError",
     "Compression",
     "Compressor",
     "DistributedOptimizer",
+    "Exchange",
     "GradientError",
+    "Gradients",
     "Handle",
     "HvdliteError",
     "LaunchEnvironmentError",
+    "Links",
     "Max",
     "Min",
     "MismatchError",

@@ -23,6 +23,9 @@ from .arrival import StepByBucket
 from .attributes import HorovodsAttributes
 from .reducer import Reducer
 
+# In a state_dict.
+_EXCHANGE = "exchange"
+
 # So many steps in a row are no accident.
 _SINGLE_PASSES = 3
 
@@ -182,6 +185,22 @@ class AveragingOptimizer(HorovodsAttributes):
         self._reducer.require_sound()
 
     # -- what belongs to the wrapped optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, so that checkpoints do not depend on the wrapping.
+
+        And this rank's state of an exchange that keeps one, under the key ``"exchange"``.
+        """
+        state, exchanged = super().state_dict(), self._reducer.exchange.state_dict()
+        return {**state, _EXCHANGE: exchanged} if exchanged else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load on every rank, or on one and `broadcast_optimizer_state`, which leaves each rank its exchange's state.
+
+        Where there is none for an exchange that keeps one, it begins anew.
+        """
+        self._reducer.exchange.load_state_dict(state_dict.get(_EXCHANGE, {}))
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != _EXCHANGE})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

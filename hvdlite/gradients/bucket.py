@@ -216,6 +216,8 @@ class Bucket:
 
     def _fill(self, slot: Slot) -> bool:
         """Make sure that the slice holds this rank's share; whether it has one."""
+        # What is written from here on, for this slice or the one before it, is no change of the user's.
+        self._version = None
         if not slot.arrived and slot.param.grad is not None:
             # Half an accumulation, or a gradient that no backward of ours made: it counts as it is.
             self.take(slot, last_pass=True)

@@ -45,11 +45,13 @@ class Gradients:
         takes_part: bool = True,
         with_counts: Tensor | None = None,
         scale: float = 1.0,
+        launching: Callable[[], None] = lambda: None,
     ) -> None:
         """``views`` gives the pieces; ``what`` are words for the bucket, the same on all ranks, for errors and stalls.
 
         ``with_counts`` and ``scale`` are what exchanges look at that say so: ``flat`` with the counts behind it, and
-        what it is still to be multiplied by.
+        what it is still to be multiplied by. ``launching`` may be called in `Exchange.begin` when all is packed, before
+        the first launch: a timeline then shows the one apart from the other.
         """
         self.plan = plan
         self.flat = flat
@@ -57,6 +59,7 @@ class Gradients:
         self.takes_part = takes_part
         self.with_counts = flat if with_counts is None else with_counts
         self.scale = scale
+        self.launching = launching
         self._views = views
 
     @property

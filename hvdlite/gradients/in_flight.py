@@ -30,24 +30,24 @@ class InFlight:
         self._size = links.all.size
         self._track = track
         plan = bucket.plan
-        with track.compressing():
-            buffer, scale = bucket.seal(leave_scale=exchange.scales(plan))
-            self._gradients = Gradients(
-                plan,
-                buffer[: plan.grad_numel],
-                bucket.views,
-                what=f"{plan.describe()} ({name})",
-                takes_part=bucket.takes_part,
-                with_counts=buffer,
-                scale=scale,
-            )
-            self._counting: tuple[Tensor, Work] | None = None
-            if not exchange.carries_counts:
-                counts = bucket.tail.to(torch.int32)
-                self._counting = counts, links.all.all_reduce(counts, f"the counts of the {self._gradients.what}")
-            self._begun = exchange.begin(self._gradients, links)
-            # The exchange may have used the gradients' own memory.
-            bucket.hold()
+        buffer, scale = bucket.seal(leave_scale=exchange.scales(plan))
+        self._gradients = Gradients(
+            plan,
+            buffer[: plan.grad_numel],
+            bucket.views,
+            what=f"{plan.describe()} ({name})",
+            takes_part=bucket.takes_part,
+            with_counts=buffer,
+            scale=scale,
+            launching=track.launching,
+        )
+        self._counting: tuple[Tensor, Work] | None = None
+        if not exchange.carries_counts:
+            counts = bucket.tail.to(torch.int32)
+            self._counting = counts, links.all.all_reduce(counts, f"the counts of the {self._gradients.what}")
+        self._begun = exchange.begin(self._gradients, links)
+        # The exchange may have used the gradients' own memory.
+        bucket.hold()
         if self._begun.works and self._begun.wire is not None:
             # They end in order.
             track.launched(self._begun.works[-1], self._begun.wire)

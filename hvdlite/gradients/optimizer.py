@@ -8,7 +8,7 @@ What it does then is in `averaging`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ..world import current_world, is_initialized
 from .arguments import (
     check_autotune,
     check_cap,
+    check_exchange,
     check_groups,
     check_named_parameters,
     check_op,
@@ -36,6 +37,7 @@ from .arguments import (
 )
 from .autotune import tuned_cap
 from .averaging import AveragingOptimizer
+from .exchange import Exchange
 from .reducer import Reducer
 from .settings import Settings
 
@@ -99,6 +101,12 @@ class DistributedOptimizer(AveragingOptimizer):
     step hook watches, is taken as a whole. One that fails on the way, with a rank that has gone, may have updated some
     parameters. Neither closures nor Adasum.
 
+    ``exchange``: what happens to gradients between the ranks, in place of an all-reduce: a class of your own derived
+    from `Exchange`, or a function without arguments that makes an object of one. It says by itself how gradients travel
+    and are combined, so that ``op``, ``compression`` and ``gradient_predivide_factor`` are left out, and ``autotune``.
+    What it keeps, ``state_dict()`` has under the key ``"exchange"``: each rank's own, to be saved and loaded on every
+    rank. Sparse gradients are gathered, unless ``sparse_as_dense``.
+
     An average is bit-identical on all ranks, and from run to run.
     """
 
@@ -118,6 +126,7 @@ class DistributedOptimizer(AveragingOptimizer):
         bucket_cap_mb: float | None = None,
         autotune: bool = False,
         step_on_arrival: bool = False,
+        exchange: Callable[[], Exchange] | None = None,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
@@ -125,14 +134,18 @@ class DistributedOptimizer(AveragingOptimizer):
         # A process set may be used without a world.
         environment = current_world().environment if is_initialized() else Environment()
         op = check_op(op)
-        tunes = check_autotune(autotune, bucket_cap_mb, op, environment)
+        predivide = check_predivide(gradient_predivide_factor, op)
+        travels = check_compression(compression)
+        exchange = check_exchange(exchange, op, travels, predivide)
+        tunes = check_autotune(autotune, bucket_cap_mb, op, environment, exchange)
         settings = Settings(
-            check_compression(compression),
+            travels,
             op,
-            check_predivide(gradient_predivide_factor, op),
+            predivide,
             check_cap(bucket_cap_mb, environment.fusion_threshold_bytes, DEFAULT_BUCKET_CAP_BYTES),
             check_sparse_as_dense(sparse_as_dense),
             check_step_on_arrival(step_on_arrival, op),
+            exchange,
         )
         self._given_settings, self._given_compression, self._given_process_set = settings, compression, process_set
         passes = check_positive_int(backward_passes_per_step, "backward_passes_per_step")
@@ -147,10 +160,10 @@ class DistributedOptimizer(AveragingOptimizer):
         try:
             with group.opening.only("hvd.DistributedOptimizer"):
                 group.require_agreement(
-                    (*settings.signature(), passes, named_groups, tunes),
+                    (*settings.signature(reducer.exchange), passes, named_groups, tunes),
                     "hvd.DistributedOptimizer",
-                    "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, step_on_arrival, passes per "
-                    "step, groups, autotune)",
+                    f"({'compression' if exchange is None else 'exchange'}, op, predivide, bucket cap in bytes, "
+                    "sparse_as_dense, step_on_arrival, passes per step, groups, autotune)",
                 )
                 if tunes:
                     path = environment.autotune_log
@@ -177,6 +190,7 @@ class DistributedOptimizer(AveragingOptimizer):
             "settings": self._reducer.settings,
             "compression": self._given_compression,
             "backward_passes_per_step": self._reducer.backward_passes_per_step,
+            "exchange_state": self._reducer.exchange.state_dict(),
         }
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
@@ -194,6 +208,7 @@ class DistributedOptimizer(AveragingOptimizer):
         passes = pickled["backward_passes_per_step"]
         check = world.environment.check_parameters
         reducer = Reducer(world.group, pickled["settings"], passes, check_parameters=check)
+        reducer.exchange.load_state_dict(pickled["exchange_state"])
         self._connect(reducer, named, pickled["groups"])
 
     def _params(self) -> list[Tensor]:

@@ -66,10 +66,14 @@ class Settings:
     # What makes the exchange, where the user has given one.
     exchange: Callable[[], Exchange] | None = None
 
-    def signature(self) -> tuple[object, ...]:
-        """What two ranks compare; a compression of the user's own by its words, or else its type's name."""
+    def signature(self, exchange: Exchange) -> tuple[object, ...]:
+        """What two ranks compare, with the exchange that was made by these settings.
+
+        A compression, or exchange, of the user's own by its words, or else its type's name.
+        """
+        how = repr(self.compression if self.exchange is None else exchange)
         scaling = (self.op, self.gradient_predivide_factor)
-        return (repr(self.compression), *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival)
+        return (how, *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival)
 
     @property
     def packs(self) -> bool:

@@ -101,6 +101,7 @@ class AllReduce(Exchange):
             wire = memory.tensor
             # The counts are not scaled.
             cast.convert(source, gradients.scale, as_real(gradients.flat).numel(), wire)
+        gradients.launching()
         work = links.all.all_reduce(wire, f"the {self.word} of the {gradients.what}")
         return Begun([work], (links.all.size, memory), wire, takes_memory=memory is not None)
 
