@@ -18,21 +18,20 @@ None of them imports hvdlite_launcher, but for `launch`, when `run` is called. A
 Horovod's names, `horovod`, which makes programs find it under these, and `bench`, which measures all of it.
 """
 
-from .agreement.handle import Handle
-from .built import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
+from .comm.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from .compression.casts import Compression, Compressor
+from .control.handle import Handle
+from .errors import (
+    CommunicationError,
+    GradientError,
+    HvdliteError,
+    LaunchEnvironmentError,
+    MismatchError,
+    NotInitializedError,
+    PeerLostError,
 )
-from .channels.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from .collectives.asynchronous import (
+from .launch import run
+from .ops.asynchronous import (
     allgather_async,
     allreduce_async,
     allreduce_async_,
@@ -46,10 +45,9 @@ from .collectives.asynchronous import (
     reducescatter_async,
     sparse_allreduce_async,
 )
-from .collectives.batch_norm import SyncBatchNorm
-from .collectives.compression import Compression, Compressor
-from .collectives.join import join
-from .collectives.operations import (
+from .ops.batch_norm import SyncBatchNorm
+from .ops.join import join
+from .ops.operations import (
     allgather,
     allreduce,
     allreduce_,
@@ -65,29 +63,26 @@ from .collectives.operations import (
     reducescatter,
     synchronize,
 )
-from .collectives.replicate import (
-    allgather_object,
-    broadcast_object,
-    broadcast_parameters,
+from .ops.replicate import allgather_object, broadcast_object, broadcast_parameters
+from .optim.exchange import Begun, Exchange, Gradients, Links
+from .optim.optimizer import DistributedOptimizer
+from .optim.optimizer_state import broadcast_optimizer_state
+from .runtime.built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
 )
-from .errors import (
-    CommunicationError,
-    GradientError,
-    HvdliteError,
-    LaunchEnvironmentError,
-    MismatchError,
-    NotInitializedError,
-    PeerLostError,
-)
-from .gradients.exchange import Begun, Exchange, Gradients, Links
-from .gradients.optimizer import DistributedOptimizer
-from .gradients.optimizer_state import broadcast_optimizer_state
-from .launch import run
-from .process_set import ProcessSet
-from .process_sets import add_process_set, global_process_set, remove_process_set
-from .shm.backend import register as _register_backend
-from .tracing import start_timeline, stop_timeline
-from .world import (
+from .runtime.process_set import ProcessSet
+from .runtime.process_set_functions import add_process_set, global_process_set, remove_process_set
+from .runtime.timeline_functions import start_timeline, stop_timeline
+from .runtime.world import (
     cross_rank,
     cross_size,
     init,
@@ -99,6 +94,7 @@ from .world import (
     shutdown,
     size,
 )
+from .shm.backend import register as _register_backend
 
 # So that `import hvdlite` is all it takes to name it in torch.distributed.
 _register_backend()

@@ -22,7 +22,7 @@ one that is empty says nothing.
     SHM                          0: ranks of one host do not communicate through shared memory; as HVDLITE_SHM alone
 
 All others that begin with HOROVOD_ or HVDLITE_ are remarked upon: `idle` knows which mean nothing here, and why.
-What launchers set is read in `meeting.topology`, and START_TIMEOUT by hvdlite-run. Pure: nothing here acts on a value.
+What launchers set is read in `rendezvous.placement`, and START_TIMEOUT by hvdlite-run. Pure: nothing here acts on a value.
 """
 
 from __future__ import annotations

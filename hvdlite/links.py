@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from .channels.gloo import Patience, Ranks, open_proven
+from .comm.gloo import Patience, Ranks, open_proven
 from .errors import LaunchEnvironmentError
-from .meeting.client import StoreClient
-from .meeting.introductions import agree_on_secret
-from .meeting.secret import given_secret
-from .meeting.store import LauncherStore
-from .meeting.topology import read_seat
+from .rendezvous.introductions import agree_on_secret
+from .rendezvous.launcher_store import LauncherStore
+from .rendezvous.placement import read_placement
+from .rendezvous.secret import given_secret
+from .rendezvous.store_client import StoreClient
 from .signing import Signer
 
 _TRY_S, _TRIES = 3.0, 5  # gloo gives up connecting after so many
@@ -100,18 +100,18 @@ def without_noise(words: str) -> str:
 
 
 def main(roll_call_s: float) -> None:
-    seat = read_seat(os.environ)
-    if seat is None or seat.store_url is None:
+    placement = read_placement(os.environ)
+    if placement is None or placement.store_url is None:
         raise LaunchEnvironmentError("hvdlite.links is a part of `hvdlite-run --check`, which starts it")
-    store = LauncherStore(StoreClient.from_url(seat.store_url), timedelta(seconds=roll_call_s))
-    present = call_roll(store, seat.rank, seat.size, roll_call_s)
+    store = LauncherStore(StoreClient.from_url(placement.store_url), timedelta(seconds=roll_call_s))
+    present = call_roll(store, placement.rank, placement.size, roll_call_s)
     plan = rounds(present)
     for pairs in plan:
-        for peer in [b if a == seat.rank else a for a, b in pairs if seat.rank in (a, b)]:
-            line: dict[str, object] = {"rank": seat.rank, "peer": peer}
+        for peer in [b if a == placement.rank else a for a, b in pairs if placement.rank in (a, b)]:
+            line: dict[str, object] = {"rank": placement.rank, "peer": peer}
             try:
                 # It may have met as many as there are rounds before, each in vain.
-                line["us"] = round(measure(store, seat.rank, peer, len(plan) * CONNECT_S + _SLACK_S), 1)
+                line["us"] = round(measure(store, placement.rank, peer, len(plan) * CONNECT_S + _SLACK_S), 1)
             except RuntimeError as error:
                 line["error"] = without_noise(str(error))
             print(json.dumps(line), flush=True)

@@ -80,12 +80,12 @@ from . import (
     start_timeline,
     stop_timeline,
     synchronize,
-    world,
 )
-from .collectives.codec import Compression
 from .communicator import check_comm
+from .compression.horovod_compressors import Compression
 from .errors import HvdliteError
-from .meeting.topology import read_seat
+from .rendezvous.placement import read_placement
+from .runtime import world
 
 # Whatever goes wrong between the ranks is one of these, and is caught under Horovod's name.
 HorovodInternalError = HvdliteError
@@ -186,8 +186,8 @@ def check_extension(*_: object) -> None:
 def _size_to_be() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    seat = read_seat(os.environ)
-    return 1 if seat is None else seat.size
+    placement = read_placement(os.environ)
+    return 1 if placement is None else placement.size
 
 
 def __dir__() -> list[str]:

@@ -1,11 +1,11 @@
 """A function's way to the workers and its returns' way back, as bytes that nobody on the way looks into.
 
-    function.run ── Order ──► courier ── store ──► hvdlite.call, in every worker
+    function.run ── Order ──► courier ── store ──► hvdlite.worker_main, in every worker
                  ◄── Delivery ──     ◄── store ──
 
-The keys are a contract with `hvdlite.call`: ``call`` is what to call, ``return/RANK`` what came of it there, and
+The keys are a contract with `hvdlite.worker_main`: ``call`` is what to call, ``return/RANK`` what came of it there, and
 ``returned`` the ranks that have left that, with a blank after each. The first two are large values, as
-`hvdlite.meeting.client` sets and gets them.
+`hvdlite.rendezvous.store_client` sets and gets them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .store import Store
 
 # For each host's own Python. Not -m, which has the working directory on sys.path: it may hold a queue.py, which
 # the caller does not see.
-WORKER = ("-c", "import sys; sys.path[:] = filter(None, sys.path); from hvdlite.call import main; main()")
+WORKER = ("-c", "import sys; sys.path[:] = filter(None, sys.path); from hvdlite.worker_main import main; main()")
 
 
 @dataclass(frozen=True)

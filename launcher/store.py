@@ -78,7 +78,7 @@ class Store:
             return self._values.get(key)
 
     def put_large(self, key: bytes, value: bytes) -> None:
-        """The same of any size, in pieces, for `hvdlite.meeting.client.StoreClient.get_large`."""
+        """The same of any size, in pieces, for `hvdlite.rendezvous.store_client.StoreClient.get_large`."""
         starts = range(0, len(value), CHUNK_BYTES)
         for number, start in enumerate(starts):
             self.put(chunk_key(key, number), value[start : start + CHUNK_BYTES])

@@ -17,7 +17,7 @@ import hvdlite as hvd
 from hvdlite.environment import TRACE, Environment, read_environment
 from hvdlite.idle import WITHOUT_EFFECT, remarks_of_idle
 from hvdlite.log import log, open_log
-from hvdlite.world import current_world
+from hvdlite.runtime.world import current_world
 
 MEANINGS = [
     ("FUSION_THRESHOLD", "1048576", {"fusion_threshold_bytes": 1 << 20}),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from worlds import run_worlds
 
 import hvdlite as hvd
-from hvdlite.channels.collective import Group
+from hvdlite.comm.group import Group
 
 
 class ScaledSigns(hvd.Exchange):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvdlite.gradients.flags import TAKES_PART, Count, Flags, Ranks, presence_of
-from hvdlite.gradients.plan import ParamSpec, plan_buckets
+from hvdlite.optim.flags import TAKES_PART, Count, Flags, Ranks, presence_of
+from hvdlite.optim.plan import ParamSpec, plan_buckets
 
 LEFT_OUT, COUNTS_AS_ZERO = (1, 0), (0, 0)
 

@@ -15,21 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..channels.collective import Group
-from ..channels.engine import HasMemory
+from ..comm.engine import HasMemory
+from ..comm.group import Group
 from ..errors import HvdliteError
 from .memory_left import why_too_large
 from .plot import Chart, Line, Lines, Point, is_own
 from .progress import Progress
-from .quantities import (
-    name_of,
-    show_bandwidth,
-    show_ratio,
-    show_ratios,
-    show_round_time,
-    show_size,
-    show_time,
-)
+from .quantities import name_of, show_bandwidth, show_ratio, show_ratios, show_round_time, show_size, show_time
 from .ranks import Ranks
 from .report import Report
 from .setting import Setting

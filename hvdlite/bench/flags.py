@@ -13,15 +13,7 @@ import torch
 
 from .errors import UsageError
 from .memory import MEASURED
-from .quantities import (
-    DEFAULT_SIZES,
-    DTYPES,
-    parse_dtypes,
-    parse_names,
-    parse_positive,
-    parse_share,
-    parse_sizes,
-)
+from .quantities import DEFAULT_SIZES, DTYPES, parse_dtypes, parse_names, parse_positive, parse_share, parse_sizes
 from .scale import COMPRESSIONS
 from .variants import USUAL, VARIANTS
 from .workloads import WORKLOADS

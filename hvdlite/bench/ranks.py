@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from ..channels.collective import Group
-from ..channels.engine import HasMemory
-from ..channels.reduce_op import Max
-from ..entry import World
-from ..gradients.optimizer import DEFAULT_BUCKET_CAP_BYTES
+from ..comm.engine import HasMemory
+from ..comm.group import Group
+from ..comm.reduce_op import Max
+from ..optim.optimizer import DEFAULT_BUCKET_CAP_BYTES
+from ..runtime.bootstrap import World
 from .errors import UsageError
 from .setting import Setting
 

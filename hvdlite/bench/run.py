@@ -13,8 +13,8 @@ from typing import Any, TextIO
 import torch
 
 from ..errors import says_peer_lost
-from ..meeting.topology import read_seat
-from ..world import current_world, init
+from ..rendezvous.placement import read_placement
+from ..runtime.world import current_world, init
 from .command_line import Request, parse
 from .errors import UsageError
 from .flags import PROGRAM
@@ -41,10 +41,10 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str] | None, interruption: Interruption) -> int:
-    seat = read_seat(os.environ)
-    rank = 0 if seat is None else seat.rank
+    placement = read_placement(os.environ)
+    rank = 0 if placement is None else placement.rank
     request, trouble = _understand(words, rank)
-    if trouble is not None and seat is None:
+    if trouble is not None and placement is None:
         return _complain(trouble)
     if request is not None and request.command.turns == 0:
         return 0 if rank else _show(request, {})

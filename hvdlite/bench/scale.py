@@ -12,7 +12,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from ..gradients.plan import ParamSpec, plan_buckets
+from ..optim.plan import ParamSpec, plan_buckets
 from .allreduce import Case, block_of, hvdlite_actions
 from .calibration import Calibration
 from .errors import UsageError

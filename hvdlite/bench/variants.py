@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ..collectives.compression import AnyCompression, Compression
-from ..gradients.optimizer import DistributedOptimizer
+from ..compression.casts import AnyCompression, Compression
+from ..optim.optimizer import DistributedOptimizer
 from .errors import UsageError
 from .ranks import Ranks
 from .trainings import Training

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, Store
 
-from ..channels.gloo import Patience
+from ..comm.gloo import Patience
 from ..signing import Signer
-from .engine import ShmEngine
-from .meeting import meet, open_segment
 from .segment import NoMemoryError
-from .work import ShmWork
+from .setup import meet, open_segment
+from .shm_engine import ShmEngine
+from .shm_work import ShmWork
 
 NAME = "hvdshm"
 
@@ -39,13 +39,13 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, as s
         super().__init__(rank, size)
         try:
             # Who can write to the store that torch.distributed has been given is trusted.
-            station = meet(store, rank, size, open_segment(), Patience(timeout), Signer(b""))
+            context = meet(store, rank, size, open_segment(), Patience(timeout), Signer(b""))
         except NoMemoryError as error:
             raise RuntimeError(
                 f"{NAME} is for ranks of one host that share memory: {error}. Use gloo between hosts, and where "
                 "/dev/shm is too small"
             ) from error
-        self._engine = ShmEngine(station, NAME)
+        self._engine = ShmEngine(context, NAME)
         self._name = self._description = ""
 
     # torch keeps a group's name and description in its backends in C++, of which this group has none.

@@ -1,7 +1,7 @@
 """
 Sleeping until a word of shared memory changes, which Python has no call for, and a full memory barrier.
 
-Linux alone. What the words mean is in `board`.
+Linux alone. What the words mean is in `control_block`.
 """
 
 from __future__ import annotations

@@ -14,16 +14,16 @@ import time
 from collections import deque
 from typing import Protocol
 
-from .board import FAILED
-from .crew import Crew
-from .turn import Condition, Steps, Turn
-from .work import ShmWork
+from .control_block import FAILED
+from .operation import Condition, Operation, Steps
+from .peers import Peers
+from .shm_work import ShmWork
 
 # How long a thread in the background leaves to the program what that is likely to do itself, with the core it has.
 _GRACE_S = 0.02
 
 
-class Operation(Protocol):
+class Collective(Protocol):
     """What is done in a turn."""
 
     def begin(self) -> bool:
@@ -38,11 +38,11 @@ class Operation(Protocol):
 class _Entry:
     """An operation in the queue."""
 
-    __slots__ = ("awaited", "has_begun", "is_shown", "operation", "steps", "turn", "work")
+    __slots__ = ("awaited", "has_begun", "is_shown", "collective", "steps", "operation", "work")
 
-    def __init__(self, turn: Turn, operation: Operation, work: ShmWork) -> None:
-        self.turn = turn
+    def __init__(self, operation: Operation, collective: Collective, work: ShmWork) -> None:
         self.operation = operation
+        self.collective = collective
         self.work = work
         self.has_begun = False
         # Whether all of this rank's data have been shown.
@@ -54,9 +54,9 @@ class _Entry:
 class Queue:
     """The operations of one engine on this rank."""
 
-    def __init__(self, crew: Crew, name: str) -> None:
+    def __init__(self, peers: Peers, name: str) -> None:
         """``name`` is for the thread in the background."""
-        self._crew = crew
+        self._peers = peers
         self._name = name
         self._entries: deque[_Entry] = deque()
         # Held to look at the entries, or to begin one; never while waiting.
@@ -72,12 +72,12 @@ class Queue:
         self._is_urgent = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def submit(self, turn: Turn, operation: Operation, work: ShmWork, in_background: bool) -> None:
+    def submit(self, operation: Operation, collective: Collective, work: ShmWork, in_background: bool) -> None:
         """Have it carried out after all before it; ``in_background``: without anybody waiting for it.
 
         To be followed by `tell`.
         """
-        entry = _Entry(turn, operation, work)
+        entry = _Entry(operation, collective, work)
         with self._entries_lock:
             if self._failure is not None or self._is_closed:
                 why = "it was closed" if self._failure is None else f"it failed before: {self._failure}"
@@ -145,7 +145,7 @@ class Queue:
     def _run(self) -> None:
         while not self._is_closed and self._thread is threading.current_thread():
             self._is_wanted.acquire()
-            if not self._crew.has_free_cores():
+            if not self._peers.has_free_cores():
                 self._is_urgent.wait(_GRACE_S)
             self._is_urgent.clear()
             while self._entries and not self._waiters and not self._is_closed:
@@ -164,11 +164,11 @@ class Queue:
     def _begin(self, entry: _Entry, before: _Entry | None) -> None:
         """Show what this rank has, so that no other waits for it, if all before it is shown."""
         if before is None or before.is_shown:
-            counter, value = entry.turn.has_room()
+            counter, value = entry.operation.has_room()
             # On this rank too: what is shown in that room may be what it is itself about to read.
-            if self._crew.has_reached(counter, value):
+            if self._peers.has_reached(counter, value):
                 entry.has_begun = True
-                entry.is_shown = entry.operation.begin()
+                entry.is_shown = entry.collective.begin()
 
     def _step(self, may_wait: bool, in_background: bool = False) -> bool:
         """Carry the first one on as far as it goes; whether there may be more to do at once."""
@@ -188,17 +188,17 @@ class Queue:
         return True
 
     def _advance(self, entry: _Entry, may_wait: bool, in_background: bool) -> bool:
-        awaited = entry.awaited or (None if entry.has_begun else entry.turn.has_room())
-        if awaited is not None and not self._crew.reached(*awaited):
+        awaited = entry.awaited or (None if entry.has_begun else entry.operation.has_room())
+        if awaited is not None and not self._peers.reached(*awaited):
             if not may_wait:
                 return False
-            self._crew.wait_for(*awaited, time.monotonic() + self._crew.timeout_s, may_spin=not in_background)
+            self._peers.wait_for(*awaited, time.monotonic() + self._peers.timeout_s, may_spin=not in_background)
         if entry.steps is None:
             with self._entries_lock:
                 if not entry.has_begun:
                     entry.has_begun = True
-                    entry.is_shown = entry.operation.begin()
-            entry.steps = entry.operation.run(entry.is_shown)
+                    entry.is_shown = entry.collective.begin()
+            entry.steps = entry.collective.run(entry.is_shown)
         entry.awaited = next(entry.steps)
         return True
 
@@ -225,6 +225,6 @@ class Queue:
             failed = list(self._entries)
             self._entries.clear()
         if failed:
-            self._crew.leave(FAILED)
+            self._peers.leave(FAILED)
         for entry in failed:
             self._end_work(entry.work, error)

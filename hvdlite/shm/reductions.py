@@ -6,7 +6,7 @@ All-reduce and reduce-scatter in shared memory.
     any       in chunks: every rank sums its share of the staged chunk, and takes the others' from them
 
 An element is summed by one rank, or by all in the same order, so that all have the same bits. Each is a generator that
-yields what it waits for; who waits, and how, is for `queue` and `crew`.
+yields what it waits for; who waits, and how, is for `queue` and `peers`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from .arithmetic import BLOCK_BYTES, Arithmetic
-from .board import DONE, PAYLOAD_BYTES, POSTED, REDUCED, RESIDENT, Place
-from .turn import CHUNK_BYTES, Station, Steps, Turn, share_of
+from .control_block import DONE, PAYLOAD_BYTES, POSTED, REDUCED, RESIDENT, Place
+from .operation import CHUNK_BYTES, EngineContext, Operation, Steps, share_of
 
 _REMEMBERED = 512
 
@@ -26,8 +26,8 @@ _REMEMBERED = 512
 class Blocks:
     """The views of all ranks' memory that a share consists of, made once for data that travel often."""
 
-    def __init__(self, station: Station) -> None:
-        self._station = station
+    def __init__(self, context: EngineContext) -> None:
+        self._context = context
         self._made: dict[tuple[object, ...], list[list[Tensor]]] = {}
 
     def of(self, places: Sequence[Place], dtype: torch.dtype, numel: int, share: tuple[int, int]) -> list[list[Tensor]]:
@@ -39,7 +39,7 @@ class Blocks:
                 self._made.clear()
             nbytes = numel * dtype.itemsize
             wholes = [
-                self._station.bytes_of(place, where)[where.within : where.within + nbytes].view(dtype)
+                self._context.bytes_of(place, where)[where.within : where.within + nbytes].view(dtype)
                 for place, where in enumerate(places)
             ]
             blocks = self._made[key] = list(_blocks(wholes, *share))
@@ -54,9 +54,11 @@ def _blocks(wholes: Sequence[Tensor], start: int, stop: int) -> list[list[Tensor
 class AllReduce:
     """Combines a contiguous tensor over all ranks, in place."""
 
-    def __init__(self, turn: Turn, tensor: Tensor, flat: Tensor, arithmetic: Arithmetic, blocks: Blocks) -> None:
+    def __init__(
+        self, operation: Operation, tensor: Tensor, flat: Tensor, arithmetic: Arithmetic, blocks: Blocks
+    ) -> None:
         """``flat`` is the tensor's memory as bytes."""
-        self._turn = turn
+        self._operation = operation
         self._tensor = tensor
         self._flat = flat
         self._arithmetic = arithmetic
@@ -65,36 +67,36 @@ class AllReduce:
     def begin(self) -> bool:
         """Show this rank's data, if they can all be shown at once."""
         if self._flat.numel() <= PAYLOAD_BYTES:
-            self._turn.show_payload(self._flat)
+            self._operation.show_payload(self._flat)
             return True
-        return self._turn.show_resident(self._flat)
+        return self._operation.show_resident(self._flat)
 
     def run(self, has_begun: bool) -> Steps:
-        turn = self._turn
+        operation = self._operation
         nbytes = self._flat.numel()
         chunks = -(-nbytes // CHUNK_BYTES)
         if not has_begun:
             yield from self._stage(0, chunks)
-        yield POSTED, turn.after(1)
-        turn.check()
+        yield POSTED, operation.after(1)
+        operation.check()
         if nbytes <= PAYLOAD_BYTES:
             dtype, numel = self._tensor.dtype, self._tensor.numel()
-            terms = [payload[:nbytes].view(dtype) for payload in turn.payloads()]
+            terms = [payload[:nbytes].view(dtype) for payload in operation.payloads()]
             if numel:
                 self._arithmetic.into(terms, self._flat.view(dtype))
-        elif all(place.how == RESIDENT for place in turn.places):
+        elif all(place.how == RESIDENT for place in operation.places):
             self._sum_where_they_lie()
-            turn.crew.advance(REDUCED, turn.end)
-            yield REDUCED, turn.end
+            operation.peers.advance(REDUCED, operation.end)
+            yield REDUCED, operation.end
         else:
             yield from self._in_chunks(chunks, not has_begun)
-        turn.finish()
+        operation.finish()
 
     def _sum_where_they_lie(self) -> None:
-        turn, into = self._turn, self._arithmetic.into
-        crew, tensor = turn.crew, self._tensor
-        share = share_of(crew.rank, crew.size, tensor.numel(), tensor.element_size())
-        for terms in self._blocks.of(turn.places, tensor.dtype, tensor.numel(), share):
+        operation, into = self._operation, self._arithmetic.into
+        peers, tensor = operation.peers, self._tensor
+        share = share_of(peers.rank, peers.size, tensor.numel(), tensor.element_size())
+        for terms in self._blocks.of(operation.places, tensor.dtype, tensor.numel(), share):
             # No other rank reads or writes this share of any rank's memory.
             total = terms[0]
             into(terms, total)
@@ -102,25 +104,25 @@ class AllReduce:
                 other.copy_(total)
 
     def _in_chunks(self, chunks: int, is_staged: bool) -> Steps:
-        turn, crew = self._turn, self._turn.crew
+        operation, peers = self._operation, self._operation.peers
         for chunk in range(chunks + 1):
             if chunk < chunks:
                 if is_staged and chunk + 1 < chunks:
                     yield from self._stage(chunk + 1, chunks)
-                yield POSTED, turn.after(chunk + 1)
+                yield POSTED, operation.after(chunk + 1)
                 self._sum_share(chunk, is_staged)
-                crew.advance(REDUCED, turn.done_with(chunk, chunks))
+                peers.advance(REDUCED, operation.done_with(chunk, chunks))
             if chunk > 0:
                 # One behind, so that the others' shares are likely to be there.
-                yield REDUCED, turn.after(chunk)
+                yield REDUCED, operation.after(chunk)
                 self._take_shares(chunk - 1)
-                crew.advance(DONE, turn.done_with(chunk - 1, chunks))
+                peers.advance(DONE, operation.done_with(chunk - 1, chunks))
         # Others may still read what lies here.
         if not is_staged:
-            yield DONE, turn.end
+            yield DONE, operation.end
 
     def _sum_share(self, chunk: int, is_staged: bool) -> None:
-        rank = self._turn.crew.rank
+        rank = self._operation.peers.rank
         here, shares = self._here(chunk)
         start, stop = shares[rank]
         # Only what others are to sum is staged: this rank's own share is summed where it is.
@@ -133,52 +135,57 @@ class AllReduce:
     def _take_shares(self, chunk: int) -> None:
         here, shares = self._here(chunk)
         for place, (start, stop) in enumerate(shares):
-            if place != self._turn.crew.rank:
+            if place != self._operation.peers.rank:
                 here[start:stop].copy_(self._terms_of(place, chunk, here.numel())[start:stop])
 
     def _here(self, chunk: int) -> tuple[Tensor, list[tuple[int, int]]]:
         """A chunk of the tensor, and which of its elements each rank sums."""
         here = self._flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES].view(self._tensor.dtype)
-        size = self._turn.crew.size
+        size = self._operation.peers.size
         return here, [share_of(place, size, here.numel(), here.element_size()) for place in range(size)]
 
     def _terms_of(self, place: int, chunk: int, numel: int) -> Tensor:
-        where, dtype = self._turn.places[place], self._tensor.dtype
+        where, dtype = self._operation.places[place], self._tensor.dtype
         if where.how != RESIDENT:
-            return self._turn.chunk_of(place, chunk)[: numel * dtype.itemsize].view(dtype)
+            return self._operation.chunk_of(place, chunk)[: numel * dtype.itemsize].view(dtype)
         start = where.within + chunk * CHUNK_BYTES
-        return self._turn.station.bytes_of(place, where)[start : start + numel * dtype.itemsize].view(dtype)
+        return self._operation.context.bytes_of(place, where)[start : start + numel * dtype.itemsize].view(dtype)
 
     def _stage(self, chunk: int, chunks: int) -> Steps:
         here, shares = self._here(chunk)
-        start, stop = (bound * here.element_size() for bound in shares[self._turn.crew.rank])
+        start, stop = (bound * here.element_size() for bound in shares[self._operation.peers.rank])
         data = here.view(torch.uint8)
-        return self._turn.stage(chunk, chunks, [(0, data[:start]), (stop, data[stop:])])
+        return self._operation.stage(chunk, chunks, [(0, data[:start]), (stop, data[stop:])])
 
 
 class ReduceScatter:
     """Leaves in each rank's output the combination of all ranks' parts for it."""
 
     def __init__(
-        self, turn: Turn, output: Tensor, parts: Sequence[Tensor], arithmetic: Arithmetic, whole: Tensor | None
+        self,
+        operation: Operation,
+        output: Tensor,
+        parts: Sequence[Tensor],
+        arithmetic: Arithmetic,
+        whole: Tensor | None,
     ) -> None:
         """``parts`` are flat tensors of bytes, for each rank as many; ``output`` is such a one too.
 
         ``whole`` is what the parts are of, if they lie there one after the other.
         """
-        self._turn = turn
+        self._operation = operation
         self._output = output
         self._parts = parts
         self._whole = whole
         self._arithmetic = arithmetic
-        self._cell_bytes = cell_bytes(turn.crew.size)
+        self._cell_bytes = cell_bytes(operation.peers.size)
 
     def begin(self) -> bool:
         """Show this rank's parts, if they can all be shown at once."""
-        return self._whole is not None and self._turn.show_resident(self._whole)
+        return self._whole is not None and self._operation.show_resident(self._whole)
 
     def run(self, is_resident: bool) -> Steps:
-        turn, crew, cell = self._turn, self._turn.crew, self._cell_bytes
+        operation, peers, cell = self._operation, self._operation.peers, self._cell_bytes
         nbytes = self._output.numel()
         chunks = max(1, -(-nbytes // cell))
         if not is_resident:
@@ -186,33 +193,33 @@ class ReduceScatter:
         for chunk in range(chunks):
             if chunk + 1 < chunks and not is_resident:
                 yield from self._stage(chunk + 1, chunks)
-            yield POSTED, turn.after(chunk + 1)
+            yield POSTED, operation.after(chunk + 1)
             if chunk == 0:
-                turn.check()
+                operation.check()
             here = self._output[chunk * cell : (chunk + 1) * cell]
             if here.numel():
-                terms = [self._term_of(place, chunk, here.numel()) for place in range(crew.size)]
+                terms = [self._term_of(place, chunk, here.numel()) for place in range(peers.size)]
                 self._arithmetic.into(terms, here.view(self._arithmetic.dtype))
-            crew.advance(DONE, turn.done_with(chunk, chunks))
+            peers.advance(DONE, operation.done_with(chunk, chunks))
         # Others may still read what lies here.
         if is_resident:
-            yield DONE, turn.end
+            yield DONE, operation.end
 
     def _term_of(self, place: int, chunk: int, nbytes: int) -> Tensor:
         """What a rank has of this chunk of this rank's part."""
-        turn, rank, cell = self._turn, self._turn.crew.rank, self._cell_bytes
-        where = turn.places[place]
+        operation, rank, cell = self._operation, self._operation.peers.rank, self._cell_bytes
+        where = operation.places[place]
         if where.how == RESIDENT:
-            memory = turn.station.bytes_of(place, where)
+            memory = operation.context.bytes_of(place, where)
             start = where.within + rank * self._output.numel() + chunk * cell
         else:
-            memory, start = turn.chunk_of(place, chunk), rank * cell
+            memory, start = operation.chunk_of(place, chunk), rank * cell
         return memory[start : start + nbytes].view(self._arithmetic.dtype)
 
     def _stage(self, chunk: int, chunks: int) -> Steps:
         cell = self._cell_bytes
         pieces = [(place * cell, part[chunk * cell : (chunk + 1) * cell]) for place, part in enumerate(self._parts)]
-        return self._turn.stage(chunk, chunks, pieces)
+        return self._operation.stage(chunk, chunks, pieces)
 
 
 def cell_bytes(size: int) -> int:

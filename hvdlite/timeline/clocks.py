@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from ..channels.collective import Group
+from ..comm.group import Group
 
 _ROUNDS = 10
 

@@ -4,7 +4,7 @@ The parts of a timeline, one for each rank, and the one file that they become.
     rank N ── FILE.rank.N.part, from the start ── end: sent to rank 0, or found beside FILE ── FILE
 
 A part is Chrome-trace JSON on the common clock already, an event in each line, and without the closing bracket, which
-Perfetto does not miss. Files only: how events come into a part is in `channels.recorder`, how parts come to rank 0
+Perfetto does not miss. Files only: how events come into a part is in `comm.recorder`, how parts come to rank 0
 is in `session`.
 """
 

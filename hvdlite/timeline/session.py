@@ -15,11 +15,11 @@ import time
 import zlib
 from pathlib import Path
 
-from ..agreement.conductor import Conductor
-from ..agreement.handle import Handle
-from ..agreement.request import Request
-from ..channels.collective import Group
-from ..channels.recorder import Recorder, Recording
+from ..comm.group import Group
+from ..comm.recorder import Recorder, Recording
+from ..control.controller import Controller
+from ..control.handle import Handle
+from ..control.request import Request
 from ..log import log
 from . import parts
 from .clocks import clock_ahead_ns
@@ -28,7 +28,7 @@ _LAST_WAIT_S = 5.0
 _START, _STOP = "start_timeline", "stop_timeline"
 
 
-def start(group: Group, conductor: Conductor, path: str | os.PathLike[str]) -> None:
+def start(group: Group, controller: Controller, path: str | os.PathLike[str]) -> None:
     """Record, on every rank, into a file that rank 0 will write; its path counts. Waits for all."""
     recorder = group.recorder
     if recorder.recording is not None:
@@ -38,29 +38,31 @@ def start(group: Group, conductor: Conductor, path: str | os.PathLike[str]) -> N
         )
     # Made absolute now: the program may go elsewhere before it is written.
     request = Request(_START, own=os.path.abspath(path))
-    conductor.submit(group, request, lambda turn: _begin(turn.group, recorder, Path(turn.owns[0]))).wait()
+    controller.submit(
+        group, request, lambda execution: _begin(execution.group, recorder, Path(execution.owns[0]))
+    ).wait()
 
 
-def stop(group: Group, conductor: Conductor) -> None:
+def stop(group: Group, controller: Controller) -> None:
     """Write the file. Waits for all; does nothing where nothing is recorded."""
     if group.recorder.recording is None:
         log.info("stop_timeline: no timeline is being recorded")
         return
     try:
-        _submit_end(group, conductor).wait()
+        _submit_end(group, controller).wait()
     finally:
         group.recorder.forget()
 
 
-def leave(group: Group, conductor: Conductor) -> None:
+def leave(group: Group, controller: Controller) -> None:
     """`stop`, if the other ranks come to it soon, else `save`. Raises nothing.
 
-    Soon is a few seconds; where the conductor carries out what it is asked for at once, the engine's timeout.
+    Soon is a few seconds; where the controller carries out what it is asked for at once, the engine's timeout.
     """
     if group.recorder.recording is None:
         return
     try:
-        handle = _submit_end(group, conductor)
+        handle = _submit_end(group, controller)
         if handle.ended_within(_LAST_WAIT_S):
             handle.wait()
             group.recorder.forget()
@@ -85,9 +87,9 @@ def save(group: Group) -> None:
             log.warning("the timeline cannot be written: %s", error)
 
 
-def _submit_end(group: Group, conductor: Conductor) -> Handle:
+def _submit_end(group: Group, controller: Controller) -> Handle:
     recorder = group.recorder
-    return conductor.submit(group, Request(_STOP), lambda turn: _end(turn.group, recorder))
+    return controller.submit(group, Request(_STOP), lambda execution: _end(execution.group, recorder))
 
 
 def _begin(group: Group, recorder: Recorder, path: Path) -> None:

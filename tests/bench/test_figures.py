@@ -23,7 +23,7 @@ from hvdlite.bench.step import Race, Step
 from hvdlite.bench.table import Table
 from hvdlite.bench.variants import VARIANTS, horovod_module
 from hvdlite.bench.workloads import WORKLOADS, small_resnet
-from hvdlite.world import current_world
+from hvdlite.runtime.world import current_world
 
 
 def test_quartiles_lie_between_samples_where_they_must():

@@ -10,8 +10,8 @@ from hvdlite_launcher.hosts import Host
 from hvdlite_launcher.plan import HostFacts, plan_slots, slot_environment, variables_set
 
 from hvdlite.environment import DEFAULT_STALL_WARNING_S, DEFAULT_TIMEOUT_S, Environment, read_environment
-from hvdlite.gradients.optimizer import DEFAULT_BUCKET_CAP_BYTES
-from hvdlite.meeting.topology import read_seat
+from hvdlite.optim.optimizer import DEFAULT_BUCKET_CAP_BYTES
+from hvdlite.rendezvous.placement import read_placement
 
 TRAINING = """
 import os, signal, sys
@@ -56,19 +56,19 @@ def test_the_help_of_the_flags_names_the_librarys_own_defaults():
         assert f"({default:g})" in help_of[flag], flag
 
 
-def test_the_library_reads_the_seat_that_the_launcher_planned():
+def test_the_library_reads_the_placement_that_the_launcher_planned():
     slots = plan_slots((Host("a", 2), Host("b", 1)))
     for slot in slots:
         own = slot_environment(slot, len(slots), master_address="a", master_port=1)
         environment = variables_set({}, own, HostFacts("/tmp/a job", 2, None))
-        seat = read_seat(environment)
-        assert (seat.rank, seat.size, seat.local_rank, seat.host) == (
+        placement = read_placement(environment)
+        assert (placement.rank, placement.size, placement.local_rank, placement.host) == (
             slot.rank,
             3,
             slot.local_rank,
             slot.host.name,
         )
-        assert seat.store_url == "unix:///tmp/a job/store"
+        assert placement.store_url == "unix:///tmp/a job/store"
 
 
 @pytest.mark.slow

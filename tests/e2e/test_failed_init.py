@@ -11,20 +11,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 # Where it fails: what is called there.
 STAGES = (
-    "hvdlite.entry.seats_to_topology",
-    "hvdlite.entry.ShmChannels",
-    "hvdlite.shm.meeting._make_own",
-    "hvdlite.shm.meeting._make_station",
-    "hvdlite.shm.channels.ShmEngine",
-    "hvdlite.entry.choose_levels",
-    "hvdlite.entry.make_conductor",
-    "hvdlite.agreement.connect.Negotiator",
-    "hvdlite.agreement.negotiator.Negotiator.open_channel",
-    "hvdlite.agreement.negotiator.Negotiator.start",
+    "hvdlite.runtime.bootstrap.placements_to_topology",
+    "hvdlite.runtime.bootstrap.ShmEngineFactory",
+    "hvdlite.shm.setup._make_own",
+    "hvdlite.shm.setup._make_context",
+    "hvdlite.shm.shm_factory.ShmEngine",
+    "hvdlite.runtime.bootstrap.choose_levels",
+    "hvdlite.runtime.bootstrap.make_controller",
+    "hvdlite.control.connect.ControlClient",
+    "hvdlite.control.control_client.ControlClient.open_channel",
+    "hvdlite.control.control_client.ControlClient.start",
     "hvdlite.timeline.session.start",
     "hvdlite.timeline.session._begin",
-    "hvdlite.entry.Registry",
-    "hvdlite.registry.Registry.add",
+    "hvdlite.runtime.bootstrap.Registry",
+    "hvdlite.runtime.process_set_registry.Registry.add",
 )
 # Where an error of one rank is that rank's alone, and the others' comes from what it leaves.
 PROGRAM = """

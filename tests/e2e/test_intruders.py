@@ -39,9 +39,9 @@ TRAINING_BYTES = 200 << 20
 TRAIN = """
 import os, resource, sys, time, torch, torch.distributed.distributed_c10d as c10d
 import hvdlite as hvd
-from hvdlite import entry
-from hvdlite.agreement import connect
-from hvdlite.shm import channels
+from hvdlite.runtime import bootstrap
+from hvdlite.control import connect
+from hvdlite.shm import shm_factory
 gate, held, (held_at, _, earlier) = sys.argv[1], sys.argv[2].split(","), sys.argv[3].partition(" ")
 rank, connected = int(os.environ["RANK"]), 0
 with open(os.path.join(gate, f"memory.{rank}"), "w") as file:
@@ -70,7 +70,7 @@ class Held(c10d.ProcessGroupGloo):
 
 c10d.ProcessGroupGloo = torch.distributed.ProcessGroupGloo = Held
 hold(entry, "introduce")
-hold(channels, "meet")
+hold(engine_factory, "meet")
 hold(connect, "_reach")
 torch.set_num_threads(1)
 torch.manual_seed(rank)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 PRELUDE = """
 import os, signal, socket, sys, threading
-from hvdlite.meeting.client import Operation, StoreClient
+from hvdlite.rendezvous.store_client import Operation, StoreClient
 rank, size = int(os.environ["HVDLITE_RANK"]), int(os.environ["HVDLITE_SIZE"])
 store = StoreClient.from_url(os.environ["HVDLITE_STORE"])
 def all_are_here(what):

@@ -11,13 +11,13 @@ from functools import lru_cache
 import pytest
 from e2e.conftest import TEARDOWN_S, ready, wait_until
 
-from hvdlite.shm.board import BOARD_BYTES
-from hvdlite.shm.turn import SLOTS_BYTES
+from hvdlite.shm.control_block import CONTROL_BLOCK_BYTES
+from hvdlite.shm.operation import SLOTS_BYTES
 
 pytestmark = pytest.mark.slow
 
 MIB = 2**20
-ENGINE_BYTES = BOARD_BYTES + SLOTS_BYTES
+ENGINE_BYTES = CONTROL_BLOCK_BYTES + SLOTS_BYTES
 IMPORTS = """
 import os, signal, sys
 import torch, torch.distributed as dist
@@ -152,7 +152,7 @@ except KeyboardInterrupt:
 
 
 ENGINES = """
-from hvdlite.world import current_world
+from hvdlite.runtime.world import current_world
 def kind(): return type(current_world().group.engine).__name__
 """
 

@@ -15,7 +15,7 @@ PROGRAM = """
 import os, sys, time
 import torch
 import hvdlite as hvd
-from hvdlite.channels import recorder
+from hvdlite.comm import recorder
 recorder._FLUSH_S = 1000  # what steps do not bring into the file comes too late
 hvd.init(timeout_s=20)
 path, end = sys.argv[1:]

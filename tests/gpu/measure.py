@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hvdlite as hvd
-from hvdlite.collectives import kernels
+from hvdlite.compression import kernels
 
 GPU = torch.device("cuda", 0)
 BUCKET_BYTES = 64 * 10**6

@@ -7,8 +7,8 @@ import itertools
 import pytest
 import torch
 
-from hvdlite.collectives import kernels
-from hvdlite.collectives.kernels import (
+from hvdlite.compression import kernels
+from hvdlite.compression.kernels import (
     divide,
     divide_by,
     gives_what_torch_gives,

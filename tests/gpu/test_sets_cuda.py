@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from gpu.test_cuda import run
 
-from hvdlite.channels.engine import SubsetChannels
-from hvdlite.channels.gloo import Patience, Ranks
+from hvdlite.comm.engine import SubsetEngineFactory
+from hvdlite.comm.gloo import Patience, Ranks
 from hvdlite.signing import Signer
 
 pytestmark = [
@@ -19,20 +19,20 @@ pytestmark = [
 ]
 
 
-def test_a_sets_channels_carry_cpu_and_cuda_tensors():
-    channels = SubsetChannels(
+def test_a_sets_engine_factory_carry_cpu_and_cuda_tensors():
+    engine_factory = SubsetEngineFactory(
         Ranks(dist.HashStore(), Signer(b"alone"), 0, ("rank 0",), Patience(timedelta(seconds=20))),
         "cpu:gloo,cuda:nccl",
         [0],
     )
-    engines = [channels.open() for _ in range(2)]
+    engines = [engine_factory.open() for _ in range(2)]
     for engine in engines:
         for device in ("cpu", "cuda"):
             tensor = torch.ones(3, device=device)
             engine.allreduce([tensor], dist.AllreduceOptions()).wait()
             assert tensor.tolist() == [1, 1, 1]
     for engine in engines:
-        channels.close(engine)
+        engine_factory.close(engine)
 
 
 def test_collectives_and_optimizers_in_sets_that_share_a_rank(tmp_path):

@@ -13,10 +13,10 @@ from ranks import set_of
 from torch import Tensor, nn
 
 import hvdlite as hvd
-from hvdlite.channels.collective import Group
-from hvdlite.channels.engine import AloneChannels, Channels, SubsetChannels
-from hvdlite.channels.gloo import Patience, Ranks
-from hvdlite.channels.hierarchy import HierarchicalChannels, Places
+from hvdlite.comm.engine import EngineFactory, SingleRankFactory, SubsetEngineFactory
+from hvdlite.comm.gloo import Patience, Ranks
+from hvdlite.comm.group import Group
+from hvdlite.comm.hierarchy import HierarchicalEngineFactory, Places
 from hvdlite.signing import Signer
 
 pytestmark = [
@@ -27,27 +27,27 @@ pytestmark = [
 GPU = torch.device("cuda", 0)
 
 
-def over_nccl() -> Channels:
-    return SubsetChannels(
+def over_nccl() -> EngineFactory:
+    return SubsetEngineFactory(
         Ranks(dist.HashStore(), Signer(b"alone"), 0, ("rank 0",), Patience(timedelta(seconds=60))),
         "cpu:gloo,cuda:nccl",
         [0],
     )
 
 
-class OneRankOfEach(SubsetChannels):
+class OneRankOfEach(SubsetEngineFactory):
     """NCCL's engines also for the parts of a hierarchy of one host with one rank."""
 
-    def among(self, places: object, place: int, token: str, /) -> Channels:
+    def among(self, places: object, place: int, token: str, /) -> EngineFactory:
         return over_nccl()
 
 
-def over_a_hierarchy() -> Channels:
+def over_a_hierarchy() -> EngineFactory:
     flat = OneRankOfEach(dist.HashStore(), "cpu:gloo,cuda:nccl", [0], 0, timedelta(seconds=60))
-    return HierarchicalChannels(flat, None, Places((0,), (0,)), 0, "test", {"cuda"})
+    return HierarchicalEngineFactory(flat, None, Places((0,), (0,)), 0, "test", {"cuda"})
 
 
-CHANNELS = [AloneChannels, over_nccl, over_a_hierarchy]
+CHANNELS = [SingleRankFactory, over_nccl, over_a_hierarchy]
 
 
 class Net(nn.Module):
@@ -76,14 +76,14 @@ def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def wrapped(
-    model: nn.Module, make: Callable[..., torch.optim.Optimizer], channels: Channels, compression: object
+    model: nn.Module, make: Callable[..., torch.optim.Optimizer], engine_factory: EngineFactory, compression: object
 ) -> hvd.DistributedOptimizer:
     return hvd.DistributedOptimizer(
         make(list(model.parameters())),
         model.named_parameters(),
         compression=compression,
         bucket_cap_mb=0.5,
-        process_set=set_of(Group(channels, 0, 1, ["here"], signer=Signer(b"alone"))),
+        process_set=set_of(Group(engine_factory, 0, 1, ["here"], signer=Signer(b"alone"))),
     )
 
 
@@ -96,12 +96,12 @@ def data(steps: int) -> tuple[Tensor, Tensor]:
     return torch.randn(steps, 16, 64, dtype=torch.float64, device=GPU), torch.randint(4, (steps, 16), device=GPU)
 
 
-@pytest.mark.parametrize("make_channels", CHANNELS)
+@pytest.mark.parametrize("make_engine_factory", CHANNELS)
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_from_backward_to_step_nothing_waits_for_the_gpu(make_channels, compression, set_to_none):
+def test_from_backward_to_step_nothing_waits_for_the_gpu(make_engine_factory, compression, set_to_none):
     model, (x, y) = Net().to(GPU, torch.float64), data(6)
-    optimizer = wrapped(model, sgd, make_channels(), compression)
+    optimizer = wrapped(model, sgd, make_engine_factory(), compression)
     for step in range(6):
         optimizer.zero_grad(set_to_none)
         loss = loss_of(model, x[step], y[step])
@@ -132,15 +132,15 @@ def test_the_program_runs_ahead_of_the_gpu():
     assert is_ahead
 
 
-@pytest.mark.parametrize("make_channels", CHANNELS)
+@pytest.mark.parametrize("make_engine_factory", CHANNELS)
 @pytest.mark.parametrize("make", [sgd, adamw])
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.bf16])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_captured_step_replays_as_training_goes_on(make_channels, make, compression, set_to_none):
+def test_a_captured_step_replays_as_training_goes_on(make_engine_factory, make, compression, set_to_none):
     start, (x, y) = Net().to(GPU, torch.float64), data(5)
     eager, graphed = copy.deepcopy(start), copy.deepcopy(start)
-    twin = wrapped(eager, make, AloneChannels(), compression)
-    optimizer = wrapped(graphed, make, make_channels(), compression)
+    twin = wrapped(eager, make, SingleRankFactory(), compression)
+    optimizer = wrapped(graphed, make, make_engine_factory(), compression)
     static_x, static_y = x[0].clone(), y[0].clone()
 
     def step(model: nn.Module, its_optimizer: object) -> Tensor:

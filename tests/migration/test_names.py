@@ -24,7 +24,7 @@ def test_every_name_of_horovods_is_there_but_for_those_that_are_said_not_to_be()
 
 def test_import_torch_is_pytorch_everywhere_in_the_package():
     assert hvd.torch is torch if hasattr(hvd, "torch") else hvd.dist is torch.distributed
-    assert hvdlite.channels.collective.torch is torch
+    assert hvdlite.comm.group.torch is torch
     assert hvdlite.torch is hvd
 
 

@@ -320,9 +320,9 @@ def test_every_child_process_finds_it_too(tmp_path):
         *(
             line
             for method in ("spawn", "forkserver", "fork")
-            for line in (f"{method} hvdlite.collectives.codec", "[True]")
+            for line in (f"{method} hvdlite.compression.horovod_compressors", "[True]")
         ),
-        "b'hvdlite.world\\n'",
+        "b'hvdlite.runtime.world\\n'",
         "b'hvdlite.horovod\\n'",
     ]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ranks import ThreadChannels, attempt_threads
+from ranks import ThreadEngineFactory, attempt_threads
 
-from hvdlite.channels.gloo import Patience
-from hvdlite.shm.engine import ShmEngine
-from hvdlite.shm.meeting import meet, open_segment
+from hvdlite.comm.gloo import Patience
+from hvdlite.shm.setup import meet, open_segment
+from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.signing import Signer
 
 TIMEOUT_S = 30.0
@@ -49,8 +49,8 @@ def make_engine(store: dist.Store, rank: int, size: int, timeout_s: float = TIME
     )
 
 
-class SharedChannels(ThreadChannels):
-    """Stands in for `ranks.ThreadChannels`: the same ranks, with engines in shared memory."""
+class SharedEngineFactory(ThreadEngineFactory):
+    """Stands in for `ranks.ThreadEngineFactory`: the same ranks, with engines in shared memory."""
 
     def open(self) -> Any:
         store = dist.PrefixStore(f"channel{self._opened}", self._store)
@@ -60,8 +60,8 @@ class SharedChannels(ThreadChannels):
     def close(self, engine: Any, /) -> None:
         engine.close()
 
-    def among(self, places: Sequence[int], place: int, token: str, /) -> SharedChannels:
-        return SharedChannels(dist.PrefixStore(token, self._store), place, len(places), self._wrap)
+    def among(self, places: Sequence[int], place: int, token: str, /) -> SharedEngineFactory:
+        return SharedEngineFactory(dist.PrefixStore(token, self._store), place, len(places), self._wrap)
 
 
 def begin_all_reduce(engine: ShmEngine, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:

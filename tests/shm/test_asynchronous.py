@@ -22,10 +22,10 @@ from shm.engines import (
     until,
 )
 
-from hvdlite.shm import crew
-from hvdlite.shm.board import PAYLOAD_BYTES, WINDOW
-from hvdlite.shm.engine import ShmEngine
-from hvdlite.shm.turn import CHUNK_BYTES
+from hvdlite.shm import peers
+from hvdlite.shm.control_block import PAYLOAD_BYTES, WINDOW
+from hvdlite.shm.operation import CHUNK_BYTES
+from hvdlite.shm.shm_engine import ShmEngine
 
 SMALL, STAGED = 3, CHUNK_BYTES // 4 + 1  # floats: in a payload, in two chunks
 
@@ -131,7 +131,7 @@ def test_other_ranks_do_not_wait_for_one_that_has_begun_all_and_is_busy_otherwis
     run_engines(2, on_rank)
 
 
-def test_a_callback_may_begin_operations_and_wait_for_them() -> None:
+def test_a_callback_may_begin_collectives_and_wait_for_them() -> None:
     """As PowerSGD's does, which is a communication hook of DDP."""
 
     def on_rank(engine: ShmEngine) -> None:
@@ -255,14 +255,14 @@ def test_a_wait_may_be_given_up_and_begun_again(numel: int) -> None:
 def test_where_reads_may_be_reordered_what_others_have_written_is_read_behind_a_fence(monkeypatch: Any) -> None:
     """Not what a fence does, which only such a machine could show, but that there is one, after the counters."""
     seen: list[bool] = []
-    fence = crew.fence
-    monkeypatch.setattr(crew, "_READS_IN_ORDER", False)
+    fence = peers.fence
+    monkeypatch.setattr(peers, "_READS_IN_ORDER", False)
 
     def on_rank(engine: ShmEngine) -> None:
-        monkeypatch.setattr(crew, "fence", lambda: (seen.append(True), fence()))
-        assert not engine._station.crew.reached(0, 1)
+        monkeypatch.setattr(peers, "fence", lambda: (seen.append(True), fence()))
+        assert not engine._context.peers.reached(0, 1)
         assert not seen
-        assert engine._station.crew.reached(0, 0)
+        assert engine._context.peers.reached(0, 0)
         assert len(seen) == 1
 
     on_two = attempt_engines(2, lambda engine: on_rank(engine) if engine.rank == 0 else None)

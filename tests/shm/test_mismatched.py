@@ -11,8 +11,8 @@ import torch.distributed as dist
 from shm.engines import begin_all_reduce, begin_broadcast, run_engines
 
 from hvdlite.errors import MismatchError
-from hvdlite.shm.board import PAYLOAD_BYTES
-from hvdlite.shm.engine import ShmEngine
+from hvdlite.shm.control_block import PAYLOAD_BYTES
+from hvdlite.shm.shm_engine import ShmEngine
 
 LARGE = PAYLOAD_BYTES + 1
 

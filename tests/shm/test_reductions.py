@@ -13,9 +13,9 @@ import torch.distributed as dist
 from shm.engines import begin_all_reduce, run_engines
 
 from hvdlite.shm.arithmetic import DTYPES, OPS
-from hvdlite.shm.board import PAYLOAD_BYTES
-from hvdlite.shm.engine import ShmEngine
-from hvdlite.shm.turn import CHUNK_BYTES
+from hvdlite.shm.control_block import PAYLOAD_BYTES
+from hvdlite.shm.operation import CHUNK_BYTES
+from hvdlite.shm.shm_engine import ShmEngine
 
 Op: Any = dist.ReduceOp.RedOpType
 BITWISE = {Op.BAND: operator.and_, Op.BOR: operator.or_, Op.BXOR: operator.xor}

@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from shm.engines import attempt_threads, begin_all_reduce, run_engines, until
 
-from hvdlite.channels.gloo import Patience
-from hvdlite.shm import crew
+from hvdlite.comm.gloo import Patience
+from hvdlite.shm import peers
 from hvdlite.shm import segment as segment_module
-from hvdlite.shm.engine import ShmEngine
-from hvdlite.shm.meeting import meet, open_segment
+from hvdlite.shm.operation import CHUNK_BYTES
 from hvdlite.shm.segment import DIRECTORY, Address, NoMemoryError, Segment
-from hvdlite.shm.turn import CHUNK_BYTES
+from hvdlite.shm.setup import meet, open_segment
+from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.signing import Signer
 
 MIB = 2**20
@@ -164,8 +164,8 @@ def test_files_are_closed_once_whoever_closes_them(monkeypatch: Any) -> None:
     monkeypatch.setattr(os, "close", close)
     segment_module._close_all(fds)
     lives = dict(enumerate(range(5, 8)))
-    monkeypatch.setattr(os, "close", lambda fd: (closed.append(fd), crew._close_all(lives)))
-    crew._close_all(lives)
+    monkeypatch.setattr(os, "close", lambda fd: (closed.append(fd), peers._close_all(lives)))
+    peers._close_all(lives)
     assert sorted(closed) == list(range(8))
 
 
@@ -199,7 +199,7 @@ def test_engines_and_their_tensors_leave_nothing() -> None:
         assert resident is not None
         for tensor in (resident, torch.ones(CHUNK_BYTES)):
             begin_all_reduce(engine, tensor).wait()
-        segment = engine._station.segment
+        segment = engine._context.segment
         used = used_bytes(segment)
         del resident, tensor
         until(lambda: used_bytes(segment) == used - 4 * CHUNK_BYTES)
@@ -218,15 +218,15 @@ def test_engines_over_one_segment_may_come_and_go() -> None:
     def on_rank(rank: int) -> None:
         segment = Segment()
         for number in range(4):
-            station = meet(dist.PrefixStore(str(number), store), rank, 2, segment, Patience(TIMEOUT), Signer(b"test"))
-            engine = ShmEngine(station, "test")
+            context = meet(dist.PrefixStore(str(number), store), rank, 2, segment, Patience(TIMEOUT), Signer(b"test"))
+            engine = ShmEngine(context, "test")
             bucket = engine.empty(MIB, torch.float32)
             assert bucket is not None
             bucket.fill_(1.0)
             begin_all_reduce(engine, bucket).wait()
             assert bucket[-1] == 2
             engine.close()
-            del station, engine, bucket
+            del context, engine, bucket
             gc.collect()
             until(lambda: used_bytes(segment) == 0)
 

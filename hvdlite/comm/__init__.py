@@ -1,0 +1,9 @@
+"""
+Ranks that communicate together, and what carries it: groups over `torch.distributed`'s engines.
+
+    EngineFactory ── Engine ── Group ── Work; what happens when goes to a Recorder
+
+Modules import only what stands before them:
+
+    gloo < engine < hierarchy < gpu clock < recorder < reduce_op < flat < work < reducers < collected < collective < choice
+"""

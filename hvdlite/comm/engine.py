@@ -1,0 +1,273 @@
+"""
+What carries a collective: a torch.distributed process group, or nobody where a rank is alone.
+
+    EngineFactory (where engines come from) ── open ── Engine (four operations) ── EngineWork (under way)
+
+What is sent through an engine, and which ranks take part, is in `group`.
+hvdlite's own engine, through memory that ranks of a host share, is in `shm`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
+
+from ..errors import PeerLostError
+from .gloo import Connections, Ranks, open_proven, wait_for_all
+
+
+class PeerGoneError(PeerLostError):
+    """An engine's word that another rank is no more, from one that knows which."""
+
+    def __init__(self, message: str, place: int) -> None:
+        """``place`` is the rank's among those of the engine."""
+        super().__init__(message)
+        self.place = place
+
+
+class EngineWork(Protocol):
+    """What an engine returns at once for an operation that it has begun."""
+
+    def wait(self) -> object: ...
+    def is_completed(self) -> bool: ...
+    def get_future(self) -> torch.futures.Future[Any]: ...
+
+
+class Engine(Protocol):
+    """The part of `torch.distributed.ProcessGroup` that hvdlite is built on."""
+
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork: ...
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork: ...
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork: ...
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
+    ) -> EngineWork: ...
+
+
+@runtime_checkable
+class HasMemory(Protocol):
+    """An engine that reduces tensors in memory of its own where they lie."""
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """A flat tensor of zeros there, on the CPU; None if there is no more."""
+        ...
+
+
+class EngineFactory(Protocol):
+    """Where a group gets further engines from, between the same ranks and independent of each other."""
+
+    def open(self) -> Engine:
+        """A new engine; every rank of the group must call it."""
+        ...
+
+    def close(self, engine: Engine, /) -> None:
+        """Give one back; waits for nobody."""
+        ...
+
+    def among(self, places: Sequence[int], place: int, token: str, /) -> EngineFactory:
+        """Where some of the ranks get engines from; only they call it, and each is at ``place`` among them.
+
+        ``token`` names their meeting place: equal on these ranks, and never used before.
+        """
+        ...
+
+
+class SingleRankEngine:
+    """The engine of a rank that has no others: every collective is done as it begins."""
+
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
+        return _Done()
+
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
+        return _Done()
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
+        for output, tensor in zip(outputs, inputs, strict=True):
+            output[0].copy_(tensor)
+        return _Done()
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
+    ) -> EngineWork:
+        output.copy_(input)
+        return _Done()
+
+
+class ClosedEngine:
+    """The engine of a group that has been left."""
+
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
+        raise self.error()
+
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
+        raise self.error()
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
+        raise self.error()
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
+    ) -> EngineWork:
+        raise self.error()
+
+    def error(self) -> RuntimeError:
+        """What every operation raises."""
+        return RuntimeError(
+            "hvd.shutdown(), remove_process_set() or close() was called before: make the optimizer anew after "
+            "hvd.init() or add_process_set()"
+        )
+
+
+class SingleRankFactory:
+    """Engines for a rank that has no others."""
+
+    def open(self) -> Engine:
+        return SingleRankEngine()
+
+    def close(self, engine: Engine, /) -> None:
+        return
+
+    def among(self, places: Sequence[int], place: int, token: str, /) -> EngineFactory:
+        return self
+
+
+_BACKEND_TYPES = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
+
+
+class _Done:
+    def wait(self) -> None:
+        return
+
+    def is_completed(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(None)
+        return future
+
+
+def allow_collectives(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let collectives on the CPU take so long; connecting, which is over, may have been given less."""
+    group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
+
+
+class TorchEngineFactory:
+    """Process groups of all ranks: first the default one if it is ours, then further ones beside it."""
+
+    def __init__(self, backend: str, ranks: Ranks, unused_default: dist.ProcessGroup | None = None) -> None:
+        self.backend = backend
+        self._ranks = ranks
+        self._unused_default = unused_default
+        self._opened = itertools.count()
+        self._open: list[tuple[dist.ProcessGroup, Connections]] = []
+
+    def open(self) -> Engine:
+        if self._unused_default is not None:
+            default, self._unused_default = self._unused_default, None
+            return default
+        label = f"group{next(self._opened)}"
+        wait_for_all(self._ranks, label)
+        group, connections = open_proven(self._make, dist.destroy_process_group, self._ranks, label)
+        self._open.append((group, connections))
+        return group
+
+    def _make(self) -> dist.ProcessGroup:
+        group = dist.new_group(backend=self.backend, timeout=self._ranks.patience.left())
+        assert isinstance(group, dist.ProcessGroup), "every rank is a member of it"
+        allow_collectives(group, self._ranks.patience.timeout)
+        return group
+
+    def close(self, engine: Engine, /) -> None:
+        # Gone already where the default group has been destroyed, and all others with it.
+        for group, connections in [each for each in list(self._open) if each[0] is engine]:
+            self._open.remove((group, connections))
+            connections.cut()
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+
+    def among(self, places: Sequence[int], place: int, token: str, /) -> EngineFactory:
+        if len(places) == 1:
+            return SingleRankFactory()
+        return SubsetEngineFactory(self._ranks.among(places, place, token), self.backend, places)
+
+
+class SubsetEngineFactory:
+    """Process groups of some ranks, which meet in a store and need no others to.
+
+    Not by `dist.new_group`, which every rank of the job would have to call for each engine, and which tells apart
+    groups that need not by how many a rank has made.
+    """
+
+    def __init__(self, ranks: Ranks, backend: str, places: Sequence[int]) -> None:
+        """``places`` are the numbers of these ranks among all, for what NCCL says when it watches over a collective."""
+        self._ranks = ranks
+        self._backend = backend
+        self._backend_of = _backend_by_device(backend)
+        self._places = list(places)
+        self._opened = itertools.count()
+        self._open: list[tuple[dist.ProcessGroup, Connections]] = []
+
+    def open(self) -> Engine:
+        label = f"channel{next(self._opened)}"
+        wait_for_all(self._ranks, label)
+        make = partial(self._make, label)
+        group, connections = open_proven(make, lambda group: group.shutdown(), self._ranks, label)
+        self._open.append((group, connections))
+        return group
+
+    def _make(self, label: str) -> dist.ProcessGroup:
+        store = PrefixStore(label, self._ranks.store)
+        group = dist.ProcessGroup(store, self._ranks.rank, self._ranks.size)
+        made: dict[str, Any] = {}
+        for device, name in self._backend_of.items():
+            if name not in made:
+                made[name] = self._make_backend(name, PrefixStore(device, store))
+            group._register_backend(torch.device(device), _BACKEND_TYPES[name], made[name])
+        group._set_default_backend(_BACKEND_TYPES[self._backend_of["cpu"]])
+        return group
+
+    def close(self, engine: Engine, /) -> None:
+        for group, connections in [each for each in list(self._open) if each[0] is engine]:
+            self._open.remove((group, connections))
+            connections.cut()
+            group.shutdown()
+
+    def among(self, places: Sequence[int], place: int, token: str, /) -> EngineFactory:
+        if len(places) == 1:
+            return SingleRankFactory()
+        ranks = self._ranks.among(places, place, token)
+        return SubsetEngineFactory(ranks, self._backend, [self._places[each] for each in places])
+
+    def _make_backend(self, name: str, store: Store) -> Any:
+        rank, size, patience = self._ranks.rank, self._ranks.size, self._ranks.patience
+        if name == "gloo":
+            gloo = dist.ProcessGroupGloo(store, rank, size, timeout=patience.left())
+            gloo._set_default_timeout(patience.timeout)
+            return gloo
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = patience.timeout
+        options.global_ranks_in_group = self._places
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _backend_by_device(backend: str) -> dict[str, str]:
+    """What carries CPU and CUDA tensors: of ``gloo``, or of ``cpu:gloo,cuda:nccl``."""
+    if ":" not in backend:
+        return {"cpu": backend, "cuda": backend}
+    backend_of = dict(item.split(":") for item in backend.split(","))
+    unknown = sorted(set(backend_of.values()) - _BACKEND_TYPES.keys())
+    if unknown:
+        raise RuntimeError(
+            f"the program chose {unknown[0]} in torch.distributed.init_process_group, and process sets communicate "
+            "over gloo and nccl alone: choose one of these, or leave the call to hvd.init()"
+        )
+    return backend_of

@@ -1,0 +1,54 @@
+"""
+When a GPU came to a point, by the host's clock: noted by a thread that waits for it.
+
+No polling and no arithmetic between clocks; exact to the few microseconds that it takes to wake a thread.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Protocol
+
+_SETTLE_S = 5.0
+
+
+class Point(Protocol):
+    """A `torch.cuda.Event` that has been recorded, with ``blocking=True`` so that waiting burns no core."""
+
+    def synchronize(self) -> object: ...
+
+
+class GpuClock:
+    """Waits for points in the order in which they are handed in."""
+
+    def __init__(self) -> None:
+        self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def see(self, began: Point, ended: Point, then: Callable[[int, int], object]) -> None:
+        """Call ``then`` with the times (ns) at which the GPU came to both, when it has. Returns at once."""
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="hvdlite-gpu-watch", daemon=True)
+                self._thread.start()
+        self._jobs.put(lambda: then(_reached_ns(began), _reached_ns(ended)))
+
+    def settle(self) -> None:
+        """Wait, a few seconds at most, until all that was handed in has been seen."""
+        if self._thread is not None:
+            settled = threading.Event()
+            self._jobs.put(settled.set)
+            settled.wait(_SETTLE_S)
+
+    def _run(self) -> None:
+        while True:
+            self._jobs.get()()
+
+
+def _reached_ns(point: Point) -> int:
+    point.synchronize()
+    return time.monotonic_ns()

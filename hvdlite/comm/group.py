@@ -1,0 +1,417 @@
+"""
+The ranks that communicate together, and the collectives that all else is made of.
+
+    Group (rank, size, hosts) ── an operation on its engine ── Work (wait, or what went wrong)
+
+A group is handed to whoever communicates; nothing here is global. Which group is the whole job's is
+known to `world`. Errors of the engine leave here as hvdlite's own, with the rank, the host and what was
+under way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllToAllOptions
+
+from ..errors import CommunicationError, MismatchError, PeerLostError, WrongTypeError, says_peer_lost
+from ..signing import TAG_BYTES, Signer, digest
+from ..values import shown, whole_number
+from .engine import ClosedEngine, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError, SingleRankFactory
+from .flat_bytes import as_bytes, pieces_of
+from .recorder import Recorder
+from .reduce_op import OP_OF_ENGINE, ReduceOp, Sum
+from .reducer_registry import OneThread, ReducerRegistry
+from .work import Watch, Work
+
+MAX_JSON_BYTES = 64 << 20
+"""What one rank may tell the others of itself at most, as JSON."""
+
+_LENGTH_BYTES = 8
+
+
+class Group:
+    """Ranks that call the same collectives in the same order.
+
+    Every method must be called by all ranks of the group; those that return a `Work` return at once,
+    the others wait for all ranks.
+    """
+
+    def __init__(
+        self,
+        engine_factory: EngineFactory,
+        rank: int,
+        size: int,
+        hosts: Sequence[str],
+        *,
+        signer: Signer,
+        set_id: int = 0,
+        ranks: Sequence[int] | None = None,
+        label: str = "all",
+    ) -> None:
+        """``rank`` and ``hosts`` are by place in this group; ``ranks`` are the global ranks, all if not given.
+
+        ``signer`` has a key that these ranks have in common, and no other group. ``set_id`` is the number of the
+        process set that these ranks are, 0 of all. ``label`` is equal on all of them, and no other group's.
+        """
+        self._label = label
+        self.signer = signer
+        self._signed_count = 0
+        self._duplicate_count = 0
+        self._engine_factory = engine_factory
+        self.engine: Engine = engine_factory.open()
+        # Those that have not been closed. Not by weak references, which go when the collector comes.
+        self._duplicates: set[Group] = set()
+        self._duplicate_of: Group | None = None
+        self._closing = threading.RLock()
+        self.rank = rank
+        self.size = size
+        self.hosts = tuple(hosts)
+        self.set_id = set_id
+        self.ranks = tuple(range(size)) if ranks is None else tuple(ranks)
+        self.watch = Watch()
+        # How ranks show each other a digest, once there is a controller: (what for, mine) -> everybody's.
+        self.exchange: Callable[[str, str], list[str]] | None = None
+        # Backward passes (autograd's numbers) whose gradients some optimizer has stepped with. A GAN's
+        # two optimizers share a group: what one generator step leaves behind in the discriminator is
+        # recognised by it. A few suffice: gradients do not stay pending for long.
+        self.stepped_backwards: deque[int] = deque(maxlen=64)
+        # What happens when on this rank, for a timeline.
+        self.recorder = Recorder()
+
+        # Who averages gradients among these ranks; `join` sits out steps for them.
+        self.reducers = ReducerRegistry()
+        # For making those, and whatever else has channels of its own.
+        self.opening = OneThread(size)
+
+    def duplicate(self) -> Group:
+        """The same ranks over an engine of its own (as MPI's Comm_dup). Every rank must call it.
+
+        Collectives pair up by their order within an engine alone. Whoever launches them at times that may
+        differ by rank, as a `Reducer` does, needs one that nobody else uses.
+        """
+        self._duplicate_count += 1
+        signer = self.signer.derive("duplicate", self._duplicate_count)
+        group = Group(
+            self._engine_factory,
+            self.rank,
+            self.size,
+            self.hosts,
+            signer=signer,
+            set_id=self.set_id,
+            ranks=self.ranks,
+            label=f"{self._label}.{self._duplicate_count}",
+        )
+        self._share_with(group)
+        group._duplicate_of = self
+        self._duplicates.add(group)
+        return group
+
+    def among(self, ranks: Sequence[int], *, set_id: int, token: str) -> Group:
+        """Some of the ranks, this one among them, over engines of their own. Only these ranks must call it.
+
+        ``token`` names their meeting place: equal on these ranks, and never used before.
+        """
+        places = [self.ranks.index(rank) for rank in ranks]
+        engine_factory = self._engine_factory.among(places, places.index(self.rank), token)
+        hosts = [self.hosts[place] for place in places]
+        signer = self.signer.derive("among", token)
+        group = Group(
+            engine_factory,
+            places.index(self.rank),
+            len(places),
+            hosts,
+            signer=signer,
+            set_id=set_id,
+            ranks=ranks,
+            label=token,
+        )
+        self._share_with(group)
+        return group
+
+    def part(self, places: Sequence[int], *, token: str) -> Group:
+        """Like `among`, by places in this group, for as long as this group is open: it is closed with it."""
+        group = self.among([self.ranks[place] for place in places], set_id=self.set_id, token=token)
+        group._duplicate_of = self
+        self._duplicates.add(group)
+        return group
+
+    def change_engines(self, engine_factory: EngineFactory, engine: Engine) -> None:
+        """From now on communicate over another engine of the same ranks, and open further ones where that is from."""
+        self._engine_factory, self.engine = engine_factory, engine
+
+    def alone(self) -> Group:
+        """This rank by itself."""
+        signer = self.signer.derive("alone", self.rank)
+        ranks = [self.ranks[self.rank]]
+        group = Group(SingleRankFactory(), 0, 1, [self.hosts[self.rank]], signer=signer, ranks=ranks, label="alone")
+        self._share_with(group)
+        return group
+
+    def _share_with(self, group: Group) -> None:
+        """Give another group of this rank what is the rank's own."""
+        group.stepped_backwards = self.stepped_backwards
+        group.watch = self.watch
+        group.recorder = self.recorder
+
+    def close(self) -> None:
+        """Give the engine back, and those of the duplicates. Waits for nobody.
+
+        No reference to an engine may outlive this: gloo aborts if the interpreter goes before its threads.
+        """
+        for duplicate in list(self._duplicates):
+            duplicate.close()
+        # Of two threads that close, one closes the engine, and the other returns when that is done.
+        with self._closing:
+            engine, self.engine = self.engine, ClosedEngine()
+            if not isinstance(engine, ClosedEngine):
+                self._engine_factory.close(engine)
+            del engine
+        if self._duplicate_of is not None:
+            self._duplicate_of._duplicates.discard(self)
+
+    def require_open(self, what: str) -> None:
+        """Raise a CommunicationError if the group has been left, where no collective would say so."""
+        if isinstance(self.engine, ClosedEngine):
+            raise self.error_of(what, self.engine.error())
+
+    def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A flat tensor for what travels often: in memory of the engine's, where it has some. Waits for nobody."""
+        if device.type == "cpu" and isinstance(self.engine, HasMemory):
+            memory = self.engine.empty(numel, dtype)
+            if memory is not None:
+                return memory
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def describe_rank(self, rank: int) -> str:
+        """The global rank of the group's ``rank``, and its host, such as ``rank 3 (node2)``."""
+        return f"rank {self.ranks[rank]} ({self.hosts[rank]})"
+
+    def error_of(self, what: str, error: BaseException) -> CommunicationError:
+        """The engine's error as hvdlite's own."""
+        where = f"{what} failed on {self.describe_rank(self.rank)}"
+        if "timed out" in str(error).lower():
+            return CommunicationError(
+                f"{where} because another rank did not take part in time: it hangs, or the ranks call different "
+                f"things; raise hvd.init(timeout_s=...) if it is only slow. ({_first_line(error)})"
+            )
+        if isinstance(error, PeerGoneError):
+            return self._error_of_end(where, _first_line(error), self.ranks[error.place])
+        if says_peer_lost(error):
+            return self._error_of_end(where, _first_line(error))
+        return CommunicationError(f"{where}: {_first_line(error)}")
+
+    def place_of_root(self, root_rank: object, what: str) -> int:
+        """The place in this group of a root that a user named by its global rank; a ValueError if it has none."""
+        root = whole_number(root_rank)
+        if root not in self.ranks:
+            if self.set_id == 0:
+                members = f"the {self.size} ranks, 0 to {self.size - 1}"
+            else:
+                members = f"the ranks of the process set, {', '.join(map(str, self.ranks))}"
+            kind = WrongTypeError if root is None else ValueError
+            raise kind(f"{what}: root_rank={shown(root_rank)} is not one of {members}")
+        return self.ranks.index(root)
+
+    def _error_of_end(self, where: str, words: str, seen: int | None = None) -> CommunicationError:
+        """A rank has left: the global rank ``seen``, if the engine says which."""
+        rank, by_itself = self.watch.first_end() or (seen, False)
+        if rank is None or rank not in self.ranks:
+            who = "another rank"
+        else:
+            who = self.describe_rank(self.ranks.index(rank))
+            if by_itself:
+                return CommunicationError(
+                    f"{where} because {who} has ended: every rank must take as many steps, and call collectives as "
+                    f"often; see hvd.join() for ranks with fewer batches. ({words})"
+                )
+        return PeerLostError(
+            f"{where} because {who} has gone; what ended that rank is the cause, look for its own error. ({words})"
+        )
+
+    def _begun(self, work: EngineWork, what: str) -> Work:
+        # So ranks can tell which of them have not begun what others wait for.
+        watch = self.watch
+        number = watch.begun[self._label] = watch.begun.get(self._label, 0) + 1
+        watch.beginners.add(threading.get_ident())
+        return Work(work, what, watch, self.error_of, (self._label, number, self.ranks))
+
+    def all_reduce(self, tensor: Tensor, what: str, op: ReduceOp = Sum) -> Work:
+        """Combine a contiguous tensor over all ranks, in place; of a dtype and an op that engines know.
+
+        These are Sum, Min, Max and Product, of integers (not int16) and floats; others are `reduction`'s.
+        """
+        options = dist.AllreduceOptions()
+        options.reduceOp = OP_OF_ENGINE[op]
+        try:
+            work = self.engine.allreduce([tensor], options)
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        return self._begun(work, what)
+
+    def broadcast(self, tensor: Tensor, root_rank: int, what: str) -> Work:
+        """Overwrite a contiguous tensor with the root's; any dtype, since it travels as bytes."""
+        options = dist.BroadcastOptions()
+        options.rootRank = root_rank
+        options.rootTensor = 0
+        try:
+            work = self.engine.broadcast([as_bytes(tensor)], options)
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        return self._begun(work, what)
+
+    def all_gather(self, tensor: Tensor, what: str, counts: Sequence[int] | None = None) -> list[Tensor]:
+        """The flat bytes of every rank's contiguous tensor, in rank order; sizes may differ.
+
+        ``counts`` are their bytes, where all ranks know them already; else they are exchanged first.
+        """
+        mine = as_bytes(tensor)
+        if counts is None:
+            sizes = self._all_gather_even(torch.tensor([mine.numel()], dtype=torch.int64), what)
+            counts = [int(size.item()) for size in sizes]
+        longest = max(counts)
+        padded = mine
+        if mine.numel() < longest:
+            padded = mine.new_zeros(longest)
+            padded[: mine.numel()].copy_(mine)
+        if longest == 0:
+            return [mine.new_empty(0) for _ in counts]
+        gathered = self._all_gather_even(padded, what)
+        return [part[:count] for part, count in zip(gathered, counts, strict=True)]
+
+    def all_to_all(
+        self, tensor: Tensor, sent_bytes: Sequence[int], received_bytes: Sequence[int], what: str
+    ) -> list[Tensor]:
+        """Give each rank its part of a flat tensor of bytes; what each rank gave this one, in rank order.
+
+        ``sent_bytes`` are the parts' sizes by rank, and ``received_bytes`` those that the others send here.
+        """
+        output = tensor.new_empty(sum(received_bytes))
+        options = AllToAllOptions()
+        try:
+            work = self.engine.alltoall_base(output, tensor, list(received_bytes), list(sent_bytes), options)
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        self._begun(work, what).wait()
+        return pieces_of(output, received_bytes)
+
+    def all_gather_json(self, value: object, what: str) -> list[Any]:
+        """Every rank's value, made of JSON's types, in rank order; tuples arrive as lists.
+
+        Checked as by `all_gather_signed`.
+        """
+        data = json.dumps(value).encode()
+        return [json.loads(each) for each in self.all_gather_signed(data, what, at_most_bytes=MAX_JSON_BYTES)]
+
+    def all_gather_signed(self, data: bytes, what: str, *, at_most_bytes: int | None = None) -> list[bytes]:
+        """The bytes of every rank, in rank order, each checked to come from that rank in this very call.
+
+        A CommunicationError names the rank whose bytes are not signed with the job's key, or are more than
+        ``at_most_bytes``. Lengths are believed, and memory taken for them, once they are known to be signed.
+        """
+        self._signed_count += 1
+        header = self._sign_header(data, self.rank, what)
+        headers = self._all_gather_even(torch.frombuffer(bytearray(header), dtype=torch.uint8), what)
+        read = [self._read_header(bytes(each.tolist()), place, what) for place, each in enumerate(headers)]
+        for place, (length, _) in enumerate(read):
+            if at_most_bytes is not None and length > at_most_bytes:
+                raise CommunicationError(
+                    f"{what} failed on {self.describe_rank(self.rank)}: {self.describe_rank(place)} has {length} bytes "
+                    f"to tell, more than the {at_most_bytes} that are taken"
+                )
+        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        parts = self.all_gather(mine, what, [length for length, _ in read])
+        digests = [its_digest for _, its_digest in read]
+        return [self._checked(parts[place], digests[place], place, what) for place in range(self.size)]
+
+    def broadcast_signed(self, data: bytes | None, root: int, what: str) -> bytes:
+        """The bytes of the rank at place ``root``, checked to come from it in this very call; others give None."""
+        self._signed_count += 1
+        header_bytes = _LENGTH_BYTES + 2 * TAG_BYTES
+        header = torch.empty(header_bytes, dtype=torch.uint8)
+        wire = torch.empty(0, dtype=torch.uint8)
+        if data is not None:
+            header = torch.frombuffer(bytearray(self._sign_header(data, root, what)), dtype=torch.uint8)
+            wire = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else wire
+        self.broadcast(header, root, what).wait()
+        length, expected = self._read_header(bytes(header.tolist()), root, what)
+        if data is None:
+            wire = torch.empty(length, dtype=torch.uint8)
+        if length:
+            self.broadcast(wire, root, what).wait()
+        return self._checked(wire, expected, root, what)
+
+    def _sign_header(self, data: bytes, place: int, what: str) -> bytes:
+        """What travels before the data: its length, its digest, and the signature of both by whom, in which call."""
+        length, own_digest = len(data), digest(data)
+        tag = self.signer.sign(what, self._signed_count, place, length, own_digest)
+        return length.to_bytes(_LENGTH_BYTES, "big") + own_digest + tag
+
+    def _read_header(self, header: bytes, place: int, what: str) -> tuple[int, bytes]:
+        """The length and the digest of what the rank at ``place`` is about to send."""
+        length = int.from_bytes(header[:_LENGTH_BYTES], "big")
+        its_digest, tag = header[_LENGTH_BYTES:-TAG_BYTES], header[-TAG_BYTES:]
+        if not self.signer.is_signed(tag, what, self._signed_count, place, length, its_digest):
+            raise self._forged(place, what)
+        return length, its_digest
+
+    def _checked(self, part: Tensor, expected: bytes, place: int, what: str) -> bytes:
+        # Without numpy, which torch does not require, and without a Python int per byte.
+        data = ctypes.string_at(part.data_ptr(), part.numel()) if part.numel() else b""
+        if digest(data) != expected:
+            raise self._forged(place, what)
+        return data
+
+    def _forged(self, place: int, what: str) -> CommunicationError:
+        return CommunicationError(
+            f"{what} failed on {self.describe_rank(self.rank)}: what came in the name of {self.describe_rank(place)} "
+            "is not signed with this job's key, or not for this call: something on the way between the two has changed "
+            "or replaced it"
+        )
+
+    def agree(self, value: object, what: str) -> list[Any] | None:
+        """None if every rank passed an equal value (by its repr; made of JSON's types), else all values in rank order.
+
+        Costs 32 bytes per rank where all agree, which is always but for a mistake.
+        """
+        own = digest(repr(value).encode())
+        if self.exchange is not None:
+            digests = self.exchange(what, own.hex())
+            all_equal = all(other == digests[0] for other in digests)
+        else:
+            parts = self._all_gather_even(torch.frombuffer(bytearray(own), dtype=torch.uint8), what)
+            all_equal = all(torch.equal(part, parts[0]) for part in parts)
+        if all_equal:
+            return None
+        return self.all_gather_json(value, what)
+
+    def require_agreement(self, value: object, what: str, argument: str) -> None:
+        """Raise a MismatchError on every rank unless all of them passed an equal value."""
+        values = self.agree(repr(value), what)
+        if values is not None:
+            other = next(i for i, item in enumerate(values) if item != values[0])
+            raise MismatchError(
+                f"{what}: {argument} is {values[0]} on {self.describe_rank(0)} and {values[other]} on "
+                f"{self.describe_rank(other)}: every rank must pass the same"
+            )
+
+    def _all_gather_even(self, tensor: Tensor, what: str) -> list[Tensor]:
+        outputs = [torch.empty_like(tensor) for _ in range(self.size)]
+        try:
+            work = self.engine.allgather([outputs], [tensor])
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        self._begun(work, what).wait()
+        return outputs
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__

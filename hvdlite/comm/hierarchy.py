@@ -1,0 +1,324 @@
+"""
+All-reduces in three steps where hosts have several ranks: within each host, between the hosts, within each host.
+
+    tensor ── reduce-scatter among a host's ranks ── shard ── all-reduce among the ranks that have the same shard,
+           one on each host ── all-gather among the host's ranks ── tensor
+
+So a host sends over the network what one rank would, and every local rank carries its share of that. For networks
+slower than what joins the ranks of a host; which way is the faster is found out in `engine_selection`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllToAllOptions
+
+from .engine import Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError
+
+# For less than this one step takes less time than three, whatever the network.
+LEAST_BYTES = 64 * 2**10
+
+_CLOSING_S = 1.0
+
+
+class HostEngine(Engine, Protocol):
+    """What is needed of an engine between the ranks of a host: a process group has it."""
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: dist.ReduceScatterOptions, /) -> EngineWork: ...
+    def _allgather_base(self, output: Tensor, input: Tensor, /) -> EngineWork: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Who is on this rank's host, and who, one on each host, has the same place there; in the order of ranks."""
+
+    within: tuple[int, ...]
+    across: tuple[int, ...]
+
+
+def places_of(rank: int, nodes: Sequence[Hashable]) -> Places | None:
+    """The places of ``rank``, given each rank's host.
+
+    None where there are no two levels: of one host, of one rank on each, and of hosts that have not as many.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for other, node in enumerate(nodes):
+        members.setdefault(node, []).append(other)
+    within = members[nodes[rank]]
+    if len(members) == 1 or len(within) == 1 or len({len(ranks) for ranks in members.values()}) > 1:
+        return None
+    place = within.index(rank)
+    return Places(tuple(within), tuple(ranks[place] for ranks in members.values()))
+
+
+class HierarchicalEngine:
+    """A flat engine, but for all-reduces of tensors that are large enough and on one of some kinds of device."""
+
+    def __init__(
+        self,
+        flat: Engine,
+        scatter: HostEngine,
+        across: Engine,
+        gather: HostEngine,
+        within: Sequence[int],
+        devices: set[str],
+    ) -> None:
+        """``scatter`` and ``gather`` are between the ranks of a host, ``across`` between those of the same place.
+
+        Each is to be an engine of its own: so one tensor's second step does not wait for the next one's first.
+        ``within`` are the host's ranks, by their places in the flat engine; ``devices`` types of device, such as
+        ``cuda``.
+        """
+        self.flat = flat
+        self.parts = (scatter, across, gather)
+        self._scatter, self._across, self._gather = self.parts
+        self._within = within
+        self._local_size = len(within)
+        self.devices = frozenset(devices)
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._follower: _Follower | None = None
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self._scatter.empty(numel, dtype) if isinstance(self._scatter, HasMemory) else None
+
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
+        (tensor,) = tensors
+        if tensor.device.type not in self.devices or tensor.numel() * tensor.element_size() < LEAST_BYTES:
+            return self.flat.allreduce(tensors, opts)
+        whole = tensor.view(-1)
+        even = whole.numel() - whole.numel() % self._local_size
+        # The few elements that cannot be shared out take the flat way meanwhile.
+        rest = self.flat.allreduce([whole[even:]], opts) if even < whole.numel() else None
+        way = _Way(self._across, self._gather, whole[:even], self._local_size, rest, opts)
+        way.begin(self._scatter)
+        if tensor.is_cuda:
+            # The wait of a CUDA engine holds up the stream that it is called in: not the program's, but this one.
+            with torch.cuda.stream(self._stream(tensor.device)):
+                way.cross()
+                return _Holding(way.gather(), way)
+        if self._follower is None:
+            self._follower = _Follower(self._within)
+        return self._follower.follow(way)
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's own is untyped
+        return self._streams[device]
+
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
+        return self.flat.broadcast(tensors, opts)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
+        return self.flat.allgather(outputs, inputs)
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
+    ) -> EngineWork:
+        return self.flat.alltoall_base(output, input, output_counts, input_counts, opts)
+
+    def close(self) -> None:
+        """Follow nothing further; the engines themselves belong to who made them."""
+        if self._follower is not None:
+            self._follower.close()
+            self._follower = None
+
+
+class _Way:
+    """One tensor's three steps."""
+
+    def __init__(
+        self,
+        across: Engine,
+        gather: HostEngine,
+        main: Tensor,
+        local_size: int,
+        rest: EngineWork | None,
+        opts: dist.AllreduceOptions,
+    ) -> None:
+        self._across = across
+        self._gather = gather
+        self._main = main
+        self._shard = main.new_empty(main.numel() // local_size)
+        self._rest = rest
+        self._opts = opts
+        self._scattered: EngineWork | None = None
+        self._crossing: EngineWork | None = None
+
+    def begin(self, scatter: HostEngine) -> None:
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = self._opts.reduceOp
+        self._scattered = scatter._reduce_scatter_base(self._shard, self._main, options)
+
+    def cross(self) -> None:
+        """Begin the second step; waits for the first, or has the current stream wait for it."""
+        assert self._scattered is not None, "begun before"
+        self._scattered.wait()
+        self._crossing = self._across.allreduce([self._shard], self._opts)
+
+    def gather(self) -> EngineWork:
+        """Begin the third step, whose end is the end of all; waits in the same manner for the second."""
+        assert self._crossing is not None, "begun before"
+        self._crossing.wait()
+        if self._rest is not None:
+            self._rest.wait()
+        return self._gather._allgather_base(self._main, self._shard)
+
+
+class _Holding:
+    """A CUDA engine's work, and the memory that it needs until it has been waited for."""
+
+    def __init__(self, work: EngineWork, memory: object) -> None:
+        self._work = work
+        self._memory = memory
+
+    def wait(self) -> object:
+        return self._work.wait()
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._work.get_future()
+
+
+class _Follower:
+    """Two threads that take one tensor after the other from step to step, as the program may be anywhere meanwhile.
+
+    One for the first two steps, and one for the third, so that the network does not wait for that.
+    """
+
+    def __init__(self, within: Sequence[int]) -> None:
+        """``within`` are the places of the host's ranks, for an engine of theirs says who has gone by its own."""
+        self._within = within
+        self._scattered: SimpleQueue[_Step | None] = SimpleQueue()
+        self._crossed: SimpleQueue[_Step | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=run, name="hvdlite hierarchy", daemon=True) for run in (self._cross, self._gather)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def follow(self, way: _Way) -> EngineWork:
+        done: torch.futures.Future[None] = torch.futures.Future()
+        self._scattered.put((way, done))
+        return _Followed(done)
+
+    def close(self) -> None:
+        """Let the threads end, and with them their hold on engines: at once, unless a rank has gone in midst of it."""
+        self._scattered.put(None)
+        for thread in self._threads:
+            thread.join(_CLOSING_S)
+
+    def _cross(self) -> None:
+        while (item := self._scattered.get()) is not None:
+            with self._failing(item[1]):
+                item[0].cross()
+                self._crossed.put(item)
+            # Or its engines and memory would be kept until the next.
+            del item
+        self._crossed.put(None)
+
+    def _gather(self) -> None:
+        while (item := self._crossed.get()) is not None:
+            with self._failing(item[1]):
+                item[0].gather().wait()
+                item[1].set_result(None)
+            del item
+
+    @contextlib.contextmanager
+    def _failing(self, done: torch.futures.Future[None]) -> Iterator[None]:
+        """What is raised inside is raised where the program waits."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it is
+            if isinstance(error, PeerGoneError):
+                error = PeerGoneError(str(error), self._within[error.place])
+            done.set_exception(error)  # type: ignore[arg-type]  # torch's own says that it takes a result
+
+
+_Step: TypeAlias = tuple[_Way, "torch.futures.Future[None]"]
+
+
+class _Followed:
+    def __init__(self, done: torch.futures.Future[None]) -> None:
+        self._done = done
+
+    def wait(self) -> object:
+        return self._done.wait()
+
+    def is_completed(self) -> bool:
+        return self._done.done()
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self._done
+
+
+class HierarchicalEngineFactory:
+    """Engines of two levels, between all ranks; some of the ranks get flat ones."""
+
+    def __init__(
+        self,
+        flat: EngineFactory,
+        within: EngineFactory | None,
+        places: Places,
+        rank: int,
+        token: str,
+        devices: set[str],
+    ) -> None:
+        """``flat`` is between all ranks, each of which must make one of these, with its own ``places``.
+
+        ``within`` is between the ranks of this host, if not as the flat ones are. ``token`` is equal on all ranks
+        and never used before.
+        """
+        self._flat = flat
+        self._places = places
+        self._devices = devices
+        self._within = within or flat.among(
+            places.within, places.within.index(rank), f"{token}.within.{places.within[0]}"
+        )
+        self._across = flat.among(places.across, places.across.index(rank), f"{token}.across.{places.across[0]}")
+
+    def open(self) -> Engine:
+        return self.around(self._flat.open())
+
+    def around(self, flat: Engine) -> HierarchicalEngine:
+        """An engine of two levels over a flat one, which it takes charge of; every rank must call it."""
+        with contextlib.ExitStack() as undo:
+            scatter, gather = (cast("HostEngine", self._open_of(self._within, undo)) for _ in range(2))
+            across = self._open_of(self._across, undo)
+            undo.pop_all()
+        return HierarchicalEngine(flat, scatter, across, gather, self._places.within, self._devices)
+
+    @staticmethod
+    def _open_of(engine_factory: EngineFactory, undo: contextlib.ExitStack) -> Engine:
+        engine = engine_factory.open()
+        undo.callback(engine_factory.close, engine)
+        return engine
+
+    def restrict(self, engine: HierarchicalEngine, devices: set[str]) -> None:
+        """Have this engine and all further ones take tensors on such devices alone."""
+        self._devices, engine.devices = devices, frozenset(devices)
+
+    def close(self, engine: Engine, /) -> None:
+        assert isinstance(engine, HierarchicalEngine), "it was opened here"
+        self.abandon(engine)
+        self._flat.close(engine.flat)
+
+    def abandon(self, engine: HierarchicalEngine) -> None:
+        """Give back all but the flat engine."""
+        engine.close()
+        closes: list[Callable[[Engine], None]] = [self._within.close, self._across.close, self._within.close]
+        for close, part in zip(closes, engine.parts, strict=True):
+            close(part)
+
+    def among(self, places: Sequence[int], place: int, token: str, /) -> EngineFactory:
+        return self._flat.among(places, place, token)

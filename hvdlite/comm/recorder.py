@@ -1,0 +1,223 @@
+"""
+What happened when on one rank: spans of time in rows, and the file that they are in soon after.
+
+    note(row, name, start, stop) ── queue ── a thread of its own, after each step ── the rank's part of a timeline
+
+Written as it goes, and not at the end, so that the part of a rank that is killed tells what it did. How the parts of
+all ranks become one file is in `timeline`; what is noted of gradients is in `optim.step_trace`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from ..log import log
+from .gpu_clock import GpuClock
+
+MOST_EVENTS = 1_000_000
+# How long what belongs to no step may wait to be written.
+_FLUSH_S = 0.5
+
+
+class Row(NamedTuple):
+    """Where spans are drawn one after the other, or one within the other. Rows are sorted by number."""
+
+    number: int
+    name: str
+
+
+# What all ranks carry out together by name, on the controller's thread.
+OPERATIONS = Row(0, "operations")
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One rank's part of a timeline that is to be at ``path``.
+
+    ``process`` is what the rank is called there. The common clock is rank 0's, and begins at 0 when this process's
+    reads ``zero_ns``; this one was ``ahead_ns`` of it then. ``since_ns`` is when it begins, by this clock.
+    """
+
+    path: Path
+    file: IO[bytes]
+    rank: int
+    process: str
+    zero_ns: int
+    ahead_ns: int
+    since_ns: int
+
+
+class Recorder:
+    """Notes spans while it is on. All methods may be called by any thread, those that note at any time."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._since_ns = 0
+        self.recording: Recording | None = None
+        self.gpu = GpuClock()
+        self._families = itertools.count(1)
+        self._waits = itertools.count(1)
+        self._writer: _Writer | None = None
+        self._left = 0
+
+    def next_family(self) -> int:
+        """A number that nobody else here has, for rows that belong together."""
+        return next(self._families)
+
+    def begin(self, recording: Recording) -> None:
+        """Write what is noted from now on into the recording's file, which belongs to the recorder until `forget`."""
+        assert self.recording is None, "who begins has asked before"
+        self.recording = recording
+        self._left = MOST_EVENTS
+        self._writer = _Writer(recording)
+        self._since_ns = recording.since_ns
+        self.is_on = True
+
+    def end(self) -> None:
+        """Note nothing any more; what was noted is in the file. Does nothing where that is so already."""
+        self.gpu.settle()
+        self.is_on = False
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.end()
+
+    def forget(self) -> None:
+        """`end`, close the file, and be as new."""
+        self.end()
+        recording, self.recording = self.recording, None
+        if recording is not None:
+            recording.file.close()
+
+    def note(self, row: Row, name: str, start_ns: int, stop_ns: int, detail: dict[str, Any] | None = None) -> None:
+        """A span by `time.monotonic_ns`; nothing when off, or when there are too many. ``detail`` is for JSON.
+
+        What began before the recording did begins with it.
+        """
+        self._put(("X", row, name, max(start_ns, self._since_ns), stop_ns, detail))
+
+    def write_soon(self) -> None:
+        """Bring what was noted into the file now, without waiting for it: a step has ended."""
+        writer = self._writer
+        if writer is not None:
+            writer.wake()
+
+    def note_waiting(self, name: str, start_ns: int, stop_ns: int) -> None:
+        """A span that may overlap with others of its kind, in as many rows as that takes."""
+        self._put(("b", OPERATIONS, name, max(start_ns, self._since_ns), stop_ns, next(self._waits)))
+
+    @contextlib.contextmanager
+    def span(self, row: Row, name: str, detail: dict[str, Any] | None = None) -> Iterator[None]:
+        """Note how long what is inside takes, also where that raises; nothing when off."""
+        if not self.is_on:
+            yield
+            return
+        start_ns = time.monotonic_ns()
+        try:
+            yield
+        finally:
+            self.note(row, name, start_ns, time.monotonic_ns(), detail)
+
+    def _put(self, event: _Event) -> None:
+        writer = self._writer
+        if not self.is_on or writer is None:
+            return
+        if writer.has_failed:
+            self.is_on = False
+            return
+        self._left -= 1
+        if self._left < 0:
+            self.is_on = False
+            log.warning(
+                "the timeline is full: it ends here, after %d events of this rank; record fewer steps with "
+                "hvd.start_timeline() and hvd.stop_timeline()",
+                MOST_EVENTS,
+            )
+            return
+        writer.events.append(event)
+
+
+# kind, row, name, start, stop, detail or the number of a wait
+_Event = tuple[str, Row, str, int, int, Any]
+
+
+class _Writer:
+    """One file, and the thread that brings events there."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.events: deque[_Event] = deque()
+        self.has_failed = False
+        self._to = recording
+        self._named: set[Row] = set()
+        self._waking = threading.Event()
+        self._is_ending = False
+        name = {"name": "process_name", "args": {"name": recording.process}}
+        order = {"name": "process_sort_index", "args": {"sort_index": recording.rank}}
+        self._write([self._about(name), self._about(order)], before="[\n")
+        self._thread = threading.Thread(target=self._run, name="hvdlite-timeline", daemon=True)
+        self._thread.start()
+
+    def wake(self) -> None:
+        self._waking.set()
+
+    def end(self) -> None:
+        self._is_ending = True
+        self._waking.set()
+        self._thread.join()
+        self._flush()
+
+    def _run(self) -> None:
+        while not self._is_ending:
+            self._waking.wait(_FLUSH_S)
+            # Before the events are looked at: what is noted after that wakes this thread again.
+            self._waking.clear()
+            self._flush()
+
+    def _flush(self) -> None:
+        lines: list[str] = []
+        while self.events:
+            kind, row, name, start_ns, stop_ns, extra = self.events.popleft()
+            if row not in self._named:
+                self._named.add(row)
+                lines += self._introduce(row)
+            lines += self._lines(kind, row, name, start_ns, stop_ns, extra)
+        if lines:
+            self._write(lines)
+
+    def _lines(self, kind: str, row: Row, name: str, start_ns: int, stop_ns: int, extra: Any) -> list[str]:
+        # By hand: json.dumps of the whole would take three times as long.
+        rank, zero_ns = self._to.rank, self._to.zero_ns
+        start, stop = (start_ns - zero_ns) / 1000, (stop_ns - zero_ns) / 1000
+        common = f'"pid":{rank},"tid":{row.number},"name":{json.dumps(name)}'
+        if kind == "X":
+            detail = "" if extra is None else f',"args":{json.dumps(extra)}'
+            return [f'{{"ph":"X",{common},"ts":{start:.3f},"dur":{stop - start:.3f}{detail}}}']
+        common += f',"cat":"waiting","id":"{rank}.{extra}"'
+        return [f'{{"ph":"b",{common},"ts":{start:.3f}}}', f'{{"ph":"e",{common},"ts":{stop:.3f}}}']
+
+    def _introduce(self, row: Row) -> list[str]:
+        name = {"name": "thread_name", "tid": row.number, "args": {"name": row.name}}
+        order = {"name": "thread_sort_index", "tid": row.number, "args": {"sort_index": row.number}}
+        return [self._about(name), self._about(order)]
+
+    def _about(self, fields: dict[str, Any]) -> str:
+        return json.dumps({"ph": "M", "pid": self._to.rank, **fields})
+
+    def _write(self, lines: list[str], before: str = "") -> None:
+        # A comma ends every line, and no bracket the file: so it is of use however suddenly it ends.
+        left = memoryview((before + "".join(f"{line},\n" for line in lines)).encode())
+        try:
+            while left and not self.has_failed:
+                # The file has no buffer, and a disk that is nearly full takes a part of what it is given.
+                left = left[self._to.file.write(left) :]
+        except OSError as error:
+            self.has_failed = True
+            log.warning("the timeline %s ends here for this rank: its part cannot be written: %s", self._to.path, error)

@@ -1,0 +1,97 @@
+"""
+Who averages gradients among the ranks of a group, under numbers that are equal on all of them.
+
+    enter (all ranks, in one order) ── number ── pin: those that live here are kept, until unpin
+
+`join` has ranks sit out steps for them. Which of them live on all ranks is a matter of agreement, and not of when the
+garbage collector has come to one of them here: nothing is done here at its call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+from weakref import ref
+
+
+class SitsOut(Protocol):
+    """Takes part in the steps of other ranks with nothing to give."""
+
+    def sit_out(self, average_of_active: bool) -> bool: ...
+
+    def spoil(self, why: str) -> None:
+        """Something is under way on the channel that will not come to its end: no step may be taken any more."""
+        ...
+
+    def pin(self) -> bool:
+        """Keep the channel to the other ranks until `unpin`, closed or not; False if it is given back already."""
+        ...
+
+    def unpin(self) -> None:
+        """Undo one `pin`."""
+        ...
+
+
+class ReducerRegistry:
+    """Members are held by nothing here but pins."""
+
+    def __init__(self) -> None:
+        self._entering = threading.Lock()
+        self._entered = 0
+        # Made anew for each change: `pin` is called by another thread, at any time.
+        self._members: tuple[tuple[int, ref[SitsOut]], ...] = ()
+
+    def enter(self, member: SitsOut) -> None:
+        """Give a member its number. On every rank, in the same order, before the member's channel is opened.
+
+        Before: a rank that is through with opening, and joins, must find the member on all others.
+        """
+        with self._entering:
+            self._entered += 1
+            kept = [(number, known) for number, known in self._members if known() is not None]
+            self._members = (*kept, (self._entered, ref(member)))
+
+    def pin(self) -> dict[int, SitsOut]:
+        """Keep those that live and have not been closed; by number."""
+        pinned = {}
+        for number, known in self._members:
+            member = known()
+            if member is not None and member.pin():
+                pinned[number] = member
+        return pinned
+
+
+def unpin(pinned: Mapping[int, SitsOut]) -> None:
+    """Let go of what `ReducerRegistry.pin` has returned."""
+    for member in pinned.values():
+        member.unpin()
+
+
+class OneThread:
+    """Lets one thread at a time in, where what the ranks do pairs up by its order alone."""
+
+    def __init__(self, size: int) -> None:
+        """``size`` is how many ranks there are; where it is one, all threads may come."""
+        self._applies = size > 1
+        self._lock = threading.RLock()
+        self._inside = ""
+
+    @contextmanager
+    def only(self, what: str) -> Iterator[None]:
+        """A RuntimeError for a thread that comes while another one is inside; the same one may come again."""
+        if not self._applies:
+            yield
+            return
+        own = threading.current_thread().name
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                f"{what}: called by thread {own!r} while thread {self._inside!r} is in such a call. Which calls of all "
+                "ranks belong together is known by their order alone: let one thread call them, one after the other"
+            )
+        try:
+            self._inside = own
+            yield
+        finally:
+            self._lock.release()

@@ -1,0 +1,7 @@
+"""
+What gradients become on the wire: casts, Horovod's compressors, and those of a user's own.
+
+Modules import only what stands before them:
+
+
+"""

@@ -1,0 +1,129 @@
+"""
+A compression of a user's own: it is called with one tensor at a time, and what it gives is looked at.
+
+    tensor ── compress ── wire, looked at ── ... ── decompress ── tensor
+
+In hvdlite's manner it is an object with ``compress(buffer)`` and ``decompress(wire, out)``; in Horovod's a class whose
+two static methods pass a context along (see `horovod_compressors`). What goes wrong in it is one error here, with its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Packed:
+    """What travels of one tensor, and what it takes to get that back."""
+
+    wire: Tensor
+    context: Any = None
+    # Of one in hvdlite's manner what it was given, which is what it is to write into.
+    given: Tensor | None = None
+    # Whether the compression has nothing to do with it.
+    is_as_it_was: bool = False
+
+
+class OwnCompression:
+    """Calls a compression of a user's own, in either manner."""
+
+    def __init__(self, given: Any, *, takes_each: bool) -> None:
+        """``takes_each`` is whether it is of Horovod's manner, and sees each gradient alone, in its shape."""
+        self._given = given
+        self.takes_each = takes_each
+
+    def pack(self, tensor: Tensor, of: str) -> Packed:
+        """Compress a contiguous tensor; ``of`` are words for it. The wire is contiguous, and may be its memory.
+
+        One of hvdlite's manner is given real floats alone; complex numbers as pairs of them, integers not at all.
+        """
+        given = None
+        if self.takes_each:
+            call = "compress(tensor)"
+            pair = self._call(call, of, self._given.compress, tensor)
+            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Tensor)):
+                raise TypeError(f"compression={self!r}: {call} returned {_words(pair)}, not (tensor, ctx), for {of}")
+            wire, context = pair
+        else:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return Packed(tensor, is_as_it_was=True)
+            call, context, given = "compress(buffer)", None, as_real(tensor)
+            wire = self._call(call, of, self._given.compress, given)
+            if not isinstance(wire, Tensor):
+                is_pair = isinstance(wire, tuple) and len(wire) == 2 and isinstance(wire[0], Tensor)
+                hint = " (one in Horovod's manner is passed as its class, or derived from Horovod's Compressor)"
+                raise TypeError(
+                    f"compression={self!r}: {call} returned {_words(wire)}, not a tensor, for {of}"
+                    f"{hint if is_pair else ''}"
+                )
+        self._require_carried(wire, tensor, f"{call} returned", of)
+        # Itself where that can be: what it is `decompress` may know it by.
+        travels = wire.is_contiguous() and not (wire.is_conj() or wire.is_neg() or wire.requires_grad)
+        carried = wire if travels else wire.detach().contiguous().resolve_conj().resolve_neg()
+        return Packed(carried, context, given)
+
+    def unpack(self, packed: Packed, out: Tensor, of: str) -> None:
+        """Write what has come of a wire into ``out``, the tensor that was packed."""
+        if packed.is_as_it_was:
+            if packed.wire is not out:
+                out.copy_(packed.wire)
+            return
+        if not self.takes_each:
+            given = as_real(out) if packed.given is None else packed.given
+            self._call("decompress(wire, out)", of, self._given.decompress, packed.wire, given)
+            return
+        call = "decompress(tensor, ctx)"
+        result = self._call(call, of, self._given.decompress, packed.wire, packed.context)
+        if not isinstance(result, Tensor):
+            raise TypeError(f"compression={self!r}: {call} returned {_words(result)}, not a tensor, for {of}")
+        self._require_carried(result, out, f"{call} returned", of)
+        if result.shape != out.shape:
+            raise ValueError(
+                f"compression={self!r}: {call} returned a tensor of shape {tuple(result.shape)} for {of}, which has "
+                f"shape {tuple(out.shape)}"
+            )
+        if result is not out:
+            out.copy_(result)
+
+    def _call(self, call: str, of: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            with torch.no_grad():
+                return method(*arguments)
+        except Exception as error:
+            raise ValueError(f"compression={self!r}: {call} raised {type(error).__name__} for {of}: {error}") from error
+
+    def _require_carried(self, result: Tensor, like: Tensor, what: str, of: str) -> None:
+        """A ValueError unless it is a plain tensor on the device of the other."""
+        is_dense = result.layout is torch.strided and not result.is_quantized and not result.is_nested
+        if not is_dense:
+            kind = "a quantized" if result.is_quantized else f"a {result.layout}"
+            raise ValueError(f"compression={self!r}: {what} {kind} tensor for {of}, not a dense one")
+        if result.device != like.device:
+            raise ValueError(
+                f"compression={self!r}: {what} a tensor on {result.device} for {of}, which is on {like.device}"
+            )
+
+    def __repr__(self) -> str:
+        kind: Any = self._given if isinstance(self._given, type) else type(self._given)
+        if kind is not self._given and kind.__repr__ is not object.__repr__:
+            return repr(self._given)
+        return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs of real ones, in the same memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _words(result: object) -> str:
+    """What an object is, for a message."""
+    if result is None:
+        return "None"
+    if isinstance(result, tuple):
+        return f"({', '.join([type(each).__name__ for each in result])})"
+    return type(result).__name__

@@ -1,0 +1,190 @@
+"""
+How every rank comes to a connection to rank 0, and so to its controller.
+
+    rank 0 listens ── its address, to all by the group ── the others connect ── both prove themselves ── ControlClient
+
+Under hvdlite-run on one host it is a Unix socket in the job's private directory. Else it is a port that the system
+chooses, on loopback where all ranks are on one host, on the address by which gloo is reached where they are not; it is
+closed when all ranks have come. What they prove is that they have the key of the group's signer, see `handshake`.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ..comm.group import Group
+from ..environment import Environment
+from ..errors import CommunicationError
+from ..rendezvous.host_address import ELSEWHERE, LOOPBACK, address_of, own_address
+from ..signing import Signer
+from .control_client import ControlClient, Welcome
+from .controller import Controller
+from .coordinator import Coordinator
+from .handshake import CHALLENGE_BYTES, Caller
+from .mailbox import Mailbox, mailbox_pair
+from .negotiation import Negotiation
+from .stall import StallRules
+from .unchecked import UncheckedController
+
+# Between two attempts to be let in by a rank 0 that is there.
+_AGAIN_S = 0.2
+
+
+def make_controller(group: Group, nodes: Sequence[str], environment: Environment, timeout_s: float) -> Controller:
+    """This rank's controller; every rank must call it. ``nodes`` tells the ranks' hosts apart."""
+    if group.size == 1:
+        return UncheckedController(1)
+    if group.rank == 0:
+        client, early = _lead(group, nodes, _rules(environment, timeout_s))
+    else:
+        mailbox, welcome, early = _reach(_exchange_address(group, None), group, timeout_s)
+        try:
+            client = ControlClient(mailbox, group, None, welcome)
+        except BaseException:
+            mailbox.close()
+            raise
+    try:
+        if environment.check:
+            client.open_channel(group)
+        client.start(early)
+    except BaseException:
+        client.close()
+        raise
+    # Where nothing is negotiated, the client hears who has ended nevertheless.
+    return client if environment.check else UncheckedController(group.size, client)
+
+
+def _rules(environment: Environment, timeout_s: float) -> StallRules:
+    return StallRules(
+        environment.stall_warning_s if environment.stall_check else None, environment.stall_shutdown_s, timeout_s
+    )
+
+
+def _lead(group: Group, nodes: Sequence[str], stall: StallRules) -> tuple[ControlClient, list[list[Any]]]:
+    listener = _listen(group, nodes)
+    address = listener.getsockname()
+    coordinator = Coordinator(Negotiation(group.hosts, stall), group.size, stall, listener, group.signer)
+    own_end, other_end = mailbox_pair(Signer(secrets.token_bytes(32)))
+    coordinator.add(0, other_end)
+    coordinator.start()
+    try:
+        welcome, *early = own_end.receive()
+        _exchange_address(group, address)
+        return ControlClient(own_end, group, coordinator, Welcome.read(welcome)), early
+    except BaseException:
+        own_end.close()
+        coordinator.close()
+        raise
+
+
+def _exchange_address(group: Group, own: Any) -> Any:
+    """Rank 0's address, which it alone has; every rank must call it."""
+    return group.all_gather_json(own, "hvd.init()")[0]
+
+
+def _listen(group: Group, nodes: Sequence[str]) -> socket.socket:
+    backlog = max(128, group.size)
+    is_one_host = len(set(nodes)) == 1
+    job_dir = os.environ.get("HVDLITE_JOB_DIR", "")
+    if is_one_host and os.path.isdir(job_dir):
+        # No longer than the name of the store's socket beside it, which is known to fit.
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(os.path.join(job_dir, secrets.token_hex(3)[:5]))
+        listener.listen(backlog)
+        return listener
+    address = LOOPBACK if is_one_host else _address_for_others(group.hosts)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, 0), family=family, backlog=backlog)
+
+
+def _address_for_others(hosts: Sequence[str]) -> str:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    chosen = address_of(interface) if interface else own_address([*dict.fromkeys(hosts), *ELSEWHERE])
+    try:
+        # As gloo would do it.
+        return chosen or socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        raise CommunicationError(
+            f"hvd.init() failed on rank 0: it finds no address of its own that other hosts reach ({error}): set "
+            "GLOO_SOCKET_IFNAME to the interface that leads to them"
+        ) from error
+
+
+def _reach(address: Any, group: Group, timeout_s: float) -> tuple[Mailbox, Welcome, list[list[Any]]]:
+    """A connection over which both ends have proved themselves, and what rank 0 has said by then."""
+    own = group.describe_rank(group.rank)
+    give_up_at_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection = _connect(address, timeout_s)
+        except OSError as error:
+            raise CommunicationError(
+                f"hvd.init() failed on {own}: rank 0 cannot be reached at {address} ({error}): set "
+                "GLOO_SOCKET_IFNAME to the interface that leads to the other hosts"
+            ) from error
+        try:
+            return _introduce(connection, group, give_up_at_s)
+        except ValueError as error:
+            connection.close()
+            raise CommunicationError(
+                f"hvd.init() failed on {own}: who answers at {address} is not rank 0 of this job: {error}"
+            ) from error
+        except (OSError, EOFError) as error:
+            # Rank 0 has sent this one away, since it took too long or too many others came; it may come again.
+            connection.close()
+            if time.monotonic() + _AGAIN_S >= give_up_at_s:
+                raise CommunicationError(
+                    f"hvd.init() failed on {own}: rank 0 at {address} did not let it in within {timeout_s:g} s "
+                    f"({error or 'it closed the connection'}): look at what rank 0's log says of it"
+                ) from error
+            time.sleep(_AGAIN_S)
+
+
+def _connect(address: Any, timeout_s: float) -> socket.socket:
+    if isinstance(address, str):
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.settimeout(timeout_s)
+            connection.connect(address)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+    connection = socket.create_connection(address[:2], timeout_s)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _introduce(
+    connection: socket.socket, group: Group, give_up_at_s: float
+) -> tuple[Mailbox, Welcome, list[list[Any]]]:
+    """A ValueError where who answers does not prove that it is rank 0; an OSError or EOFError where it goes."""
+    caller = Caller(group.signer, group.rank)
+    connection.settimeout(max(_AGAIN_S, give_up_at_s - time.monotonic()))
+    connection.sendall(caller.hello)
+    challenge = b""
+    while len(challenge) < CHALLENGE_BYTES:
+        part = connection.recv(CHALLENGE_BYTES - len(challenge))
+        if not part:
+            raise EOFError("it closed the connection")
+        challenge += part
+    proved = caller.prove(challenge)
+    if proved is None:
+        raise ValueError("it cannot prove that it knows the job's key. Another program has taken that address")
+    proof, session = proved
+    connection.sendall(proof)
+    mailbox = Mailbox(connection, session, of_rank_0=False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(connection, selectors.EVENT_READ)
+        while True:
+            left_s = give_up_at_s - time.monotonic()
+            if not selector.select(max(0.0, left_s)) and left_s <= 0:
+                raise TimeoutError("it says nothing")
+            if messages := mailbox.receive():
+                return mailbox, Welcome.read(messages[0]), messages[1:]

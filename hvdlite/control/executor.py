@@ -1,0 +1,117 @@
+"""
+The thread that carries out what all ranks have agreed on, one after the other, in the order of the goes.
+
+    go ── put ── (a queue) ── carried out ── handle
+
+It may be blocked in an operation for as long as another rank is; whoever listens to rank 0 is another thread, and goes
+on hearing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+
+from ..comm.recorder import OPERATIONS
+from .controller import Body
+from .handle import Handle
+from .request import Execution
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """An operation that is to be carried out now."""
+
+    handle: Handle
+    body: Body
+    execution: Execution
+    since_ns: int = field(default_factory=time.monotonic_ns)
+
+    def carry_out(self) -> None:
+        """Do it in this thread; what it comes to, or what goes wrong, is the handle's."""
+        execution = self.execution
+        recorder = execution.group.recorder
+        if recorder.is_on:
+            recorder.note_waiting(execution.what, self.since_ns, time.monotonic_ns())
+        try:
+            with recorder.span(OPERATIONS, execution.what):
+                result = self.body(execution)
+            # Only now: whoever waits may end the timeline next.
+            self.handle.succeed(result)
+        except BaseException as error:  # noqa: BLE001 - it is raised by whoever waits for the handle
+            self.handle.fail(error)
+
+
+class Executor:
+    """Carries out what is put in, in this order, on a thread of its own."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Agreed | Callable[[], None] | None] = SimpleQueue()
+        # The operation that is being carried out, and since when (`time.monotonic`).
+        self.current: tuple[str, float] | None = None
+        # How many operations have been put in, and how many are over.
+        self.begun = 0
+        self.ended = 0
+        self._refusal: Callable[[str], BaseException] | None = None
+        self._thread = threading.Thread(target=self._run, name="hvdlite-operations", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def ident(self) -> int | None:
+        """The thread's, once it has been started."""
+        return self._thread.ident
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all operations that were put in are over."""
+        return self.begun == self.ended
+
+    def put(self, operation: Agreed) -> None:
+        """Have it carried out after all that was put in before."""
+        self.begun += 1
+        self._queue.put(operation)
+
+    def put_word(self, tell: Callable[[], None]) -> None:
+        """Have something quick called after all that was put in before; it is no operation."""
+        self._queue.put(tell)
+
+    def finish(self) -> None:
+        """End once all that was put in is done."""
+        self._queue.put(None)
+
+    def give_up(self, refusal: Callable[[str], BaseException]) -> None:
+        """End after the operation under way; the others fail with ``refusal(what)``."""
+        self._refusal = refusal
+        self._queue.put(None)
+
+    def ended_within(self, timeout_s: float) -> bool:
+        """Wait for the thread's end, for so long; whether it has come. At once where it is the caller."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            # Nothing is kept until the next one comes: it would hold the caller's tensors.
+            item = self._queue.get()
+            if item is None:
+                return
+            self._do(item)
+            del item
+
+    def _do(self, item: Agreed | Callable[[], None]) -> None:
+        if not isinstance(item, Agreed):
+            item()
+            return
+        if self._refusal is not None:
+            item.handle.fail(self._refusal(item.handle.what))
+        else:
+            self.current = (item.execution.what, time.monotonic())
+            item.carry_out()
+            self.current = None
+        self.ended += 1

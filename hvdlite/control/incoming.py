@@ -1,0 +1,123 @@
+"""
+What a rank may say to rank 0, checked and handed to the negotiation.
+
+The connection vouches for who says it. That it makes sense is checked nevertheless, so that a rank which does not, of
+another version or with broken memory, ends its own connection and nothing else. The words are listed in `coordinator`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .call_sites import LONGEST
+from .negotiation import Negotiation
+from .pending import Ask
+from .stall import Blocked
+from .thread_labels import Caller
+
+_MOST_BLOCKED = 64
+
+
+class MessageError(ValueError):
+    """A rank has said what no rank says."""
+
+
+def handle_message(
+    negotiation: Negotiation, rank: int, message: list[Any], everybody: tuple[int, ...], now_s: float
+) -> None:
+    """Let the negotiation hear what ``rank`` says; a MessageError, before it has heard any of it, if that is nothing."""
+    match message:
+        case [
+            "ask",
+            int(ticket),
+            int(set_id),
+            str(kind),
+            None | str(),
+            str(what),
+            None | list(),
+            dict(same),
+            own,
+            caller,
+        ]:
+            if negotiation.has_asked(rank, ticket):
+                raise MessageError(f"it asks for number {ticket} twice")
+            members = _members(message[6], rank, set_id, everybody)
+            negotiation.ask(
+                rank, Ask(ticket, set_id, kind, message[4], what, members, same, own, _caller(caller)), now_s
+            )
+        case ["wait", int(ticket), dict(begun)]:
+            negotiation.wait(rank, ticket, _begun(begun))
+        case ["join", bool(average_of_active), list(living)]:
+            negotiation.join(rank, average_of_active, now_s, [_living(each, rank, everybody) for each in living])
+        case ["pinned", int(join), int(set_id), list(numbers)]:
+            negotiation.pinned(rank, join, set_id, _numbers(numbers))
+        case ["busy", list(blocked), bool(is_stuck), dict(begun)] if len(blocked) <= _MOST_BLOCKED:
+            read = [_blocked(each, now_s, everybody) for each in blocked]
+            negotiation.busy(rank, read, is_stuck=is_stuck, begun=_begun(begun))
+        case ["alive", int(count)]:
+            negotiation.over(rank, count)
+        case ["here", int(pid)]:
+            negotiation.introduce(rank, pid)
+        case ["at", str(place)] if len(place) <= LONGEST:
+            negotiation.place(rank, place, now_s)
+        case ["lost"]:
+            negotiation.lost(rank)
+        case ["bye"]:
+            negotiation.end(rank, by_itself=True, now_s=now_s)
+        case _:
+            raise MessageError(f"{str(message)[:200]} is no word of a rank's")
+
+
+def _members(ranks: list[Any] | None, rank: int, set_id: int, everybody: tuple[int, ...]) -> tuple[int, ...]:
+    if (ranks is None) != (set_id == 0):
+        raise MessageError(f"process set {set_id} is not among {ranks}")
+    if ranks is None:
+        return everybody
+    if not all(type(each) is int and 0 <= each < len(everybody) for each in ranks) or rank not in ranks:
+        raise MessageError(f"{str(ranks)[:200]} are no ranks that it is one of")
+    return tuple(ranks)
+
+
+def _caller(said: object) -> Caller | None:
+    match said:
+        case None:
+            return None
+        case [str(label), str(name)]:
+            return Caller(label, name)
+        case [str(label), str(name), bool(has_rivals), bool(has_twins), list(others)]:
+            return Caller(label, name, has_rivals, has_twins, tuple(map(str, others)))
+        case _:
+            raise MessageError(f"{str(said)[:200]} is no thread that can call")
+
+
+def _living(said: object, rank: int, everybody: tuple[int, ...]) -> tuple[int, tuple[int, ...], list[int]]:
+    match said:
+        case [int(set_id), None | list() as ranks, list(numbers)]:
+            return set_id, _members(ranks, rank, set_id, everybody), _numbers(numbers)
+        case _:
+            raise MessageError(f"{str(said)[:200]} is nothing that can live in a process set")
+
+
+def _numbers(said: list[Any]) -> list[int]:
+    if not all(type(each) is int for each in said):
+        raise MessageError(f"{str(said)[:200]} are no numbers of optimizers")
+    return said
+
+
+def _begun(said: dict[Any, Any]) -> dict[str, int]:
+    if not all(type(label) is str and type(count) is int for label, count in said.items()):
+        raise MessageError(f"{str(said)[:200]} are no numbers of collectives")
+    return said
+
+
+def _blocked(said: object, now_s: float, everybody: tuple[int, ...]) -> Blocked:
+    match said:
+        case [str(what), int() | float() as waited_s, bool(is_operation), None]:
+            return Blocked(what, now_s - waited_s, is_operation)
+        case [str(what), int() | float() as waited_s, False, [str(label), int(number), None | list() as ranks]]:
+            members = everybody if ranks is None else tuple(ranks)
+            if not all(type(each) is int and 0 <= each < len(everybody) for each in members):
+                raise MessageError(f"{str(ranks)[:200]} are no ranks")
+            return Blocked(what, now_s - waited_s, False, (label, number, members))
+        case _:
+            raise MessageError(f"{str(said)[:200]} is nothing that a rank can be blocked in")

@@ -1,0 +1,258 @@
+"""
+Batch normalization by the mean and variance of all ranks' batches, as if one process had the whole batch.
+
+    forward  ── own moments ── gathered from all ranks, merged ── normalized, running statistics
+    backward ── own sums ── all-reduced ── gradient of the input
+
+One operation of a process set in each direction. In the forward, layers that have a name pair up by it, others in the
+order of their calls, which is the same on all ranks since every one of them waits; a backward pairs up with its
+forward, whatever the order. Numbers of layers as they are built are nowhere used: a rank may build a model more.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..comm.group import Group
+from ..control.request import Execution, Request
+from ..errors import UnsupportedError
+from ..runtime.process_set import ProcessSet, check_process_set
+from ..runtime.process_set_functions import global_process_set
+from .moments import Moments, computed_in, gradient_sums, input_gradient, measure, merge
+from .submission import submit, title
+from .travel import check_travels
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+_forwards = itertools.count(1)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Normalizes with the statistics of the batches of all ranks of a process set, which may be of unequal size.
+
+    For inputs of 2 dimensions or more, on CPU or GPU; the second is the channels. Arguments, parameters, buffers and
+    ``state_dict()`` are those of `torch.nn.BatchNorm2d` and its like. Every rank of the set must call it in training,
+    also with no samples; each waits for all. In evaluation, on a rank that is not in the set, and where there is one
+    rank, it is plain batch normalization. Half-precision inputs are computed in float32.
+
+    The gradients of weight and bias are those of the rank's own batch, for a `DistributedOptimizer` to average.
+
+    ``name``: what messages call the layer, equal on all ranks; `convert_sync_batchnorm` gives it its path.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_set: ProcessSet = global_process_set,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self.process_set = check_process_set(process_set, "SyncBatchNorm")
+        title("SyncBatchNorm", name)
+        self.name = name
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_set: ProcessSet = global_process_set) -> nn.Module:
+        """Replace every BatchNorm layer inside, `torch.nn.SyncBatchNorm` included, by one that synchronizes.
+
+        Returns the module, or what replaces it if it is such a layer itself. Parameters and buffers are the same
+        tensors as before, so that an optimizer may have them already; hooks and all else stay too.
+        """
+        check_process_set(process_set, "SyncBatchNorm.convert_sync_batchnorm")
+        return _convert(cls, module, process_set, "", {})
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize a batch."""
+        input = check_travels(input, self._title())
+        self._check_input_dim(input)
+        group = self.process_set.membership().group if self.training else None
+        if group is None or group.size == 1:
+            self._check_plain_dtype(input)
+            return super().forward(input)
+        return self._synchronized(input, group)
+
+    def extra_repr(self) -> str:
+        ranks = "" if self.process_set is global_process_set else f", process_set={self.process_set}"
+        return f"{super().extra_repr()}{ranks}"  # type: ignore[no-untyped-call]  # torch's
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        what = self._title()
+        if input.dtype not in _FLOATS:
+            raise ValueError(f"{what}: the input is of {input.dtype}: pass floats, as input.float()")
+        if input.is_inference() and not torch.is_inference_mode_enabled() and torch.is_grad_enabled():
+            raise ValueError(f"{what}: the input was made in torch.inference_mode() and has no gradient: clone() it")
+        if input.dim() < 2:
+            # Horovod's words.
+            raise ValueError(f"{what}: expected at least 2D input (got {input.dim()}D input)")
+        if input.size(1) != self.num_features or self.num_features == 0:
+            raise UnsupportedError(
+                f"{what}: expected {self.num_features} channels, one at least, in the second dimension, "
+                f"got input of shape {tuple(input.shape)}"
+            )
+
+    def _check_plain_dtype(self, input: Tensor) -> None:
+        """PyTorch's own takes halves in a layer of float32, and mixes no other dtypes."""
+        own = self.running_mean if self.weight is None else self.weight
+        if own is not None and own.dtype != input.dtype and not (input.dtype.itemsize == 2 and own.dtype.itemsize == 4):
+            raise ValueError(
+                f"{self._title()}: the input is of {input.dtype}, and the layer of {own.dtype}: convert one of them"
+            )
+
+    def _title(self) -> str:
+        return "SyncBatchNorm" if self.name is None else f"SyncBatchNorm {self.name!r}"
+
+    def _synchronized(self, input: Tensor, group: Group) -> Tensor:
+        moments, forward_name = self._gather(input, group)
+        if moments.count == 1:
+            raise ValueError("Expected more than 1 value per channel when training, got 1 on all ranks together")
+        self._track(moments)
+        dtype = computed_in(input.dtype)
+        # Not typed in every version of torch.
+        untyped: Any = _Normalize
+        normalized: Tensor = untyped.apply(
+            input,
+            self.weight,
+            self.bias,
+            moments.mean.to(dtype),
+            moments.variance.to(dtype),
+            self.eps,
+            moments.count,
+            forward_name,
+            self.process_set,
+        )
+        return normalized
+
+    def _gather(self, input: Tensor, group: Group) -> tuple[Moments, str]:
+        """The moments of all ranks' batches, and what all ranks call this forward."""
+        mine = measure(input)
+        packed = torch.cat([mine.mean, mine.spread])
+        same = {
+            "dtype": str(input.dtype),
+            "device": input.device.type,
+            "num_features": self.num_features,
+            "eps": self.eps,
+            # Whether a rank will come to the backward, in which the others wait for it.
+            "input_requires_grad": torch.is_grad_enabled() and input.requires_grad,
+        }
+        own = [f"{self.name or 'a layer'}, forward {next(_forwards)}", mine.count]
+
+        def body(execution: Execution) -> tuple[Moments, str]:
+            parts = execution.group.all_gather(packed, execution.what, [packed.nbytes] * group.size)
+            moments = [
+                Moments(count, *part.view(packed.dtype).chunk(2))
+                for (_, count), part in zip(execution.owns, parts, strict=True)
+            ]
+            return merge(moments), execution.owns[0][0]
+
+        request = Request("sync_batch_norm", self.name, same, own)
+        return cast("tuple[Moments, str]", submit(request, self.process_set, [packed], body).wait())
+
+    def _track(self, moments: Moments) -> None:
+        if not self.track_running_stats or moments.count == 0:
+            return
+        assert self.num_batches_tracked is not None, "it is there where statistics are tracked"
+        assert self.running_mean is not None, "likewise"
+        assert self.running_var is not None, "likewise"
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / int(self.num_batches_tracked) if self.momentum is None else self.momentum
+        for running, latest in ((self.running_mean, moments.mean), (self.running_var, moments.unbiased_variance)):
+            running.copy_((1 - share) * running.double() + share * latest)
+
+
+class _Normalize(torch.autograd.Function):
+    """A batch, by statistics to which every rank's batch has contributed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        eps: float,
+        count: int,
+        forward_name: str,
+        process_set: ProcessSet,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight, mean, variance)
+        ctx.eps, ctx.count, ctx.forward_name, ctx.process_set = eps, count, forward_name, process_set
+        if input.numel() == 0:
+            return torch.empty_like(input)
+        return F.batch_norm(input, mean, variance, _like(weight, mean), _like(bias, mean), False, 0.0, eps)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, variance = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        own_sum, own_dot = gradient_sums(grad, input, mean, variance, ctx.eps)
+        grad_input = None
+        if needs_input:
+            totals = _add_up(torch.stack([own_sum, own_dot]).double(), ctx.forward_name, ctx.process_set)
+            grad_input = input_gradient(grad, input, weight, mean, variance, ctx.eps, totals / max(1, ctx.count))
+        return (
+            grad_input,
+            own_dot.to(weight.dtype) if needs_weight else None,
+            own_sum.to(mean.dtype if weight is None else weight.dtype) if needs_bias else None,
+            *[None] * 6,
+        )
+
+
+def _add_up(sums: Tensor, forward_name: str, process_set: ProcessSet) -> Tensor:
+    def body(execution: Execution) -> Tensor:
+        execution.group.all_reduce(sums, execution.what).wait()
+        return sums
+
+    return cast("Tensor", submit(Request("sync_batch_norm_backward", forward_name), process_set, [sums], body).wait())
+
+
+def _like(parameter: Tensor | None, mean: Tensor) -> Tensor | None:
+    return None if parameter is None else parameter.to(mean.dtype)
+
+
+_PLAIN_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
+
+
+def _convert(
+    cls: type[SyncBatchNorm], module: nn.Module, process_set: ProcessSet, path: str, seen: dict[nn.Module, nn.Module]
+) -> nn.Module:
+    if module in seen:
+        # The same layer in two places stays one.
+        return seen[module]
+    converted = _converted(cls, module, process_set, path) if isinstance(module, _BatchNorm) else module
+    seen[module] = seen[converted] = converted
+    for name, child in list(converted._modules.items()):
+        if child is not None:
+            converted._modules[name] = _convert(cls, child, process_set, f"{path}.{name}" if path else name, seen)
+    return converted
+
+
+def _converted(cls: type[SyncBatchNorm], layer: _BatchNorm, process_set: ProcessSet, path: str) -> SyncBatchNorm:
+    kind, place = type(layer).__name__, f"{path!r} is" if path else "the module is"
+    if type(layer).forward not in _PLAIN_FORWARDS:
+        raise ValueError(
+            f"convert_sync_batchnorm: {place} a {kind}, which has a forward of its own that would be lost: replace it "
+            "by hvd.SyncBatchNorm and what else it does"
+        )
+    if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
+        raise ValueError(f"convert_sync_batchnorm: {place} a {kind} that has seen no batch: pass one through it first")
+    converted = cls.__new__(cls)
+    converted.__dict__.update(layer.__dict__)
+    converted.process_set = process_set
+    converted.name = path or None
+    return converted

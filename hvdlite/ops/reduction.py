@@ -1,0 +1,301 @@
+"""
+How the tensors of several ranks become one: the ops and the dtypes that engines do not know included.
+
+    flat tensor ── scale ── compress ── all ranks combined ── decompress ── divide ── scale ── in place
+
+An average is the sum, divided: so that of equal tensors is that very tensor. What travels in 16 bits is scaled before
+the sum instead, so that it overflows no sooner than its terms. Integers are added up in wider ones, and their average
+is truncated towards zero. Of booleans, a sum and a maximum are "any", a product and a
+minimum "all", and so is an average. Which ranks, and when, is the caller's to say; nothing here knows of names.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.flat_bytes import as_bytes
+from ..comm.group import Group
+from ..comm.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from ..comm.work import Work
+from ..compression.casts import AnyCompression, Compression, Travels, check_compression, is_narrow, wire_dtype
+from ..compression.custom import OwnCompression
+from ..compression.kernels import divide
+from ..errors import UnsupportedError, WrongTypeError
+from ..values import real_number, shown, whole_number
+from .adasum import adasum_all_reduce
+
+WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
+_FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+DTYPES = frozenset((*WHOLE, *_FRACTIONS))
+
+COMPRESSIONS: dict[str, Travels] = {
+    repr(known): known for known in (Compression.none, Compression.fp16, Compression.bf16)
+}
+
+_OP_OF_BOOLEANS = {Sum: Max, Max: Max, Min: Min, Product: Min}
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What is done to the tensors of all ranks; equal on all of them."""
+
+    op: ReduceOp
+    prescale_factor: float = 1.0
+    postscale_factor: float = 1.0
+    compression: Travels = Compression.none
+
+    def check_dtype(self, tensor: Tensor, what: str) -> None:
+        """Raise a ValueError if such a tensor cannot be reduced so."""
+        if tensor.dtype not in DTYPES:
+            # Horovod's words.
+            raise ValueError(f"Tensor type {tensor.type()} is not supported. ({what})")
+        if tensor.is_complex() and self.op in (Min, Max):
+            raise ValueError(f"{what}: complex numbers have no order: op=hvd.{self.op.name} is for real ones")
+        if self.op is Adasum and not (tensor.is_floating_point() or tensor.is_complex()):
+            raise UnsupportedError(
+                f"{what}: op=hvd.Adasum is for floats, and the tensor is {tensor.dtype}: use hvd.Sum"
+            )
+
+    def check_wire(self, tensor: Tensor, wire: Tensor, of: str) -> None:
+        """Raise a ValueError if what a compression has made of a tensor cannot be reduced so."""
+        self.check_dtype(wire, of)
+        if self.op is Adasum and _reals(wire) != _reals(tensor):
+            raise ValueError(f"{of}: op=hvd.Adasum needs a compression that keeps the number of elements")
+
+    def all_reduce(self, group: Group, flat: Tensor, segments: Sequence[int], divisor: int, what: str) -> None:
+        """Replace a flat contiguous tensor, in place, by what comes of all ranks'.
+
+        ``segments`` are the elements of each of the tensors that it is made of, which Adasum keeps apart. An
+        average is the sum divided by ``divisor``. The result's bits are the same on every rank.
+        """
+        self.begin(group, flat, segments, divisor, what).finish()
+
+    def begin(self, group: Group, flat: Tensor, segments: Sequence[int], divisor: int, what: str) -> Underway:
+        """The same, as something that is under way: until its end the tensor is not to be touched."""
+        if flat.numel() == 0:
+            return Underway(None, lambda: None)
+        values = self._as_real(flat)
+        scale(values, self._factor_before(values, divisor))
+        wire = self._compress(values)
+        counts = [count * values.numel() // flat.numel() for count in segments]
+        work, total = self._begin_combining(group, wire, counts, what)
+
+        def finish() -> None:
+            if self.op is Average and not _is_inexact(total):
+                average(total, divisor)
+            if total is not wire:
+                wire.copy_(total)
+            self._decompress(wire, values)
+            if self._divides_after(wire):
+                divide(values, divisor)
+            scale(values, self.postscale_factor)
+
+        return Underway(work, finish)
+
+    def reduce_scatter(self, group: Group, parts: Sequence[Tensor], divisor: int, what: str) -> Tensor:
+        """What comes of all ranks' tensors for this rank, as a sum or an average; the parts are overwritten.
+
+        ``parts`` are flat and contiguous, one for each rank, the same numbers of elements on all ranks. Each rank
+        adds up its own in rank order, in float32 where they are narrower.
+        """
+        values = [self._as_real(part) for part in parts]
+        for value in values:
+            scale(value, self._factor_before(value, divisor))
+        wires = [self._compress(value) for value in values]
+        mine = wires[group.rank]
+        sent = torch.cat([as_bytes(wire) for wire in wires])
+        received = group.all_to_all(sent, [wire.nbytes for wire in wires], [mine.nbytes] * group.size, what)
+        total = received[0].view(mine.dtype).to(_wide(mine.dtype))
+        for part in received[1:]:
+            total += part.view(mine.dtype)
+        if self.op is Average and not _is_inexact(mine):
+            average(total, divisor)
+        mine.copy_(total)
+        self._decompress(mine, values[group.rank])
+        if self._divides_after(mine):
+            divide(values[group.rank], divisor)
+        scale(values[group.rank], self.postscale_factor)
+        return parts[group.rank]
+
+    def same(self) -> dict[str, Any]:
+        """What ranks compare; a compression of the user's own by its words, or else its type's name."""
+        return {
+            "op": self.op.name,
+            "prescale_factor": self.prescale_factor,
+            "postscale_factor": self.postscale_factor,
+            "compression": repr(self.compression),
+        }
+
+    def own(self) -> str | None:
+        """What a rank tells besides: the name of a compression that only those who use it know."""
+        return repr(self.compression) if isinstance(self.compression, OwnCompression) else None
+
+    def neutral(self, dtype: torch.dtype) -> float | int | bool:
+        """The number that changes nothing where a rank has none to give; not to be scaled."""
+        if self.op is Product:
+            return 1
+        if self.op not in (Min, Max):
+            return 0
+        if dtype is torch.bool:
+            return self.op is Min
+        if dtype.is_floating_point:
+            return float("inf") if self.op is Min else float("-inf")
+        limits = torch.iinfo(dtype)
+        return limits.max if self.op is Min else limits.min
+
+    def _as_real(self, tensor: Tensor) -> Tensor:
+        """Complex numbers as pairs of real ones, in the same memory, but for a product."""
+        return torch.view_as_real(tensor).view(-1) if tensor.is_complex() and self.op is not Product else tensor
+
+    def _factor_before(self, values: Tensor, divisor: int) -> float:
+        if self.op is Average and values.is_floating_point() and is_narrow(wire_dtype(self.compression, values.dtype)):
+            return self.prescale_factor / divisor
+        return self.prescale_factor
+
+    def _divides_after(self, wire: Tensor) -> bool:
+        """Whether what has been summed of floats is to be divided yet."""
+        return self.op is Average and _is_inexact(wire) and not is_narrow(wire.dtype)
+
+    def _compress(self, values: Tensor) -> Tensor:
+        assert not isinstance(self.compression, OwnCompression), "it is for `load` to call those"
+        return self.compression.compress(values) if values.is_floating_point() else values
+
+    def _decompress(self, wire: Tensor, values: Tensor) -> None:
+        if values.is_floating_point() and not isinstance(self.compression, OwnCompression):
+            self.compression.decompress(wire, values)
+
+    def _begin_combining(
+        self, group: Group, wire: Tensor, segments: Sequence[int], what: str
+    ) -> tuple[Work | None, Tensor]:
+        """What is under way, if it is not done already, and where the result will be."""
+        if self.op is Adasum:
+            adasum_all_reduce(group, wire, segments, what)
+            return None, wire
+        if wire.is_complex():
+            parts = group.all_gather(wire, what, [wire.nbytes] * group.size)
+            wire.fill_(1)
+            for part in parts:
+                wire.mul_(part.view(wire.dtype))
+            return None, wire
+        if self.op is Average and not _is_inexact(wire):
+            total = wire.to(_wide(wire.dtype))
+            return group.all_reduce(total, what), total
+        if wire.dtype is torch.bool:
+            return group.all_reduce(wire.view(torch.uint8), what, _OP_OF_BOOLEANS[self.op]), wire
+        total = wire.to(torch.int32) if wire.dtype is torch.int16 else wire
+        return group.all_reduce(total, what, Sum if self.op is Average else self.op), total
+
+
+class Underway:
+    """An all-reduce that has begun."""
+
+    def __init__(self, work: Work | None, finish: Callable[[], None]) -> None:
+        """``work`` is None where there is nothing to wait for; ``finish`` is to be called once, after it."""
+        self.work = work
+        self._finish = finish
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.work is None or self.work.is_completed()
+
+    def wait(self) -> None:
+        """Wait for the other ranks. The tensor is not touched."""
+        if self.work is not None:
+            self.work.wait()
+
+    def finish(self) -> None:
+        """Wait, and leave the result in the tensor."""
+        self.wait()
+        self._finish()
+
+
+def make_reduction(
+    what: str,
+    average: bool | None,
+    op: object,
+    prescale_factor: float,
+    postscale_factor: float,
+    compression: AnyCompression = Compression.none,
+) -> Reduction:
+    """The user's arguments, checked; ``average`` is how ``op`` was said before it was there."""
+    if average is not None:
+        # Horovod's words, both.
+        if op is not None:
+            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        warnings.warn(
+            "Parameter `average` has been replaced with `op` and will be removed in v1.0",
+            DeprecationWarning,
+            stacklevel=3,
+        )
+        if real_number(average) not in (0.0, 1.0):
+            raise ValueError(f"{what}: average={shown(average)} is neither True nor False: use op=hvd.Average instead")
+        op = Average if average else Sum
+    return Reduction(
+        Average if op is None else _known_op(what, op),
+        _check_factor(what, "prescale_factor", prescale_factor),
+        _check_factor(what, "postscale_factor", postscale_factor),
+        check_compression(compression),
+    )
+
+
+def _known_op(what: str, op: object) -> ReduceOp:
+    try:
+        # A bool is none of the numbers that Horovod has for them.
+        return ReduceOp(whole_number(op))  # type: ignore[arg-type]  # None is refused by it
+    except ValueError:
+        names = ", ".join(f"hvd.{member.name}" for member in ReduceOp)
+        kind = WrongTypeError if whole_number(op) is None else UnsupportedError
+        raise kind(f"{what}: op={shown(op)} is not one of {names}") from None
+
+
+def _check_factor(what: str, argument: str, value: object) -> float:
+    factor = real_number(value)
+    if factor is None:
+        raise TypeError(f"{what}: {argument}={shown(value)} is not a number: pass one, such as 0.5")
+    if not math.isfinite(factor):
+        raise UnsupportedError(
+            f"{what}: {argument} is {shown(value)}, by which nothing can be scaled: pass a finite number"
+        )
+    return factor
+
+
+def scale(values: Tensor, factor: float) -> None:
+    """Multiply in place; integers are truncated towards zero."""
+    if factor == 1.0:
+        return
+    if _is_inexact(values):
+        values.mul_(factor)
+    else:
+        values.copy_((values.double() * factor).to(torch.int64))
+
+
+def average(total: Tensor, divisor: int) -> None:
+    """Divide a contiguous tensor in place; integers are truncated towards zero."""
+    if _is_inexact(total):
+        divide((torch.view_as_real(total) if total.is_complex() else total).view(-1), divisor)
+    else:
+        total.div_(divisor, rounding_mode="trunc")
+
+
+def _reals(tensor: Tensor) -> int:
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def _is_inexact(values: Tensor) -> bool:
+    return values.is_floating_point() or values.is_complex()
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Where many of these can be added up."""
+    if dtype.is_floating_point:
+        return dtype if dtype.itemsize > 2 else torch.float32
+    if dtype.is_complex:
+        return dtype
+    return torch.int32 if dtype.itemsize <= 2 else torch.int64

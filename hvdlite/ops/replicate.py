@@ -1,0 +1,251 @@
+"""
+Starting equal: what one rank has, given to all. Parameters, any picklable object.
+
+    named tensors ── packed as bytes into a few flat buffers, one per device and 64 MiB ── broadcast ── copied out
+
+Each call is one operation: all ranks compare what must be equal, then the bytes move in its turn. Objects are pickled
+and unpickled by who calls, since their own methods may do anything, other operations included. An optimizer's state is
+in `optim.optimizer_state`.
+
+All functions must be called by every rank of the process set, and wait for all of them. ``root_rank`` is a global
+rank, in a process set too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.flat_bytes import as_bytes
+from ..comm.group import Group
+from ..control.request import Execution, Request
+from ..runtime.process_set import ProcessSet
+from ..runtime.process_set_functions import global_process_set, group_of
+from ..signing import digest
+from ..values import shown
+from .fusion import is_plain, plain
+from .submission import submit, title
+from .travel import check_travels, check_writable, traveller
+
+# Large enough for a handful of broadcasts per model, small beside the model itself.
+PACK_BYTES = 64 * 2**20
+
+_PACK_ALIGNMENT_BYTES = 16
+
+Params = Mapping[str, Any] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
+
+# Pickles an object with a pickler of this class.
+Dumps = Callable[[Any, type[pickle.Pickler]], bytes]
+
+
+def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: ProcessSet = global_process_set) -> None:
+    """Overwrite tensors in place with those of the root.
+
+    ``params`` is a ``state_dict()``, a list of tensors, or ``named_parameters()``, the generator included;
+    entries of any dtype and layout. Every rank must pass tensors of the same names, shapes and dtypes, in
+    any order if they have names; where they differ, all ranks get a `MismatchError` that names the first.
+
+    Several threads may call it at once for models whose tensors have different names.
+    """
+    kind = "broadcast_parameters"
+    group = group_of(process_set, kind)
+    root = group.place_of_root(root_rank, kind)
+    named = _named_tensors(params)
+    tensors = [traveller(tensor) for _, tensor in named]
+    same = {
+        "root_rank": group.ranks[root],
+        "tensors": [
+            [name, list(tensor.shape), str(tensor.dtype), tensor.device.type]
+            for (name, _), tensor in zip(named, tensors, strict=True)
+        ],
+    }
+    request = Request(kind, digest_of([name for name, _ in named]), same, has_users_name=False, is_compared=True)
+    submit(request, process_set, tensors, lambda execution: broadcast_tensors(tensors, root, execution)).wait()
+
+
+def broadcast_object(
+    obj: object = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The root's picklable object, on every rank; on the root the object itself.
+
+    Other ranks may pass anything. Calls with a ``name`` pair up by it, others by their order: where several threads
+    call it, each needs a name. A TypeError on every rank if the object cannot be pickled.
+    """
+    kind = "broadcast_object"
+    what = title(kind, name)
+    group = group_of(process_set, what)
+    root = group.place_of_root(root_rank, what)
+    is_root = group.rank == root
+    data, error = to_bytes(obj) if is_root else (None, None)
+    request = Request(kind, name, {"root_rank": group.ranks[root]}, is_compared=True)
+    received = submit(
+        request, process_set, [], lambda execution: execution.group.broadcast_signed(data, root, execution.what)
+    ).wait()
+    if is_root and error is None:
+        return obj
+    return from_bytes(received, group.describe_rank(root), what, error)
+
+
+def allgather_object(
+    obj: object, name: str | None = None, *, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Every rank's picklable object, as a list in rank order.
+
+    Calls with a ``name`` pair up by it, others by their order: where several threads call it, each needs a name. A
+    TypeError on every rank if one of the objects cannot be pickled.
+    """
+    kind = "allgather_object"
+    what = title(kind, name)
+    group = group_of(process_set, what)
+    data, error = to_bytes(obj)
+    gathered = submit(
+        Request(kind, name, is_compared=True),
+        process_set,
+        [],
+        lambda execution: execution.group.all_gather_signed(data, execution.what),
+    ).wait()
+    return [from_bytes(part, group.describe_rank(rank), what, error) for rank, part in enumerate(gathered)]
+
+
+def digest_of(value: object) -> str:
+    """What calls on all ranks pair up by; it is equal where the values are."""
+    return digest(repr(value).encode()).hex()
+
+
+def broadcast_tensors(tensors: list[Tensor], root: int, execution: Execution) -> None:
+    """Overwrite these tensors in place with those at place ``root``, in as few broadcasts as their devices allow."""
+    for pack in _packs(tensors):
+        _broadcast_pack(pack, root, execution.group, execution.what)
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpicklable:
+    """Travels in place of an object that cannot, so that no rank waits for it in vain."""
+
+    cause: str
+
+
+def to_bytes(obj: object, dumps: Dumps | None = None) -> tuple[bytes, Exception | None]:
+    """What travels, and why the object itself does not.
+
+    What pickle refuses cloudpickle may take, such as a lambda; it comes second since with it classes of the main
+    program would arrive as others.
+    """
+    dumps = dumps or _dumps
+    with contextlib.suppress(Exception):  # whatever an object's own methods raise
+        return dumps(obj, pickle.Pickler), None
+    # Imported here, since most programs do not need it.
+    import cloudpickle  # type: ignore[import-untyped]  # noqa: PLC0415  # it has no types
+
+    try:
+        return dumps(obj, cloudpickle.Pickler), None
+    except Exception as error:  # noqa: BLE001 - as above
+        return pickle.dumps(_Unpicklable(_one_line(error))), error
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def from_bytes(
+    data: bytes, owner: str, what: str, own_error: Exception | None, loads: Callable[[bytes], Any] = pickle.loads
+) -> Any:
+    """The object of the rank described as ``owner``; ``data`` are known to be signed with the job's key."""
+    try:
+        value = loads(data)
+    except Exception as error:
+        raise TypeError(
+            f"{what}: the object of {owner} cannot be unpickled here: {_one_line(error)}: pass another"
+        ) from error
+    if isinstance(value, _Unpicklable):
+        raise TypeError(
+            f"{what}: the object of {owner} cannot be pickled, and so not sent: {value.cause}"
+        ) from own_error
+    return value
+
+
+def _dumps(obj: object, pickler_class: type[pickle.Pickler]) -> bytes:
+    file = io.BytesIO()
+    pickler_class(file).dump(obj)
+    return file.getvalue()
+
+
+def _named_tensors(params: Params) -> list[tuple[str, Tensor]]:
+    if isinstance(params, Tensor | str | bytes | bytearray) or not isinstance(params, Iterable):
+        # The first words are Horovod's.
+        raise ValueError(
+            f"invalid params of type: {type(params)}. Pass model.state_dict(), model.named_parameters() "
+            "or a list of tensors"
+        )
+    if isinstance(params, Mapping):
+        for name in params:
+            _check_entry_name(name)
+        # Sorted, so that ranks that built their dictionaries in different orders still agree.
+        entries: list[tuple[str, Any]] = sorted(params.items(), key=lambda entry: (type(entry[0]).__name__, entry[0]))
+    else:
+        entries = [
+            (item[0], item[1]) if isinstance(item, tuple) and len(item) == 2 else (f"entry {number}", item)
+            for number, item in enumerate(params)
+        ]
+    named = []
+    for name, value in entries:
+        _check_entry_name(name)
+        if value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"broadcast_parameters: {shown(name)} is {type(value).__name__}, not a tensor, and cannot be "
+                "overwritten in place: leave it out, and pass it through hvd.broadcast_object(...)"
+            )
+        check_travels(value, "broadcast_parameters", repr(name))
+        check_writable(value, "broadcast_parameters", repr(name))
+        named.append((name, value))
+    return named
+
+
+def _check_entry_name(name: object) -> None:
+    """A name travels, so that ranks can compare it; None is Horovod's for an entry without one."""
+    if name is not None and not isinstance(name, str | int):
+        raise TypeError(f"broadcast_parameters: the name {shown(name)} of an entry is not a str: give it one")
+
+
+def _packs(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors that travel together: of one device, in order, to PACK_BYTES (a lone one may be larger)."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for members in by_device.values():
+        pack: list[Tensor] = []
+        packed_bytes = 0
+        for tensor in members:
+            if pack and packed_bytes + tensor.nbytes > PACK_BYTES:
+                yield pack
+                pack, packed_bytes = [], 0
+            pack.append(tensor)
+            packed_bytes += tensor.nbytes
+        yield pack
+
+
+def _broadcast_pack(pack: list[Tensor], root: int, group: Group, what: str) -> None:
+    starts = [0]
+    for tensor in pack:
+        starts.append(starts[-1] + -(-tensor.nbytes // _PACK_ALIGNMENT_BYTES) * _PACK_ALIGNMENT_BYTES)
+    flat = torch.empty(starts[-1], dtype=torch.uint8, device=pack[0].device)
+    places = [flat[start : start + tensor.nbytes] for start, tensor in zip(starts, pack, strict=False)]
+    if group.rank == root:
+        for place, tensor in zip(places, pack, strict=True):
+            place.copy_(as_bytes(plain(tensor)))
+    group.broadcast(flat, root, what).wait()
+    if group.rank != root:
+        for place, tensor in zip(places, pack, strict=True):
+            if is_plain(tensor):
+                as_bytes(tensor).copy_(place)
+            else:
+                tensor.copy_(place.view(tensor.dtype).view(tensor.shape))

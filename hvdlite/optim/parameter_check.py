@@ -1,0 +1,171 @@
+"""
+Whether all ranks train the same model: a fingerprint of every parameter, compared before a step.
+
+    parameters ── 64 bits of each chunk, where it lies ── one read ── a digest ── its maximum and minimum over the ranks
+               ── equal: nothing more ── different: the fingerprints, exchanged ── MismatchError
+
+It finds the broadcast that was forgotten. What is compared are the bits of the parameters that an optimizer has, frozen
+ones included; not a model's buffers, nor the optimizer's state. `reducer` says at which place of a step, the
+same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ..comm.flat_bytes import as_bytes
+from ..comm.group import Group
+from ..comm.reduce_op import Max
+from ..comm.work import Work
+from ..control.mismatch import name_ranks
+from ..errors import MismatchError
+from ..ops.travel import traveller, travels
+from ..signing import digest
+from .plan import is_dense
+
+# Words of 8 bytes that are mixed at once: few enough for a processor's cache.
+_CHUNK_WORDS = 1 << 16
+_WORD_BYTES = 8
+# Odd, as signed 64-bit numbers: those of MurmurHash3's last steps, and the golden ratio, for the places in a chunk.
+_FIRST, _SECOND, _PLACES = -49064778989728563, -4265267296055464877, -7046029254386353131
+_LEAST = -(1 << 63)
+_WHAT = "comparing the parameters"
+
+
+class ParameterCheck:
+    """Compares the parameters of one optimizer over the ranks of a group, in steps that all of them take part in.
+
+    In each step all ranks call `begin`, `send` and `finish`, one after the other; where no comparison is due, these do
+    nothing.
+    """
+
+    def __init__(self, ranks: Group, when: bool | int) -> None:
+        """``when``: True for the first step alone, a number N for that and every N-th thereafter, False for none."""
+        self._is_on = when is not False and ranks.size > 1
+        self._every = 0 if isinstance(when, bool) else when
+        self._params: list[tuple[str, Tensor]] = []
+        # The steps before the next comparison; None where no other is to come.
+        self._steps_left: int | None = None
+        # In a step with a comparison: each parameter's fingerprint, and the all-reduce with what it leaves.
+        self._own: list[str] = []
+        self._work: Work | None = None
+        self._extremes: Tensor | None = None
+
+    def add(self, params: Iterable[tuple[str, Tensor]]) -> None:
+        """Compare more parameters, and all of them at the next step. On every rank."""
+        self._params += params
+        if self._is_on and self._params:
+            self._steps_left = 0
+
+    def begin(self, *, takes_part: bool) -> None:
+        """Take the fingerprints, before anything changes the parameters; a rank that sits out a step has none."""
+        # There is one left where a step has failed on this rank after the comparison was sent, and not on the others.
+        self._await()
+        if self._steps_left != 0:
+            if self._steps_left is not None:
+                self._steps_left -= 1
+            return
+        self._extremes = torch.tensor([_LEAST, _LEAST], device="cpu")
+        self._own = []
+        if takes_part:
+            self._own = fingerprints([param for _, param in self._params])
+            mine = int.from_bytes(digest(repr(self._own).encode())[:_WORD_BYTES], "big", signed=True)
+            # The maximum of the complements is the complement of the minimum.
+            self._extremes = torch.tensor([mine, ~mine], device="cpu")
+
+    def send(self, group: Group) -> None:
+        """Let the ranks compare, in a collective that waits for nobody here."""
+        if self._extremes is not None and self._work is None:
+            self._work = group.all_reduce(self._extremes, _WHAT, Max)
+
+    def finish(self, group: Group) -> None:
+        """Raise a MismatchError on every rank if some hold other parameters; then the next step compares again."""
+        if not self._await():
+            raise MismatchError(self._words(group, group.all_gather_json(self._own, _WHAT)))
+
+    def _await(self) -> bool:
+        """Wait for the comparison, if one was sent; whether all was equal. It is due again at once if it was not."""
+        work, self._work = self._work, None
+        extremes, self._extremes = self._extremes, None
+        if work is None or extremes is None:
+            return True
+        work.wait()
+        highest, lowest = extremes.tolist()
+        if highest == lowest == _LEAST:
+            # All have sat out.
+            return True
+        if highest != ~lowest:
+            return False
+        self._steps_left = self._every - 1 if self._every else None
+        return True
+
+    def _words(self, group: Group, told: Sequence[Sequence[str]]) -> str:
+        """What is wrong, by the fingerprints of all ranks, of which those that sit out have none."""
+        first = next(place for place, prints in enumerate(told) if prints)
+        others = [place for place, prints in enumerate(told) if prints and prints != told[first]]
+        differing = [
+            name
+            for number, (name, _) in enumerate(self._params)
+            if any(told[place][number] != told[first][number] for place in others)
+        ]
+        ranks = name_ranks([group.ranks[place] for place in others], dict(zip(group.ranks, group.hosts, strict=True)))
+        of_set = "" if group.set_id == 0 else ", process_set=..."
+        return (
+            f"parameter {differing[0]!r} has other values on {ranks} than on {group.describe_rank(first)} "
+            f"({len(differing)} of {len(self._params)} parameters differ): the ranks would train different models. "
+            "Before the first step, and after a checkpoint was loaded on one rank, call "
+            f"hvd.broadcast_parameters(model.state_dict(), root_rank={group.ranks[first]}{of_set}) on every rank. If "
+            "parameters are to differ: hvd.init(check_parameters=False), or a process set of the ranks that share them"
+        )
+
+
+@torch.no_grad()
+def fingerprints(params: Sequence[Tensor]) -> list[str]:
+    """For each tensor a text that changes with its dtype, its shape, its bits and their places; one read per device.
+
+    What lies where is by memory where that has no gaps, else by the tensor's own order. No copy is made but of a chunk,
+    and of a tensor with gaps.
+    """
+    sums: dict[torch.device, list[Tensor]] = {}
+    counts: list[tuple[torch.device, int]] = []
+    keys: dict[torch.device, Tensor] = {}
+    for param in params:
+        if not travels(param):
+            counts.append((param.device, 0))
+            continue
+        device = param.device
+        if device not in keys:
+            keys[device] = _mixed(torch.arange(1, _CHUNK_WORDS + 1, device=device) * _PLACES)
+        of_chunks = [_mixed(chunk + keys[device][: chunk.numel()]).sum() for chunk in _chunks_of(traveller(param))]
+        sums.setdefault(device, []).extend(of_chunks)
+        counts.append((device, len(of_chunks)))
+    read = {device: iter(torch.stack(each).tolist()) for device, each in sums.items() if each}
+    texts = []
+    for param, (device, count) in zip(params, counts, strict=True):
+        bits = [next(read[device]) for _ in range(count)]
+        shape = None if nn.parameter.is_lazy(param) else tuple(param.shape)
+        texts.append(digest(repr((param.dtype, shape, bits)).encode()).hex()[: 2 * _WORD_BYTES])
+    return texts
+
+
+def _chunks_of(tensor: Tensor) -> Iterable[Tensor]:
+    """The tensor's memory as words of 64 bits, a chunk at a time; the last word is filled up with zeros."""
+    data = as_bytes(tensor if is_dense(tuple(tensor.shape), tensor.stride()) else tensor.contiguous())
+    for start in range(0, data.numel(), _CHUNK_WORDS * _WORD_BYTES):
+        chunk = data[start : start + _CHUNK_WORDS * _WORD_BYTES]
+        missing = -chunk.numel() % _WORD_BYTES
+        if missing:
+            yield nn.functional.pad(chunk, (0, missing)).view(torch.int64)
+        else:
+            # Words begin at multiples of their size.
+            yield (chunk.clone() if chunk.storage_offset() % _WORD_BYTES else chunk).view(torch.int64)
+
+
+def _mixed(words: Tensor) -> Tensor:
+    """Words in which each bit has come to depend on all, in place. Products wrap around."""
+    words.mul_(_FIRST).bitwise_xor_(words >> 32)
+    words.mul_(_SECOND).bitwise_xor_(words >> 29)
+    return words

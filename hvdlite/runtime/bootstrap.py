@@ -1,0 +1,337 @@
+"""
+How a process becomes one of the ranks: by its launcher's word, in a process group that is there, or alone.
+
+    Placement ── a store ── introductions, signed ── the default group, proven ── controller ── World
+
+Which world is the current one is known to `world`; here nothing is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ..comm.engine import EngineFactory, SingleRankFactory, TorchEngineFactory, allow_collectives
+from ..comm.engine_selection import choose_levels
+from ..comm.gloo import Connections, Patience, Ranks, open_proven
+from ..comm.group import Group
+from ..control.connect import make_controller
+from ..control.controller import Controller
+from ..environment import DYNAMIC, Environment
+from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError
+from ..log import log, open_log
+from ..rendezvous.host_address import LOOPBACK, interface_of
+from ..rendezvous.introductions import Introduction, agree_on_secret, introduce, refuse
+from ..rendezvous.launcher_store import LauncherStore
+from ..rendezvous.master_address import store_at_given_address
+from ..rendezvous.mpi_rendezvous import meet
+from ..rendezvous.placement import Placement, Topology, placements_to_topology, read_placement, refuse_place_of_horovods
+from ..rendezvous.secret import given_secret
+from ..rendezvous.store_client import Operation, StoreClient
+from ..shm.shm_factory import ShmEngineFactory
+from ..signing import Signer
+from ..timeline import session as timeline
+from .process_set_registry import Registry
+from .startup_line import greet
+
+_GIVING_UP = timedelta(seconds=1)  # for saying so
+
+_GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
+
+_generation = itertools.count()
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of the job, the process that is in it, and what is to be done once the group is closed."""
+
+    topology: Topology
+    group: Group
+    controller: Controller
+    environment: Environment
+    sets: Registry
+    leave: Callable[[], None]
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """All ranks, known to each other and not connected yet."""
+
+    introductions: list[Introduction]
+    ranks: Ranks
+
+
+def enter(timeout: timedelta, environment: Environment) -> World:
+    """The world that this process is in. Every rank must call it; it waits for all.
+
+    Where it fails, whatever it has made by then is given back.
+    """
+    patience = Patience(timeout)
+    with contextlib.ExitStack() as undo:
+        world = _enter(patience, environment, undo)
+        undo.pop_all()
+    patience.end_of_init()
+    return world
+
+
+def _enter(patience: Patience, environment: Environment, undo: contextlib.ExitStack) -> World:
+    """``undo`` is given what is to be done if it fails, as soon as it has to be."""
+    if dist.is_available() and dist.is_initialized():
+        return _adopt(patience, environment, undo)
+    placement = read_placement(os.environ)
+    if placement is None:
+        refuse_place_of_horovods(os.environ)
+        return _alone(environment, undo)
+    return _connect(placement, patience, environment, undo)
+
+
+def _alone(environment: Environment, undo: contextlib.ExitStack) -> World:
+    placement = Placement(rank=0, size=1, node="", host=socket.gethostname(), local_rank=0)
+    meeting = _meet_all(placement, HashStore(), None, Patience(timedelta(seconds=1)), environment)
+    return _world_of(placement, SingleRankFactory(), meeting, environment, undo, leave=lambda: None)
+
+
+def _connect(placement: Placement, patience: Patience, environment: Environment, undo: contextlib.ExitStack) -> World:
+    backend = _GLOO_AND_NCCL if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    client = None if placement.store_url is None else StoreClient.from_url(placement.store_url)
+    if client is not None:
+        undo.callback(client.close)
+    _tell_launcher(client, Operation.JOINING, placement, patience.left())
+    try:
+        world = _connect_all(placement, backend, client, patience, environment, undo)
+    except BaseException:
+        with contextlib.suppress(CommunicationError):
+            _tell_launcher(client, Operation.GAVE_UP, placement, _GIVING_UP)
+        raise
+    _tell_launcher(client, Operation.JOINED, placement, patience.left())
+    return world
+
+
+def _connect_all(
+    placement: Placement,
+    backend: str,
+    client: StoreClient | None,
+    patience: Patience,
+    environment: Environment,
+    undo: contextlib.ExitStack,
+) -> World:
+    # It was not initialised before, so whatever there is of it by then is ours.
+    undo.callback(_leave, client, Connections())
+    try:
+        store, secret = _meeting_place(placement, client, patience.timeout)
+        meeting = _meet_all(placement, store, secret, patience, environment)
+
+        def make() -> dist.ProcessGroup:
+            dist.init_process_group(
+                backend, store=store, rank=placement.rank, world_size=placement.size, timeout=patience.left()
+            )
+            assert dist.group.WORLD is not None, "it has just been made"
+            allow_collectives(dist.group.WORLD, patience.timeout)
+            return dist.group.WORLD
+
+        default, connections = open_proven(make, dist.destroy_process_group, meeting.ranks, "default")
+        undo.callback(connections.cut)
+    except (LaunchEnvironmentError, CommunicationError, MismatchError):
+        raise
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"hvd.init() failed on rank {placement.rank} ({placement.host}): another rank did not call it within "
+            f"{patience.timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
+        ) from error
+    engine_factory = TorchEngineFactory(backend, meeting.ranks, default)
+    return _world_of(placement, engine_factory, meeting, environment, undo, leave=partial(_leave, client, connections))
+
+
+def _tell_launcher(client: StoreClient | None, what: Operation, placement: Placement, timeout: timedelta) -> None:
+    """How far this rank is: others may wait for it, and the launcher knows whether it will ever come."""
+    if client is None:
+        return
+    try:
+        client.request(what, [b"%d" % placement.rank], timeout.total_seconds())
+    except (OSError, ValueError) as error:
+        raise CommunicationError(
+            f"hvd.init() failed on rank {placement.rank} ({placement.host}): hvdlite-run's agent cannot be asked: {error}"
+        ) from error
+
+
+def _meeting_place(placement: Placement, client: StoreClient | None, timeout: timedelta) -> tuple[Store, bytes | None]:
+    """The store in which all ranks find each other, and the secret that the launcher has carried, if it does that."""
+    # A prefix of its own for every init, so that one after a shutdown does not read the first one's keys.
+    generation = f"init{next(_generation)}"
+    if placement.launcher is not None:
+        return meet(placement, os.environ, generation, timeout)
+    if client is not None:
+        return PrefixStore(generation, LauncherStore(client, timeout)), None
+    store = store_at_given_address(
+        placement.rank, placement.size, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], timeout
+    )
+    store.set_timeout(timeout)
+    return PrefixStore(generation, store), None
+
+
+def _adopt(patience: Patience, environment: Environment, undo: contextlib.ExitStack) -> World:
+    """Groups of our own beside the program's: its collectives cannot get between ours."""
+    configured = str(dist.get_backend_config())
+    # The program's choice for CUDA tensors stays (gloo lets two ranks share a GPU); CPU tensors need gloo.
+    cuda = next((item.partition(":")[2] for item in configured.split(",") if item.startswith("cuda:")), None)
+    backend = f"cpu:gloo,cuda:{cuda}" if cuda not in (None, "undefined") else "gloo"
+    told = read_placement(os.environ)
+    host = socket.gethostname()
+    placement = Placement(
+        rank=dist.get_rank(),
+        size=dist.get_world_size(),
+        node=host if told is None else told.node,
+        host=host if told is None else told.host,
+        local_rank=None if told is None else told.local_rank,
+    )
+    store = PrefixStore(f"hvdlite.init{next(_generation)}", _get_default_store())
+    meeting = _meet_all(placement, store, None, patience, environment)
+    return _world_of(
+        placement, TorchEngineFactory(backend, meeting.ranks), meeting, environment, undo, leave=lambda: None
+    )
+
+
+def _meet_all(
+    placement: Placement, store: Store, secret: bytes | None, patience: Patience, environment: Environment
+) -> _Meeting:
+    """Introduce this rank to all others; waits for them. ``secret`` is what the launcher has carried, if it has."""
+    given = given_secret(os.environ)
+    settings = {
+        "HVDLITE_CHECK": environment.check,
+        "HVDLITE_SHM": environment.shm,
+        "timeline": environment.timeline,
+        "hierarchical": environment.hierarchical,
+        "check_parameters": environment.check_parameters,
+    }
+    try:
+        # What the user gives counts also where the launcher has carried something.
+        if given is not None or secret is None:
+            secret = agree_on_secret(store, placement.rank, given)
+    except LaunchEnvironmentError:
+        refuse(store, placement.rank)
+        raise
+    own = Introduction.of(placement, os.getpid(), _own_version(), settings)
+    introductions, signer = introduce(store, own, Signer(secret), patience.timeout)
+    if placement.size > 1 and len({introduced.placement.node for introduced in introductions}) == 1:
+        _stay_on_loopback()
+    names = tuple(f"rank {rank} ({introduced.placement.host})" for rank, introduced in enumerate(introductions))
+    return _Meeting(introductions, Ranks(PrefixStore("engines", store), signer, placement.rank, names, patience))
+
+
+def _stay_on_loopback() -> None:
+    """All ranks are on this host: have gloo listen where no other host gets, unless the user has said where."""
+    interface = interface_of(LOOPBACK)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _world_of(
+    placement: Placement,
+    engine_factory: EngineFactory,
+    meeting: _Meeting,
+    environment: Environment,
+    undo: contextlib.ExitStack,
+    leave: Callable[[], None],
+) -> World:
+    open_log(environment, placement.rank)
+    introductions, ranks = meeting.introductions, meeting.ranks
+    placements = [introduced.placement for introduced in introductions]
+    topology = placements_to_topology(placement.rank, placements)
+    group = Group(engine_factory, placement.rank, placement.size, topology.hosts, signer=ranks.signer)
+    undo.callback(group.close)
+    for remark in environment.remarks if placement.rank == 0 else ():
+        log.warning(remark)
+    for name in ("HVDLITE_CHECK", "HVDLITE_SHM"):
+        _require_same_switch(name, introductions, group)
+    nodes = [placement.node for placement in placements]
+    within = None
+    if environment.shm and topology.local_size == len(placements) > 1:
+        group = _over_shared_memory(group, engine_factory, ranks)
+        undo.callback(group.close)
+    elif environment.shm and topology.local_size > 1:
+        within = _between_neighbours(placement, nodes, engine_factory, ranks)
+    # Rank 0's word counts, as its measurements do.
+    hierarchical = introductions[0].settings["hierarchical"]
+    gpu = _own_gpu(group, topology) if hierarchical is None else None
+    choose_levels(group, engine_factory, within, nodes, hierarchical, gpu)
+    # For all ranks alike, since they compare together.
+    environment = replace(environment, check_parameters=introductions[0].settings["check_parameters"])
+    if placement.rank == 0:
+        backend = engine_factory.backend if isinstance(engine_factory, TorchEngineFactory) else ""
+        greet(group.engine, nodes, backend, replace(environment, hierarchical=hierarchical))
+    controller = make_controller(group, nodes, environment, ranks.patience.timeout.total_seconds())
+    undo.callback(controller.close)
+    # Rank 0 is the one to write it, so its variable counts.
+    timeline_path = introductions[0].settings["timeline"]
+    if timeline_path not in (None, DYNAMIC):
+        undo.callback(group.recorder.forget)
+        timeline.start(group, controller, timeline_path)
+    return World(topology, group, controller, environment, Registry(group, controller), leave, os.getpid())
+
+
+def _require_same_switch(name: str, introductions: Sequence[Introduction], group: Group) -> None:
+    first = introductions[0].settings[name]
+    for rank, introduced in enumerate(introductions):
+        if introduced.settings[name] != first:
+            raise MismatchError(
+                f"hvd.init(): {name} (0 or 1) is {first!r} on {group.describe_rank(0)} and "
+                f"{introduced.settings[name]!r} on {group.describe_rank(rank)}: every rank must pass the same"
+            )
+
+
+def _over_shared_memory(group: Group, engine_factory: EngineFactory, ranks: Ranks) -> Group:
+    """The same ranks, all of one host, over what is fastest there; ``comm`` carry what that does not."""
+    on_host = ShmEngineFactory(ranks, engine_factory, for_gpus=torch.cuda.is_available())
+    shared = Group(on_host, group.rank, group.size, group.hosts, signer=group.signer.derive("shared memory"))
+    group.close()
+    return shared
+
+
+def _between_neighbours(
+    placement: Placement, nodes: Sequence[str], engine_factory: EngineFactory, ranks: Ranks
+) -> EngineFactory:
+    """Shared memory between the ranks of this host; ``nodes`` are those of all ranks."""
+    places = [rank for rank, node in enumerate(nodes) if node == placement.node]
+    place, token = places.index(placement.rank), f"host of rank {places[0]}"
+    others = engine_factory.among(places, place, token)
+    return ShmEngineFactory(ranks.among(places, place, token), others, for_gpus=torch.cuda.is_available())
+
+
+def _own_gpu(group: Group, topology: Topology) -> torch.device | None:
+    """This rank's GPU, where every rank has one and the ranks are on several hosts, several on each; waits for all."""
+    if not topology.is_homogeneous or topology.local_size in (1, topology.size):
+        return None
+    own = None
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        own = torch.device("cuda", topology.local_rank % torch.cuda.device_count())
+    number = None if own is None else str(torch.cuda.get_device_properties(own).uuid)
+    numbers = group.all_gather_json(number, "hvd.init()")
+    return own if None not in numbers and len(set(numbers)) == group.size else None
+
+
+def _leave(client: StoreClient | None, connections: Connections) -> None:
+    connections.cut()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if client is not None:
+        client.close()
+
+
+def _own_version() -> str:
+    try:
+        return version("hvdlite")
+    except PackageNotFoundError:
+        return "of a source tree"

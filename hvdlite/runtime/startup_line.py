@@ -1,0 +1,88 @@
+"""
+The line at the start: which ranks there are, on which hosts, and how tensors travel between them.
+
+    4 ranks on 2 hosts (2 + 2); CPU tensors: shared memory within hosts, gloo (eth0) between; OMP threads 1; check on
+
+Rank 0 says it, once it is known what the choice has come to; see `entry`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from ..comm.engine import Engine
+from ..comm.hierarchy import HierarchicalEngine
+from ..environment import Environment
+from ..log import log
+from ..shm.shm_engine import ShmEngine
+from ..shm.shm_factory import DeviceEngine
+
+
+def greet(engine: Engine, nodes: Sequence[Hashable], backend: str, environment: Environment) -> None:
+    """Log the line, and print it to stderr where HVDLITE_VERBOSE asks for it and the log does not show it.
+
+    ``nodes`` tells the ranks' hosts apart; ``backend`` is torch's name for what carries what ``engine`` does not.
+    """
+    line = describe_start(engine, nodes, backend, environment)
+    log.info("%s", line)
+    if environment.verbose and (environment.log_level is None or environment.log_level > logging.INFO):
+        print(f"hvdlite: {line}", file=sys.stderr, flush=True)
+
+
+def describe_start(engine: Engine, nodes: Sequence[Hashable], backend: str, environment: Environment) -> str:
+    counts = list(Counter(nodes).values())
+    parts = [f"{_counted(len(nodes), 'rank')} on {_counted(len(counts), 'host')}"]
+    if len(counts) > 1:
+        parts[0] += f" ({' + '.join(map(str, counts))})"
+    if len(nodes) > 1:
+        parts.append(f"CPU tensors: {_way_of_cpu(engine, counts, environment)}")
+        if torch.cuda.is_available():
+            parts.append(f"CUDA tensors: {_way_of_cuda(engine, backend)}")
+    parts.append(f"OMP threads {torch.get_num_threads()}")
+    if len(nodes) > 1:
+        parts.append(f"check {'on' if environment.check else 'off'}")
+    return "; ".join(parts)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _way_of_cpu(engine: Engine, counts: Sequence[int], environment: Environment) -> str:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    gloo = f"gloo ({interface})" if interface else "gloo"
+    if isinstance(engine, ShmEngine | DeviceEngine):
+        return "shared memory"
+    if isinstance(engine, HierarchicalEngine) and "cpu" in engine.devices:
+        shares = isinstance(engine.parts[0], ShmEngine | DeviceEngine)
+        return f"{'shared memory' if shares else gloo} within hosts, {gloo} between"
+    if max(counts) == 1:
+        return gloo
+    if not environment.shm:
+        why = "HVDLITE_SHM=0"
+    elif len(set(counts)) > 1:
+        why = "hosts have not as many ranks each"
+    elif len(counts) > 1 and environment.hierarchical is False:
+        why = "all-reduces within hosts are turned off"
+    else:
+        why = "there is too little of it"
+    return f"{gloo}, not shared memory: {why}"
+
+
+def _way_of_cuda(engine: Engine, backend: str) -> str:
+    name = next((each.partition(":")[2] for each in backend.split(",") if each.startswith("cuda:")), backend)
+    levels = ", within hosts and then between" if _has_levels(engine) else ""
+    if name != "nccl":
+        return name + levels
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch has no types for it
+    return f"NCCL {'.'.join(map(str, version[:3]))}{levels}"
+
+
+def _has_levels(engine: Engine) -> bool:
+    return isinstance(engine, HierarchicalEngine) and "cuda" in engine.devices

@@ -1,0 +1,167 @@
+"""
+Collectives that move data and change none: broadcast, all-gather, all-to-all, barrier; gather and scatter are of these.
+
+Each is a generator that yields what it waits for, as those in `reductions`. Large data go through staging slots.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import MismatchError
+from .control_block import DONE, PAYLOAD_BYTES, POSTED
+from .operation import CHUNK_BYTES, Operation, Steps
+from .reductions import cell_bytes
+
+
+class Barrier:
+    """Returns when all ranks have come."""
+
+    def __init__(self, operation: Operation) -> None:
+        self._operation = operation
+
+    def begin(self) -> bool:
+        self._operation.show_nothing()
+        return True
+
+    def run(self, has_begun: bool) -> Steps:
+        yield POSTED, self._operation.after(1)
+        self._operation.check()
+        self._operation.finish()
+
+
+class Broadcast:
+    """Overwrites every rank's bytes with the root's."""
+
+    def __init__(self, operation: Operation, flat: Tensor, root: int) -> None:
+        self._operation = operation
+        self._flat = flat
+        self._root = root
+        self._is_root = operation.peers.rank == root
+
+    def begin(self) -> bool:
+        if self._flat.numel() <= PAYLOAD_BYTES and self._is_root:
+            self._operation.show_payload(self._flat)
+        elif not self._is_root:
+            self._operation.show_nothing()
+        else:
+            return False
+        return True
+
+    def run(self, has_begun: bool) -> Steps:
+        operation, nbytes = self._operation, self._flat.numel()
+        if nbytes <= PAYLOAD_BYTES:
+            yield POSTED, operation.after(1)
+            operation.check()
+            if not self._is_root:
+                self._flat.copy_(operation.payloads()[self._root][:nbytes])
+            operation.finish()
+            return
+        chunks = -(-nbytes // CHUNK_BYTES)
+        for chunk in range(chunks):
+            here = self._flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+            if self._is_root:
+                yield from operation.stage(chunk, chunks, [(0, here)])
+            through = operation.done_with(chunk, chunks)
+            yield POSTED, operation.after(chunk + 1)
+            if chunk == 0:
+                operation.check()
+            if not self._is_root:
+                here.copy_(operation.chunk_of(self._root, chunk)[: here.numel()])
+            operation.peers.advance(DONE, through)
+
+
+class AllGather:
+    """Leaves every rank's bytes in each rank's outputs; all are as many."""
+
+    def __init__(self, operation: Operation, outputs: Sequence[Tensor], flat: Tensor) -> None:
+        self._operation = operation
+        self._outputs = outputs
+        self._flat = flat
+
+    def begin(self) -> bool:
+        if self._flat.numel() > PAYLOAD_BYTES:
+            return False
+        self._operation.show_payload(self._flat)
+        return True
+
+    def run(self, has_begun: bool) -> Steps:
+        operation, nbytes = self._operation, self._flat.numel()
+        if has_begun:
+            yield POSTED, operation.after(1)
+            operation.check()
+            for output, payload in zip(self._outputs, operation.payloads(), strict=True):
+                output.copy_(payload[:nbytes])
+            operation.finish()
+            return
+        chunks = -(-nbytes // CHUNK_BYTES)
+        yield from self._stage(0, chunks)
+        for chunk in range(chunks):
+            if chunk + 1 < chunks:
+                yield from self._stage(chunk + 1, chunks)
+            through = operation.done_with(chunk, chunks)
+            yield POSTED, operation.after(chunk + 1)
+            if chunk == 0:
+                operation.check()
+            for place, output in enumerate(self._outputs):
+                here = output[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+                here.copy_(operation.chunk_of(place, chunk)[: here.numel()])
+            operation.peers.advance(DONE, through)
+
+    def _stage(self, chunk: int, chunks: int) -> Steps:
+        return self._operation.stage(chunk, chunks, [(0, self._flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES])])
+
+
+class AllToAll:
+    """Gives each rank its part of what this one has; the parts' sizes are any."""
+
+    def __init__(self, operation: Operation, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        """Flat tensors of bytes, one for each rank."""
+        self._operation = operation
+        self._outputs = outputs
+        self._parts = parts
+        self._cell_bytes = cell_bytes(operation.peers.size)
+        # Of the parts, and what is expected from each rank.
+        self._sizes = torch.tensor([side.numel() for side in (*parts, *outputs)], dtype=torch.int64)
+
+    def begin(self) -> bool:
+        return False
+
+    def run(self, has_begun: bool) -> Steps:
+        operation, peers, cell = self._operation, self._operation.peers, self._cell_bytes
+        # The first chunk begins with the sizes, from which all ranks know how many chunks there are.
+        table_bytes = self._sizes.numel() * 8
+        yield from operation.stage(0, 2, [(0, self._sizes.view(torch.uint8))])
+        yield POSTED, operation.after(1)
+        operation.check()
+        table = [operation.chunk_of(place, 0)[:table_bytes].view(torch.int64).tolist() for place in range(peers.size)]
+        peers.advance(DONE, operation.after(1))
+        self._require_expected(table)
+        chunks = 2 + (max(max(row) for row in table) - 1) // cell
+        for chunk in range(1, chunks):
+            at = (chunk - 1) * cell
+            pieces = [(place * cell, part[at : at + cell]) for place, part in enumerate(self._parts)]
+            yield from operation.stage(chunk, chunks, pieces)
+            through = operation.done_with(chunk, chunks)
+            yield POSTED, operation.after(chunk + 1)
+            start = peers.rank * cell
+            for place, output in enumerate(self._outputs):
+                here = output[at : at + cell]
+                here.copy_(operation.chunk_of(place, chunk)[start : start + here.numel()])
+            peers.advance(DONE, through)
+        operation.finish()
+
+    def _require_expected(self, table: Sequence[Sequence[int]]) -> None:
+        """Raise a MismatchError, on all ranks, unless each sends to each what is expected there."""
+        peers = self._operation.peers
+        for sender, receiver in itertools.product(range(peers.size), repeat=2):
+            sent, expected = table[sender][receiver], table[receiver][peers.size + sender]
+            if sent != expected:
+                raise MismatchError(
+                    f"all-to-all: {peers.describe(sender)} sends {sent} bytes to {peers.describe(receiver)}, which "
+                    f"expects {expected}"
+                )

@@ -1,0 +1,185 @@
+"""
+The ranks of an engine as one of them sees them: how far everybody is, waiting for that, and who is no more.
+
+    advance ── a counter of this rank's control block ── the last one to come rings the bell
+    wait_for ── look, spin, sleep at the bell ── now and then: who has gone, how late is it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from ..comm.engine import PeerGoneError
+from .control_block import FAILED, LEFT, OPEN, ControlBlock
+from .futex import fence, reads_in_order, sleep_while, wake
+
+# How long a rank that has a core for itself looks before it sleeps; what two ranks that are in step need.
+_SPIN_S = 100e-6
+_LOOKS_PER_CLOCK = 50
+# Without a core for each rank looking again keeps the others from coming: they get the core instead, a few times.
+_YIELDS = 4
+# While asleep: how often to look for ranks that have gone, and so for a signal that came just before the sleep.
+_WATCH_S = 0.1
+
+_READS_IN_ORDER = reads_in_order()
+
+
+class Peers:
+    """All ranks of an engine, this one at place ``rank`` among them."""
+
+    def __init__(
+        self, rank: int, control_blocks: Sequence[ControlBlock], pids: Sequence[int], timeout_s: float
+    ) -> None:
+        self.rank = rank
+        self.size = len(control_blocks)
+        self.control_blocks = control_blocks
+        self.own = control_blocks[rank]
+        self.timeout_s = timeout_s
+        self._pids = pids
+        self._words = [control_block.words for control_block in control_blocks]
+        self._own_words = self.own.words
+        self._others = [words for place, words in enumerate(self._words) if place != rank]
+        self._bell = control_blocks[0]
+        self._cores = len(os.sched_getaffinity(0))
+        self._spins = self._cores >= self.size
+        self._lives: dict[int, int] = {}
+        weakref.finalize(self, _close_all, self._lives).atexit = False
+        for place, pid in enumerate(pids):
+            if pid != os.getpid():
+                self._lives[place] = os.pidfd_open(pid)
+        self._poll = select.poll()
+        for fd in self._lives.values():
+            self._poll.register(fd, select.POLLIN)
+
+    def advance(self, counter: int, value: int) -> None:
+        """Show the others that this rank is so far, with all it has written before."""
+        fence()
+        self._own_words[counter] = value
+        fence()
+        # Who comes last wakes those who wait for it. Of two that come at once, at least one sees that.
+        for control_block in self.control_blocks:
+            awaited = control_block.awaits(counter)
+            if (
+                awaited is not None
+                and value >= awaited
+                and control_block is not self.own
+                and self.reached(counter, awaited)
+            ):
+                self._wake()
+                return
+
+    def reached(self, counter: int, value: int) -> bool:
+        """Whether every other rank is so far."""
+        for words in self._others:  # a generator would take longer than all else here
+            if words[counter] < value:
+                return False
+        if not _READS_IN_ORDER:
+            # What the others have written before their counters is about to be read.
+            fence()
+        return True
+
+    def has_reached(self, counter: int, value: int) -> bool:
+        """Whether every rank is so far, this one too."""
+        return self._own_words[counter] >= value and self.reached(counter, value)
+
+    def has_free_cores(self) -> bool:
+        """Whether this host has cores for more threads than compute now, on all ranks."""
+        return self._cores > self.size * torch.get_num_threads()
+
+    def wait_for(self, counter: int, value: int, deadline: float, *, may_spin: bool = True) -> None:
+        """Return when every rank is so far; a RuntimeError if one cannot come, or does not by ``deadline``.
+
+        The deadline is by `time.monotonic`. ``may_spin``: this thread has the core that it is on for itself.
+        """
+        if self.reached(counter, value) or (may_spin and self._came_meanwhile(counter, value)):
+            return
+        own, bell = self.own, self._bell
+        own.sleep(counter, value)
+        try:
+            while True:
+                fence()
+                ring = bell.bell
+                if self.reached(counter, value):
+                    return
+                if own.state != OPEN:
+                    raise RuntimeError("the engine was closed")
+                self._require_alive(counter, value)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0:
+                    raise RuntimeError(self._words_of_timeout(counter, value))
+                sleep_while(bell.bell_address, ring, min(_WATCH_S, left_s))
+        finally:
+            own.awake()
+
+    def leave(self, state: int) -> None:
+        """Take part no more, having ``LEFT`` or ``FAILED``; the others are not left waiting."""
+        if self.own.state == OPEN:
+            self.own.leave(state)
+            fence()
+            self._wake()
+
+    def close(self) -> None:
+        """Give back what watches over the others."""
+        _close_all(self._lives)
+
+    def describe(self, place: int) -> str:
+        """A rank of the engine, by its place there and its process."""
+        return f"rank {place} of this group (pid {self._pids[place]})"
+
+    def _came_meanwhile(self, counter: int, value: int) -> bool:
+        if not self._spins:
+            for _ in range(_YIELDS):
+                os.sched_yield()
+                if self.reached(counter, value):
+                    return True
+            return False
+        until = time.monotonic() + _SPIN_S
+        while time.monotonic() < until:
+            for _ in range(_LOOKS_PER_CLOCK):
+                if self.reached(counter, value):
+                    return True
+        return False
+
+    def _wake(self) -> None:
+        self._bell.ring()
+        wake(self._bell.bell_address)
+
+    def _require_alive(self, counter: int, value: int) -> None:
+        """Raise if a rank that is waited for will never come."""
+        gone = {fd for fd, _ in self._poll.poll(0)} if self._lives else set()
+        dead = [place for place, fd in self._lives.items() if fd in gone and self.control_blocks[place].state == OPEN]
+        states = [control_block.state for control_block in self.control_blocks]
+        late = [place for place, words in enumerate(self._words) if words[counter] < value and place != self.rank]
+        for place in late:
+            if states[place] == LEFT or place in dead:
+                raise self._gone(place)
+        for place in late:
+            if states[place] == FAILED:
+                # Perhaps for one from whom this rank has all it needs.
+                if dead:
+                    raise self._gone(dead[0])
+                raise RuntimeError(f"{self.describe(place)} has given up, for an error of its own")
+
+    def _gone(self, place: int) -> PeerGoneError:
+        how = "is no more" if self.control_blocks[place].state == OPEN else "has left"
+        return PeerGoneError(
+            f"{self.describe(place)} {how} (connection closed by peer); what ended it is the cause, look there", place
+        )
+
+    def _words_of_timeout(self, counter: int, value: int) -> str:
+        late = [self.describe(place) for place, words in enumerate(self._words) if words[counter] < value]
+        return f"timed out after {self.timeout_s:g} s: {', '.join(late)} did not come"
+
+
+def _close_all(fds: dict[int, int]) -> None:
+    # One by one: of two threads that close, each closes what the other has not, and no file that was opened since.
+    while fds:
+        with contextlib.suppress(KeyError):
+            os.close(fds.popitem()[1])

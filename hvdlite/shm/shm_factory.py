@@ -1,0 +1,143 @@
+"""
+Where ranks of one host get engines from: shared memory for tensors of the CPU, torch's own for those of GPUs.
+
+    open ── meet in the store ── ShmEngine ── with others for GPUs beside it: DeviceEngine
+
+Whether a group's ranks are on one host is for `entry` to know.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllToAllOptions, PrefixStore
+
+from ..comm.engine import Engine, EngineFactory, EngineWork, SingleRankFactory
+from ..comm.gloo import Ranks
+from ..comm.hierarchy import HostEngine
+from ..log import log
+from .segment import NoMemoryError, Segment
+from .setup import meet, open_segment
+from .shm_engine import ShmEngine
+
+
+class DeviceEngine:
+    """Tensors of the CPU take one engine, all others another."""
+
+    def __init__(self, cpu: ShmEngine, other: Engine) -> None:
+        self.cpu = cpu
+        self.other = other
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self.cpu.empty(numel, dtype)
+
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
+        return self._of(tensors[0]).allreduce(tensors, opts)
+
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
+        return self._of(tensors[0]).broadcast(tensors, opts)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
+        return self._of(inputs[0]).allgather(outputs, inputs)
+
+    def alltoall_base(
+        self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
+    ) -> EngineWork:
+        return self._of(input).alltoall_base(output, input, output_counts, input_counts, opts)
+
+    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: dist.ReduceScatterOptions, /) -> EngineWork:
+        return self._host_engine_of(input)._reduce_scatter_base(output, input, opts)
+
+    def _allgather_base(self, output: Tensor, input: Tensor, /) -> EngineWork:
+        return self._host_engine_of(input)._allgather_base(output, input)
+
+    def _of(self, tensor: Tensor) -> Engine:
+        return self.cpu if tensor.device.type == "cpu" else self.other
+
+    def _host_engine_of(self, tensor: Tensor) -> HostEngine:
+        return self.cpu if tensor.device.type == "cpu" else cast("HostEngine", self.other)
+
+
+class ShmEngineFactory:
+    """Engines for ranks of one host. Where shared memory is missing on one of them, torch's on all."""
+
+    def __init__(self, ranks: Ranks, torchs: EngineFactory, *, for_gpus: bool) -> None:
+        """``torchs`` gives other engines between the same ranks, ``for_gpus`` beside these."""
+        self._ranks = ranks
+        self._torchs = torchs
+        self._for_gpus = for_gpus
+        self._opened = itertools.count()
+        # There while engines are: no file is open longer than that.
+        self._segment: Segment | NoMemoryError | None = None
+        self._engines: set[ShmEngine] = set()
+        self._has_warned = False
+
+    def open(self) -> Engine:
+        label, ranks = f"shm{next(self._opened)}", self._ranks
+        if self._segment is None:
+            self._segment = _segment_or_error()
+        try:
+            store, signer = PrefixStore(label, ranks.store), ranks.signer.derive(label)
+            context = meet(store, ranks.rank, ranks.size, self._segment, ranks.patience, signer)
+        except NoMemoryError as error:
+            self._close_unused()
+            self._warn(error)
+            return self._torchs.open()
+        except BaseException:
+            self._close_unused()
+            raise
+        engine = ShmEngine(context, "hvdlite shm")
+        self._engines.add(engine)
+        if not self._for_gpus:
+            return engine
+        try:
+            return DeviceEngine(engine, self._torchs.open())
+        except BaseException:
+            self._close_shm(engine)
+            raise
+
+    def close(self, engine: Engine, /) -> None:
+        if isinstance(engine, DeviceEngine):
+            self._close_shm(engine.cpu)
+            self._torchs.close(engine.other)
+        elif isinstance(engine, ShmEngine):
+            self._close_shm(engine)
+        else:
+            self._torchs.close(engine)
+
+    def _close_shm(self, engine: ShmEngine) -> None:
+        engine.close()
+        self._engines.discard(engine)
+        self._close_unused()
+
+    def _close_unused(self) -> None:
+        if not self._engines and isinstance(self._segment, Segment):
+            self._segment.close()
+            self._segment = None
+
+    def among(self, places: Sequence[int], place: int, token: str, /) -> EngineFactory:
+        if len(places) == 1:
+            return SingleRankFactory()
+        ranks = self._ranks.among(places, place, token)
+        return ShmEngineFactory(ranks, self._torchs.among(places, place, token), for_gpus=self._for_gpus)
+
+    def _warn(self, error: NoMemoryError) -> None:
+        if self._ranks.rank == 0 and not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "gloo instead of shared memory, which would be faster: %s (a container has as much as "
+                "`docker run --shm-size` gives it; HVDLITE_SHM=0 keeps this line away)",
+                error,
+            )
+
+
+def _segment_or_error() -> Segment | NoMemoryError:
+    try:
+        return open_segment()
+    except NoMemoryError as error:
+        return error

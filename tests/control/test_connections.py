@@ -1,0 +1,602 @@
+"""The connections to rank 0: strangers cost nobody anything, nothing forged is taken, and nobody waits to send."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from worlds import run_worlds
+
+import hvdlite as hvd
+from hvdlite.control import acceptor, connect
+from hvdlite.control.acceptor import Acceptor
+from hvdlite.control.coordinator import Coordinator
+from hvdlite.control.frames import MAX_BYTES, FrameError, Opener, Sealer
+from hvdlite.control.handshake import CHALLENGE_BYTES, HELLO_BYTES, Answerer, Caller
+from hvdlite.control.heartbeat import LOOK_S, Heartbeat, Silence
+from hvdlite.control.incoming import MessageError, handle_message
+from hvdlite.control.mailbox import Mailbox, mailbox_pair
+from hvdlite.control.negotiation import Negotiation
+from hvdlite.control.stall import Blocked, StallRules
+from hvdlite.signing import Signer
+
+KEY = Signer(b"the job's key")
+STRANGERS_KEY = Signer(b"another key")
+
+# -- frames
+
+
+def sealed(data: bytes, count: int = 0) -> bytes:
+    """A frame with a right tag over whatever bytes."""
+    return struct.pack(">I16s", len(data), KEY.sign(count, data)[:16]) + data
+
+
+def test_messages_come_as_they_were_sent_in_whatever_pieces():
+    sealer, opener = Sealer(KEY), Opener(KEY)
+    sent = [["ask", 1, None], ["ünï", {"a": [1.5]}], ["x" * 3_000_000], ["end"]]
+    stream = b"".join(map(sealer.seal, sent))
+    got, step = [], 70_001
+    for start in range(0, len(stream), step):
+        got += opener.open(stream[start : start + step])
+    assert got == sent
+
+
+def changed(frame: bytes) -> bytes:
+    return frame[:-1] + bytes([frame[-1] ^ 1])
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (lambda: changed(Sealer(KEY).seal(["bye"])), "not signed"),
+        (lambda: Sealer(STRANGERS_KEY).seal(["bye"]), "not signed"),
+        (lambda: Sealer(KEY).seal(["bye"]) * 2, "not the next one"),
+        (lambda: sealed(b'["bye"]', count=1), "not the next one"),
+        (lambda: struct.pack(">I16s", MAX_BYTES + 1, b""), "more than"),
+        (lambda: sealed(b"{"), "not JSON"),
+        (lambda: sealed(b"\xff\xfe"), "not JSON"),
+        (lambda: sealed(b"[" * 200_000), "not JSON"),
+        (lambda: sealed(b"[" * 100 + b"]" * 100), "nests deeper"),
+        (lambda: sealed(b'["ask",' + b'{"a":' * 70 + b"1" + b"}" * 70 + b"]"), "nests deeper"),
+        (lambda: sealed(b"{}"), "no list"),
+        (lambda: sealed(b"[]"), "no list"),
+    ],
+)
+def test_what_the_other_end_has_not_sent_now_is_refused(data, words):
+    with pytest.raises(FrameError, match=words):
+        Opener(KEY).open(data())
+
+
+def test_brackets_in_words_are_no_depth():
+    message = ["no", 1, "[" * 1000]
+    assert Opener(KEY).open(Sealer(KEY).seal(message)) == [message]
+
+
+def test_a_message_that_is_too_long_is_refused_by_who_would_send_it_and_the_next_one_goes(monkeypatch):
+    monkeypatch.setattr("hvdlite.control.frames.MAX_BYTES", 100)
+    sealer = Sealer(KEY)
+    with pytest.raises(ValueError, match="102 bytes is more than the 100"):
+        sealer.seal(["x" * 98])
+    assert Opener(KEY).open(sealer.seal(["y"])) == [["y"]]
+
+
+def test_what_a_rank_is_sent_cannot_be_sent_back_to_rank_0():
+    ours, theirs = socket.socketpair()
+    mailbox = Mailbox(ours, KEY, of_rank_0=True)
+    mailbox.send(["bye"])
+    theirs.sendall(theirs.recv(1000))
+    with pytest.raises(FrameError, match="not signed"):
+        mailbox.receive()
+
+
+# -- mailboxes
+
+
+def test_sending_never_waits_and_everything_arrives_in_order_once_the_other_end_reads():
+    ours, theirs = socket.socketpair()
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    woken = []
+    sender = Mailbox(ours, KEY, of_rank_0=False, wake=lambda: woken.append(1))
+    receiver = Mailbox(theirs, KEY, of_rank_0=True)
+    sent = [[number, "x" * (number % 700)] for number in range(2000)]
+    for message in sent:
+        sender.send(message)
+    assert sender.has_outgoing
+    assert woken == [1]
+    got = []
+    while len(got) < len(sent):
+        sender.flush()
+        got += receiver.receive()
+    assert got == sent
+    assert not sender.has_outgoing
+
+
+def test_threads_that_send_at_once_do_not_mix_their_messages():
+    sender, receiver = mailbox_pair(KEY)
+    threads = [
+        threading.Thread(target=lambda own=own: [sender.send([own, number]) for number in range(300)])
+        for own in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    got = []
+    while len(got) < 1200:
+        sender.flush()
+        got += receiver.receive()
+    for thread in threads:
+        thread.join()
+    assert all([number for who, number in got if who == own] == list(range(300)) for own in range(4))
+
+
+def test_sending_to_who_is_gone_is_no_error_and_receiving_tells_after_the_last_words():
+    sender, other = mailbox_pair(KEY)
+    other.send(["over", "words"])
+    other.close()
+    sender.send(["ask"])
+    assert sender.receive() == [["over", "words"]]
+    with pytest.raises((EOFError, OSError)):
+        sender.receive()
+
+
+# -- the handshake
+
+
+def test_two_ends_with_one_key_come_to_one_session_and_each_connection_to_another():
+    sessions = []
+    for _ in range(2):
+        caller = Caller(KEY, 3)
+        answerer = Answerer(KEY, caller.hello)
+        proof, session = caller.prove(answerer.challenge)
+        assert answerer.rank == 3
+        assert answerer.session(proof).sign("x") == session.sign("x")
+        sessions.append(session.sign("x"))
+    assert sessions[0] != sessions[1]
+
+
+def test_who_does_not_know_the_key_is_no_rank_and_no_rank_0():
+    caller = Caller(STRANGERS_KEY, 1)
+    answerer = Answerer(KEY, caller.hello)
+    assert caller.prove(answerer.challenge) is None
+    with pytest.raises(ValueError, match="does not know the job's key"):
+        answerer.session(bytes(32))
+
+
+def test_a_signature_of_rank_0_or_of_another_connection_proves_nothing():
+    answerer = Answerer(KEY, Caller(KEY, 1).hello)
+    with pytest.raises(ValueError, match="does not know"):
+        answerer.session(answerer.challenge[-32:])
+    overheard = Caller(KEY, 1)
+    proof, _ = overheard.prove(Answerer(KEY, overheard.hello).challenge)
+    with pytest.raises(ValueError, match="does not know"):
+        Answerer(KEY, overheard.hello).session(proof)
+
+
+# -- the door
+
+
+class Entrance:
+    """A door on loopback whose selector the test serves by hand."""
+
+    def __init__(self, size: int = 3) -> None:
+        self.listener = socket.create_server(("127.0.0.1", 0), backlog=256)
+        self.address = self.listener.getsockname()
+        self.selector = selectors.DefaultSelector()
+        self.admitted: list[int] = []
+        self.sessions: list[Signer] = []
+        self.door = Acceptor(self.listener, KEY, size, self.selector, self._admit, self._is_expected)
+        self._size = size
+
+    def _admit(self, rank: int, connection: socket.socket, session: Signer) -> None:
+        self.admitted.append(rank)
+        self.sessions.append(session)
+        connection.close()
+
+    def _is_expected(self, rank: int) -> bool:
+        return 0 < rank < self._size and rank not in self.admitted
+
+    def serve(self, until: Callable[[], object] = lambda: False) -> None:
+        """Until that is so, or nothing is left to be done for a moment."""
+        while not until() and (ready := self.selector.select(0.05)):
+            for key, _ in ready:
+                key.data()
+            self.door.look()
+
+    def come(self) -> socket.socket:
+        visitor = socket.create_connection(self.address, 10)
+        self.serve()
+        return visitor
+
+    def is_closed(self, visitor: socket.socket) -> bool:
+        self.serve()
+        try:
+            return visitor.recv(100) == b""
+        except ConnectionError:
+            return True
+
+    def enter(self, rank: int, *, piece: int = 1000) -> None:
+        visitor, caller = self.come(), Caller(KEY, rank)
+        self.send(visitor, caller.hello, piece)
+        challenge = visitor.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+        proof, session = caller.prove(challenge)
+        self.send(visitor, proof, piece)
+        assert self.admitted[-1] == rank
+        assert self.sessions[-1].sign("x") == session.sign("x")
+
+    def send(self, visitor: socket.socket, data: bytes, piece: int) -> None:
+        for start in range(0, len(data), piece):
+            visitor.sendall(data[start : start + piece])
+            self.serve()
+
+
+@pytest.fixture
+def entrance():
+    made = Entrance()
+    yield made
+    made.door.close()
+    made.selector.close()
+
+
+def test_a_hello_that_comes_in_pieces_is_one(entrance):
+    entrance.enter(1, piece=1)
+    assert entrance.admitted == [1]
+
+
+def test_who_is_silent_or_talks_nonsense_holds_up_nobody(entrance, caplog):
+    silent, slow = entrance.come(), entrance.come()
+    slow.sendall(b"hv")
+    nonsense = entrance.come()
+    nonsense.sendall(secrets.token_bytes(100_000)[: HELLO_BYTES * 50])
+    assert entrance.is_closed(nonsense)
+    nobody = entrance.come()
+    nobody.sendall(Caller(KEY, 77).hello)
+    assert entrance.is_closed(nobody)
+    entrance.enter(2)
+    assert "does not speak as hvdlite's ranks do" in caplog.text
+    assert "rank 77, which is none" in caplog.text
+    assert silent.fileno() != -1
+
+
+def test_a_rank_cannot_be_stolen_by_who_does_not_know_the_key_nor_taken_twice(entrance):
+    thief = entrance.come()
+    thief.sendall(Caller(STRANGERS_KEY, 1).hello)
+    entrance.serve()
+    thief.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
+    thief.sendall(bytes(32))
+    assert entrance.is_closed(thief)
+    assert entrance.admitted == []
+    entrance.enter(1)
+    second = entrance.come()
+    second.sendall(Caller(KEY, 1).hello)
+    assert entrance.is_closed(second)
+    assert entrance.admitted == [1]
+
+
+def test_who_proves_nothing_in_time_is_sent_away_and_others_are_not(entrance, monkeypatch, caplog):
+    silent = entrance.come()
+    assert 0 < entrance.door.patience_s <= acceptor.HANDSHAKE_S
+    monkeypatch.setattr(acceptor, "HANDSHAKE_S", 0.0)
+    entrance.door.look()
+    assert entrance.is_closed(silent)
+    assert "it has not proved within 0 s" in caplog.text
+    assert entrance.door.patience_s is None
+
+
+def test_the_oldest_goes_when_too_many_have_come_and_few_lines_tell_of_it(entrance, caplog):
+    visitors = [entrance.come() for _ in range(64 + 20)]
+    assert all(entrance.is_closed(visitor) for visitor in visitors[:20])
+    entrance.enter(1)
+    assert len([record for record in caplog.records if "was not one of" in record.message]) == 5
+    entrance.door.close()
+    # The one that came in took the place of the oldest.
+    assert "21 connections to rank 0 in all were not of this job's ranks" in caplog.text
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ECONNABORTED])
+def test_an_error_of_accept_ends_nothing_and_does_not_spin(entrance, number, monkeypatch):
+    class Broken:
+        def __init__(self, listener: socket.socket) -> None:
+            self.calls, self._listener = 0, listener
+
+        def accept(self) -> None:
+            self.calls += 1
+            # A stranger that was there, and is not.
+            self._listener.accept()[0].close()
+            raise OSError(number, "an error of the test's")
+
+        def fileno(self) -> int:
+            return self._listener.fileno()
+
+        def close(self) -> None:
+            self._listener.close()
+
+    listener = entrance.door._listener
+    entrance.door._listener = broken = Broken(listener)
+    socket.create_connection(entrance.address).close()
+    entrance.serve(until=lambda: broken.calls)
+    assert broken.calls == 1
+    entrance.door._listener = listener
+    entrance.door.look()
+    if number == errno.EMFILE:
+        assert 0 < entrance.door.patience_s <= 0.5
+        after_s = time.monotonic() + 1
+        monkeypatch.setattr(acceptor.time, "monotonic", lambda: after_s)
+        entrance.door.look()
+        monkeypatch.undo()
+    entrance.enter(1)
+
+
+# -- the coordinator
+
+
+def beset(address, stop: threading.Event) -> None:
+    """Come, with nonsense or nothing, as long as somebody listens there."""
+    while not stop.is_set():
+        try:
+            with socket.create_connection(address[:2], 5) as stranger:
+                stranger.sendall(secrets.token_bytes(HELLO_BYTES))
+                held.append(socket.create_connection(address[:2], 5))
+        except OSError:
+            return
+
+
+held: list[socket.socket] = []
+
+
+def test_ranks_find_together_while_strangers_come_all_the_time(monkeypatch):
+    listen = connect._listen
+    stop = threading.Event()
+    strangers: list[threading.Thread] = []
+
+    def beset_listener(group, nodes):
+        listener = listen(group, nodes)
+        strangers.append(threading.Thread(target=beset, args=(listener.getsockname(), stop), daemon=True))
+        strangers[0].start()
+        return listener
+
+    monkeypatch.setattr(connect, "_listen", beset_listener)
+    try:
+        assert run_worlds(3, hvd.allgather_object) == [[0, 1, 2]] * 3
+    finally:
+        stop.set()
+        strangers[0].join()
+        while held:
+            held.pop().close()
+
+
+def test_who_answers_in_rank_0s_place_without_the_key_is_told_from_it(monkeypatch):
+    impostor = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        connection, _ = impostor.accept()
+        with connection:
+            connection.sendall(secrets.token_bytes(CHALLENGE_BYTES))
+            connection.recv(1000)
+            connection.recv(1000)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+
+    class Lone:
+        rank, signer = 1, KEY
+
+        def describe_rank(self, rank: int) -> str:
+            return f"rank {rank} (node{rank})"
+
+    with pytest.raises(hvd.CommunicationError, match=r"rank 1 \(node1\): who answers at .* cannot prove that it knows"):
+        connect._reach(impostor.getsockname(), Lone(), 10.0)
+    thread.join()
+    impostor.close()
+
+
+class Ranks:
+    """Ends of connections to a coordinator that runs."""
+
+    def __init__(self, size: int) -> None:
+        self.negotiation = Negotiation([f"node{rank}" for rank in range(size)], StallRules())
+        self.coordinator = Coordinator(self.negotiation, size, StallRules(60.0, None))
+        self.sockets, self.ends, self.sessions = [], [], []
+        for rank in range(size):
+            ours, theirs = socket.socketpair()
+            session = Signer(secrets.token_bytes(32))
+            self.coordinator.add(rank, Mailbox(theirs, session, of_rank_0=True))
+            self.sockets.append(ours)
+            self.sessions.append(session)
+            self.ends.append(Mailbox(ours, session, of_rank_0=False))
+        for end in self.ends:
+            assert self.next_word(end)[0] == "welcome"
+        self.coordinator.start()
+
+    def next_word(self, end: Mailbox) -> list:
+        with selectors.DefaultSelector() as selector:
+            selector.register(end, selectors.EVENT_READ)
+            assert selector.select(20), "rank 0 says nothing"
+        (message,) = end.receive()
+        return message
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ["nothing that is known"],
+        ["ask", 1],
+        ["ask", "one", 0, "allreduce", None, "what", None, {}, None, None],
+        ["ask", 1, 0, "allreduce", None, "what", [0, 1], {}, None, None],
+        ["ask", 1, 5, "allreduce", None, "what", None, {}, None, None],
+        ["ask", 1, 5, "allreduce", None, "what", [0], {}, None, None],
+        ["ask", 1, 5, "allreduce", None, "what", [1, 99], {}, None, None],
+        ["ask", 1, 5, "allreduce", None, "what", [1, {}], {}, None, None],
+        ["busy", [["what"]], True, {}],
+        ["busy", [["what", 0.0, False, None]] * 100, True, {}],
+        ["busy", [["what", 0.0, False, ["all", 1, [9]]]], True, {}],
+        ["busy", [], True, {"all": "many"}],
+        ["wait", 1, {"all": "many"}],
+        ["alive", []],
+        ["join", "all"],
+    ],
+)
+def test_a_rank_that_says_what_none_says_counts_as_gone_and_the_others_go_on(said, caplog):
+    ranks = Ranks(3)
+    ranks.ends[1].send(said)
+    for own in (0, 2):
+        assert ranks.next_word(ranks.ends[own]) == ["left", 1, False]
+        ranks.ends[own].send(["ask", 9, 4, "allreduce", "a", "a", [0, 2], {}, None, None])
+    for own in (0, 2):
+        assert ranks.next_word(ranks.ends[own]) == ["go", 9, [None, None], 2]
+    ranks.coordinator.close()
+    assert "rank 0 ends its connection to rank 1" in caplog.text
+
+
+def test_asking_twice_under_one_number_is_what_no_rank_does():
+    negotiation = Negotiation(["a", "b"], StallRules())
+    ask = ["ask", 1, 0, "allreduce", "x", "x", None, {}, None, None]
+    handle_message(negotiation, 1, ask, (0, 1), 0.0)
+    with pytest.raises(MessageError, match="number 1 twice"):
+        handle_message(negotiation, 1, ask, (0, 1), 0.0)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"garbage" * 100,
+        struct.pack(">I16s", 0xFFFFFFFF, b""),
+        json.dumps(["bye"]).encode() * 10,
+    ],
+)
+def test_bytes_that_are_no_frame_end_their_own_connection_alone(data):
+    ranks = Ranks(2)
+    ranks.sockets[1].sendall(data)
+    assert ranks.next_word(ranks.ends[0]) == ["left", 1, False]
+    ranks.ends[0].send(["alive", 0])
+    assert ranks.next_word(ranks.ends[0]) == ["alive"]
+    ranks.coordinator.close()
+
+
+def test_a_frame_that_is_sent_again_ends_the_connection():
+    ranks = Ranks(2)
+    frame = Sealer(ranks.sessions[1].derive("to rank 0")).seal(["alive", 0])
+    ranks.sockets[1].sendall(frame)
+    assert ranks.next_word(ranks.ends[1]) == ["alive"]
+    ranks.sockets[1].sendall(frame)
+    assert ranks.next_word(ranks.ends[0]) == ["left", 1, False]
+    ranks.coordinator.close()
+
+
+def test_a_rank_that_reads_nothing_holds_up_no_other():
+    ranks = Ranks(3)
+    # More than any socket takes, to rank 1, which does not read.
+    own = "x" * 500_000
+    for ticket in range(40):
+        for rank in (1, 2):
+            ranks.ends[rank].send(["ask", ticket, 7, "look", str(ticket), "look", [1, 2], {}, own, None])
+            while ranks.ends[rank].has_outgoing:
+                ranks.ends[rank].flush()
+        got: list = []
+        while not got:
+            got = ranks.ends[2].receive()
+        assert [message[:2] for message in got] == [["go", ticket]]
+    got = []
+    while len(got) < 40:
+        got += [message[1] for message in ranks.ends[1].receive()]
+    assert got == list(range(40))
+    ranks.coordinator.close()
+
+
+# -- the heartbeat
+
+
+def looked(heartbeat: Heartbeat, now_s: float, blocked=(), **more) -> list:
+    return heartbeat.look(now_s, blocked, **{"is_stuck": True, "is_waiting": bool(blocked), "over_count": 0, **more})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Blocked("bucket 1", 11.0, place=("opt", 4, (0, 1))),  # for too short a time to be told of
+        Blocked("allreduce of 'a'", 0.0, is_operation=True),
+        Blocked("something", 0.0),
+    ],
+)
+def test_a_rank_is_stuck_only_where_all_that_it_waits_for_is_told(other):
+    wait = Blocked("bucket 0", 0.0, place=("opt", 3, (0, 2)))
+    assert looked(Heartbeat(StallRules()), 11.0, [wait], size=3)[0][1:3] == [
+        [["bucket 0", 11.0, False, ["opt", 3, [0, 2]]]],
+        True,
+    ]
+    assert looked(Heartbeat(StallRules()), 11.0, [wait, other], size=3)[0][2] is False
+
+
+def test_what_a_rank_is_blocked_in_is_told_once_and_again_when_it_changes():
+    heartbeat = Heartbeat(StallRules())
+    begun, size = {"opt": 3}, 2
+    wait = Blocked("bucket 0", 10.0, place=("opt", 3, (0, 1)))
+    said = ["busy", [["bucket 0", 1.5, False, ["opt", 3, None]]], True, begun]
+    assert looked(heartbeat, 10.25, [wait]) == [["alive", 0]]
+    assert looked(heartbeat, 11.5, [wait], begun=begun, size=size)[0] == said
+    assert looked(heartbeat, 12.5, [wait]) == [["alive", 0]]
+    # The same words, and another step.
+    again = Blocked("bucket 0", 12.0, place=("opt", 3, (0, 1)))
+    assert looked(heartbeat, 13.5, [again], begun=begun, size=size)[0] == said
+    assert looked(heartbeat, 14.5, begun=begun) == [["busy", [], False, begun]]
+    assert looked(heartbeat, 15.5) == []
+
+
+def test_the_longest_waits_of_all_threads_are_told_first():
+    waits = [Blocked(str(number), float(number)) for number in range(30, 0, -1)]
+    (_, told, _, _), _ = looked(Heartbeat(StallRules()), 100.0, waits)
+    assert [what for what, *_ in told] == [str(number) for number in range(1, 17)]
+
+
+def test_how_many_operations_are_over_is_told_when_that_has_changed():
+    heartbeat = Heartbeat(StallRules())
+    assert looked(heartbeat, 1.0, over_count=7) == [["alive", 7]]
+    assert looked(heartbeat, 2.0, over_count=7) == []
+
+
+def test_a_rank_0_that_does_not_answer_is_told_of_and_is_the_end_when_that_is_asked_for():
+    heartbeat = Heartbeat(StallRules(5.0, 8.0))
+    told = []
+    for second in range(10):
+        looked(heartbeat, float(second), [Blocked("bucket 0", 0.0)])
+        told.append(heartbeat.silence(float(second)))
+    assert told == [None] * 5 + [Silence(5.0, is_end=False), None, None, Silence(8.0, True), Silence(9.0, True)]
+
+
+def test_a_rank_0_that_answers_or_is_not_asked_is_not_silent():
+    heartbeat = Heartbeat(StallRules(5.0, 8.0))
+    for second in range(20):
+        looked(heartbeat, float(second), [Blocked("bucket 0", 0.0)])
+        assert heartbeat.silence(float(second)) is None
+        heartbeat.heard()
+    for second in range(20, 40):
+        looked(heartbeat, float(second))
+        assert heartbeat.silence(float(second)) is None
+
+
+def test_a_rank_that_was_stopped_itself_does_not_blame_rank_0():
+    heartbeat = Heartbeat(StallRules(5.0, 8.0))
+    looked(heartbeat, 0.0, [Blocked("bucket 0", 0.0)])
+    looked(heartbeat, 100.0, [Blocked("bucket 0", 0.0)])
+    assert heartbeat.silence(100.0) is None
+    assert LOOK_S < 3
+
+
+def test_the_stall_check_can_be_turned_off():
+    heartbeat = Heartbeat(StallRules(None, None))
+    for second in range(1000):
+        looked(heartbeat, float(second), [Blocked("bucket 0", 0.0)])
+        assert heartbeat.silence(float(second)) is None
+
+
+@pytest.fixture(autouse=True)
+def _log_is_seen(caplog):
+    with caplog.at_level(logging.WARNING, "hvdlite"):
+        yield

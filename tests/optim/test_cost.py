@@ -1,0 +1,210 @@
+"""What averaging costs beside the training itself, counted: calls of Python for each parameter, and bytes of memory."""
+
+from __future__ import annotations
+
+import collections
+import sys
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks, set_of
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+import hvdlite as hvd
+from hvdlite.comm.group import Group
+from hvdlite.optim import parameter_check
+
+
+def wrap(group: Group, params: Any, **options: Any) -> hvd.DistributedOptimizer:
+    return hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1), process_set=set_of(group), **options)
+
+
+def calls_of_one_step(group: Group, count: int) -> collections.Counter[str]:
+    """Calls of functions of Python and of C, from the first gradient to the last average."""
+    params = [nn.Parameter(torch.ones(4)) for _ in range(count)]
+    optimizer = wrap(group, params)
+    calls: collections.Counter[str] = collections.Counter()
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = torch.cat(params).sum()
+        if step == 2:
+            sys.setprofile(lambda frame, event, argument: calls.update([event]))
+        loss.backward()
+        optimizer.synchronize()
+        sys.setprofile(None)
+        optimizer.step()
+    optimizer.close()
+    return calls
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_parameter_costs_two_calls_of_python_in_a_step_and_a_few_of_c(size):
+    def rank(group: Group) -> tuple[collections.Counter[str], collections.Counter[str]]:
+        return calls_of_one_step(group, 100), calls_of_one_step(group, 300)
+
+    for few, many in run_ranks(size, rank):
+        assert many["call"] - few["call"] <= 2 * 200
+        # Its slot is looked up, its backward pass, it is scaled into the bucket, and a lock is given back.
+        assert many["c_call"] - few["c_call"] <= 4 * 200
+
+
+class LiveBytes(TorchDispatchMode):
+    """Notes the most bytes of tensors that were there at one time, of all that were made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    @property
+    def now(self) -> int:
+        self._storages = {key: kept for key, kept in self._storages.items() if not kept[0].expired()}
+        return sum(nbytes for _, nbytes in self._storages.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.now)
+        return out
+
+
+class CopyingEngine:
+    """Reduces copies that nobody counts: gloo's own thread keeps a tensor for a moment after its all-reduce."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
+        with _disable_current_modes():
+            copies = [tensor.clone() for tensor in tensors]
+        return CopiedWork(self._engine.allreduce(copies, opts), tensors, copies)
+
+
+class CopiedWork:
+    def __init__(self, work: Any, tensors: list[Tensor], copies: list[Tensor]) -> None:
+        self._work, self._tensors, self._copies = work, tensors, copies
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def wait(self) -> None:
+        self._work.wait()
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            # Through .data: an engine of C++ counts no version either.
+            tensor.data.copy_(copy)
+        self._tensors.clear()
+
+
+WIDTH, LAYERS = 128, 8
+LAYER_BYTES = 4 * WIDTH * WIDTH
+# Losses, activations, and the flags at the ends of buckets.
+SMALL_BYTES = LAYER_BYTES // 2
+
+
+def train(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(1, WIDTH)).sum().backward()
+        optimizer.step()
+
+
+def make_model() -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    for param in model.parameters():
+        # As on all ranks, which share a random generator here.
+        nn.init.constant_(param, 0.01)
+    return model
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_gradients_take_no_more_memory_than_without_averaging_and_wires_no_more_than_a_bucket(size, monkeypatch):
+    # Where parameters are compared, a chunk at a time.
+    monkeypatch.setattr(parameter_check, "_CHUNK_WORDS", 64)
+    buckets = {"bucket_cap_mb": 2 * LAYER_BYTES / 2**20}
+
+    def rank(group: Group) -> None:
+        with LiveBytes() as alone:
+            model = make_model()
+            train(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        assert alone.peak >= 2 * LAYERS * LAYER_BYTES
+        peaks = []
+        for options in ({}, {"compression": hvd.Compression.fp16}, {"step_on_arrival": True}):
+            with LiveBytes() as together:
+                model = make_model()
+                train(wrap(group, model.parameters(), **buckets, **options), model)
+                peaks.append(together.peak - alone.peak)
+                if "step_on_arrival" in options:
+                    # No gradient is left, and no bucket.
+                    assert together.now <= LAYERS * LAYER_BYTES + SMALL_BYTES
+        # The gradient that autograd has made, while it is copied into its bucket.
+        gradient = LAYER_BYTES if group.size > 1 else 0
+        assert peaks[0] <= gradient + SMALL_BYTES
+        assert peaks[1] <= LAYER_BYTES + 2 * LAYER_BYTES + SMALL_BYTES
+        assert peaks[2] <= gradient + SMALL_BYTES
+
+    run_ranks(size, rank, lambda: CopyingEngine)
+
+
+class LateEngine:
+    """Of a rank that is alone: an all-reduce is over when it is waited for, and no sooner."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> LateEngine:
+        return self
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        return
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class CountingCompression:
+    """Casts to fp16, and knows how many of its wires there are."""
+
+    def __init__(self) -> None:
+        self.alive = self.most = self.made = 0
+
+    def compress(self, buffer: Tensor) -> Tensor:
+        wire = buffer.half()
+        self.made += 1
+        self.alive += 1
+        self.most = max(self.most, self.alive)
+        weakref.finalize(wire, self._gone)
+        return wire
+
+    def _gone(self) -> None:
+        self.alive -= 1
+
+    def decompress(self, wire: Tensor, out: Tensor) -> None:
+        out.copy_(wire)
+
+    def __repr__(self) -> str:
+        return "counting"
+
+
+def test_two_wires_at_most_are_there_however_slow_the_network_is():
+    def rank(group: Group) -> tuple[int, int, int]:
+        compression = CountingCompression()
+        model = make_model()
+        optimizer = wrap(group, model.parameters(), compression=compression, bucket_cap_mb=1e-6)
+        train(optimizer, model)
+        return compression.made, compression.most, compression.alive
+
+    assert run_ranks(1, rank, lambda: LateEngine) == [(3 * LAYERS, 2, 0)]

@@ -1,0 +1,120 @@
+"""Sparse gradients of embeddings: gathered row by row, or averaged as dense ones."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from ranks import counting, run_ranks, set_of
+from torch import nn
+
+import hvdlite as hvd
+from hvdlite.comm.group import Group
+
+ROWS = 7
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, 3, sparse=True)
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(words).mean(1))
+
+
+def part_loss(model: nn.Module, step: int, part: int, parts: int) -> torch.Tensor:
+    if part == 1 and step == 1:
+        # This rank looks nothing up in this step.
+        return model.head.weight.square().mean()
+    words = torch.arange(4).reshape(2, 2) * (part + 1 + step) % ROWS
+    return model(words).square().mean()
+
+
+def make(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
+    if kind == "SparseAdam":
+        return [
+            torch.optim.SparseAdam(list(model.table.parameters()), lr=0.1),
+            torch.optim.SGD(model.head.parameters(), lr=0.1),
+        ]
+    return [getattr(torch.optim, kind)(model.parameters(), lr=0.1)]
+
+
+def train(model: nn.Module, kind: str, parts: int, group: Group | None, **options) -> nn.Module:
+    model = copy.deepcopy(model)
+    optimizers = make(kind, model)
+    if group is not None:
+        optimizers = [hvd.DistributedOptimizer(o, process_set=set_of(group), **options) for o in optimizers]
+    passes = options.get("backward_passes_per_step", 1)
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for _ in range(passes):
+            mine = range(parts) if group is None else [group.rank]
+            torch.stack([part_loss(model, step, part, parts) for part in mine]).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        assert model.table.weight.grad.is_sparse
+    return model
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("as_dense", [False, True])
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam"])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_with_sparse_gradients_match_one_process(size, kind, as_dense, passes):
+    torch.manual_seed(0)
+    model = Words().double()
+    options = {"sparse_as_dense": as_dense, "backward_passes_per_step": passes}
+    alone = copy.deepcopy(model)
+    optimizers = make(kind, alone)
+    for step in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for _ in range(passes):
+            torch.stack([part_loss(alone, step, part, size) for part in range(size)]).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    trained = run_ranks(size, lambda group: train(model, kind, size, group, **options))
+    for one in trained:
+        for got, expected in zip(one.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    assert all(torch.equal(one.table.weight, trained[0].table.weight) for one in trained)
+
+
+def test_once_known_to_be_sparse_a_table_is_in_no_bucket_any_more():
+    torch.manual_seed(0)
+    model = Words()
+
+    def rank(group: Group):
+        own = copy.deepcopy(model)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(own.parameters(), lr=0.1), process_set=set_of(group))
+        per_step = []
+        for _ in range(2):
+            group.engine.calls.clear()
+            optimizer.zero_grad()
+            part_loss(own, 0, group.rank, 2).backward()
+            optimizer.step()
+            per_step.append(sum(numel for name, numel in group.engine.calls if name == "allreduce"))
+        return per_step
+
+    for first, second in run_ranks(2, rank, counting):
+        assert second < first
+
+
+def test_a_gradient_that_is_sparse_on_one_rank_and_dense_on_another_is_an_error():
+    def rank(group: Group):
+        table = nn.Embedding.from_pretrained(torch.ones(4, 2), freeze=False, sparse=group.rank == 0)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(table.parameters(), lr=0.1), table.named_parameters(), process_set=set_of(group)
+        )
+        table(torch.tensor([1])).sum().backward()
+        if group.rank == 1:
+            optimizer.step()
+            return
+        with pytest.raises(hvd.MismatchError, match="'weight' has a sparse gradient on some ranks"):
+            optimizer.step()
+
+    run_ranks(2, rank)

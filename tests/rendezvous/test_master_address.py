@@ -1,0 +1,86 @@
+"""What is said where the ranks cannot meet at MASTER_ADDR and MASTER_PORT: the cause first, and the way out."""
+
+import socket
+import threading
+from datetime import timedelta
+
+import pytest
+
+from hvdlite.errors import CommunicationError
+from hvdlite.rendezvous import master_address
+
+HOST = socket.gethostname()
+
+
+def refused(rank, monkeypatch, address="127.0.0.1", port="29500", words=None):
+    """What this rank says; with ``words`` PyTorch's are these, and no network is asked."""
+    monkeypatch.setenv("MASTER_ADDR", address)
+    monkeypatch.setenv("MASTER_PORT", port)
+    if words is not None:
+
+        def fails(*_, **__):
+            raise RuntimeError(f"{words}\nException raised from somewhere")
+
+        monkeypatch.setattr(master_address, "rendezvous", fails)
+    master_address.store_at_given_address.cache_clear()
+    with pytest.raises(CommunicationError) as caught:
+        master_address.store_at_given_address(rank, 2, address, port, timedelta(seconds=5))
+    return str(caught.value)
+
+
+def test_a_port_that_another_process_has_is_said_first(monkeypatch):
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        said = refused(0, monkeypatch, port=port)
+    assert said.startswith(
+        f"hvd.init() failed on rank 0 ({HOST}): port {port} on {HOST} is taken by another process (address already in "
+        "use): set MASTER_PORT to a free port, the same for every rank. ("
+    )
+
+
+def test_a_name_that_is_unknown_is_said_first(monkeypatch):
+    def unknown(*_, **__):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    said = refused(1, monkeypatch, address="no{such}host", words="The client socket has timed out")
+    assert said == (
+        f"hvd.init() failed on rank 1 ({HOST}): MASTER_ADDR='no{{such}}host' is not known on {HOST} (Name or service "
+        "not known): set it to a name or an address of rank 0's host, for every rank. (The client socket has timed out)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rank", "address", "why"),
+    [
+        (0, "192.0.2.7", f"MASTER_ADDR='192.0.2.7' is no address of {HOST}, where rank 0 is"),
+        (0, "127.0.0.1", "not all of the 2 ranks came to MASTER_ADDR='127.0.0.1', MASTER_PORT=29500 within 5 s"),
+        (1, "192.0.2.7", "rank 0 was not found at MASTER_ADDR='192.0.2.7', MASTER_PORT=29500 within 5 s"),
+    ],
+)
+def test_an_address_where_rank_0_is_not_is_said_first(monkeypatch, rank, address, why):
+    said = refused(rank, monkeypatch, address=address, words="connection refused")
+    assert said.startswith(f"hvd.init() failed on rank {rank} ({HOST}): {why}")
+    assert said.endswith("(connection refused)")
+
+
+def test_a_stranger_at_the_port_who_never_answers_is_told_of_and_not_waited_for_beyond_the_timeout(monkeypatch, caplog):
+    monkeypatch.setattr(master_address, "_SLACK_S", 0.0)
+    monkeypatch.setattr(master_address, "_WARN_AFTER_S", 0.05)
+    over = threading.Event()
+
+    def never(*_, **__):
+        over.wait()
+        raise RuntimeError("too late")
+
+    monkeypatch.setattr(master_address, "rendezvous", never)
+    master_address.store_at_given_address.cache_clear()
+    with pytest.raises(CommunicationError) as caught:
+        master_address.store_at_given_address(1, 2, "127.0.0.1", "29500", timedelta(seconds=0.1))
+    over.set()
+    assert "rank 0 was not found at MASTER_ADDR='127.0.0.1', MASTER_PORT=29500 within 0.1 s" in str(caught.value)
+    assert str(caught.value).endswith("(what listens there has not answered)")
+    (warned,) = caplog.messages
+    assert warned.startswith(
+        "rank 1 has waited 0.05 s in hvd.init() for rank 0 at MASTER_ADDR='127.0.0.1', MASTER_PORT=29500"
+    )

@@ -1,0 +1,179 @@
+"""How ranks of other launchers find one another: each way by itself, against what stands at its other end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import hvdlite as hvd
+from hvdlite.rendezvous.host_address import ELSEWHERE, interface_of, own_address
+from hvdlite.rendezvous.mpi_rendezvous import meet, port_of_step
+from hvdlite.rendezvous.neighbours import ask_neighbour, tell_neighbours
+from hvdlite.rendezvous.placement import MPICH, OPENMPI, SLURM, Placement
+from hvdlite.rendezvous.pmi import exchange_by_pmi, finalize_pmi, open_connection
+
+STEP = {"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
+
+
+class HydraScript:
+    """The launcher's end of one PMI-1 connection: notes what it is asked, answers as Hydra does."""
+
+    def __init__(self, answers: dict[str, str] | None = None) -> None:
+        self.asked: list[str] = []
+        self.answers = {
+            "init": "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0",
+            "get_my_kvsname": "cmd=my_kvsname kvsname=kvs_1_0_vm",
+            "put": "cmd=put_result rc=0 msg=success",
+            "barrier_in": "cmd=barrier_out",
+            "get": "cmd=get_result rc=0 msg=success value=10.0.0.1/4000",
+            "finalize": "cmd=finalize_ack",
+            **(answers or {}),
+        }
+        self._mine, self.theirs = socket.socketpair()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with self._mine, self._mine.makefile("rw") as lines:
+            for line in lines:
+                self.asked.append(line.rstrip("\n"))
+                answer = self.answers[line.split()[0].removeprefix("cmd=")]
+                if answer == "hang up":
+                    return
+                if answer:
+                    # In pieces, as a stream may bring it.
+                    for piece in (answer[:7], answer[7:] + "\n"):
+                        lines.write(piece)
+                        lines.flush()
+
+
+def test_a_rank_puts_its_address_waits_for_all_and_gets_rank_0s():
+    hydra = HydraScript()
+    connection = open_connection(str(hydra.theirs.fileno()))
+    assert exchange_by_pmi(connection, "k", "10.0.0.1/4000", 5) == "10.0.0.1/4000"
+    assert [line.split()[0] for line in hydra.asked] == [
+        "cmd=init", "cmd=get_my_kvsname", "cmd=put", "cmd=barrier_in", "cmd=get",
+    ]  # fmt: skip
+    assert hydra.asked[2] == "cmd=put kvsname=kvs_1_0_vm key=k value=10.0.0.1/4000"
+    finalize_pmi(connection)
+    os.close(connection)
+    assert hydra.asked[-1] == "cmd=finalize"
+
+
+def test_the_others_put_nothing():
+    hydra = HydraScript()
+    assert exchange_by_pmi(hydra.theirs.fileno(), "k", None, 5) == "10.0.0.1/4000"
+    assert not any("put" in line for line in hydra.asked)
+
+
+@pytest.mark.parametrize(
+    ("command", "answer", "said"),
+    [
+        ("get", "cmd=get_result rc=-1 msg=key_not_found value=unknown", "answered 'cmd=get_result rc=-1"),
+        ("get_my_kvsname", "what?", "answered 'what\\?'"),
+        ("barrier_in", "hang up", "closed PMI_FD="),
+        ("barrier_in", "", "waiting for the other ranks"),
+    ],
+)
+def test_a_launcher_that_answers_otherwise_is_an_error_that_says_how(command, answer, said):
+    hydra = HydraScript({command: answer})
+    with pytest.raises(hvd.CommunicationError, match=said):
+        exchange_by_pmi(hydra.theirs.fileno(), "k", "v", 0.1 if not answer else 5)
+
+
+def test_telling_a_launcher_that_is_gone_of_the_end_is_no_error():
+    mine, theirs = socket.socketpair()
+    mine.close()
+    with theirs:
+        finalize_pmi(theirs.fileno())
+
+
+@pytest.mark.parametrize("inherited", ["", "x", "-1", "99999", "9" * 30, "/dev/null"])
+def test_a_pmi_rank_without_a_connection_is_told_what_to_set(inherited):
+    with open("/dev/null") as no_socket, pytest.raises(hvd.LaunchEnvironmentError, match=r"PMI_FD=.*MASTER_ADDR"):
+        open_connection(str(no_socket.fileno()) if inherited == "/dev/null" else inherited)
+
+
+def test_the_connection_is_ours_when_mpi_closes_its_own():
+    hydra = HydraScript()
+    connection = open_connection(str(hydra.theirs.fileno()))
+    hydra.theirs.close()
+    assert exchange_by_pmi(connection, "k", None, 5) == "10.0.0.1/4000"
+    os.close(connection)
+
+
+def test_all_neighbours_get_rank_0s_text_in_whatever_order_they_come():
+    name = f"test/{os.getpid()}/{os.urandom(4).hex()}"
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(ask_neighbour, name, rank, 10) for rank in (1, 2, 3)]
+        tell_neighbours(name, "127.0.0.1/5", 4, 10)
+        assert [future.result() for future in asked] == ["127.0.0.1/5"] * 3
+        tell_neighbours(name, "the name is free again", 1, 10)
+
+
+def test_a_neighbour_that_does_not_come_is_named():
+    name = f"test/{os.getpid()}/{os.urandom(4).hex()}"
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(ask_neighbour, name, 1, 10)
+        with pytest.raises(hvd.CommunicationError, match="waiting for rank 2, 3 on this host"):
+            tell_neighbours(name, "x", 4, 0.2)
+    with pytest.raises(hvd.CommunicationError, match="waiting for rank 0"):
+        ask_neighbour(name, 1, 0.05)
+
+
+def test_a_second_rank_0_of_a_job_is_an_error():
+    name = f"test/{os.getpid()}/{os.urandom(4).hex()}"
+    with socket.socket(socket.AF_UNIX) as first:
+        first.bind(b"\0hvdlite/" + name.encode())
+        with pytest.raises(hvd.CommunicationError, match="two processes have its rank 0"):
+            tell_neighbours(name, "x", 2, 1)
+
+
+def test_ranks_of_one_slurm_node_share_a_store_on_loopback(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
+    environ = {**STEP, "SLURM_JOB_ID": f"{os.getpid()}{os.urandom(2).hex()}"}
+
+    def rank(number: int) -> tuple[bytes, object]:
+        placement = Placement(number, 2, "0", "vm", number, launcher=SLURM, one_host=True)
+        store, _ = meet(placement, environ, "init0", timedelta(seconds=10))
+        store.set(f"from {number}", b"hello")
+        return store.get(f"from {1 - number}"), store  # rank 0's serves the other
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [heard for heard, _ in pool.map(rank, (0, 1))] == [b"hello"] * 2
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
+
+
+def test_loopback_has_an_interface_and_is_no_address_for_others():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.250") is None
+    assert own_address(["127.0.0.1", "::1"]) is None
+    own = own_address(ELSEWHERE)
+    assert own is None or interface_of(own) not in {None, "lo"}
+
+
+@given(st.integers(0, 10**8), st.integers(0, 10**4))
+def test_a_steps_port_is_one_that_programs_may_have_and_linux_does_not_give_out(job, step):
+    assert 12000 <= port_of_step({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}) < 32000
+
+
+def test_a_port_that_slurm_reserved_comes_first():
+    assert port_of_step({**STEP, "SLURM_STEP_RESV_PORTS": "17000-17002"}) == 17000
+    assert port_of_step(STEP) != port_of_step({**STEP, "SLURM_STEP_ID": "1"})
+
+
+def test_a_slurm_rank_0_that_is_not_on_the_first_node_is_told_what_to_set():
+    with pytest.raises(hvd.LaunchEnvironmentError, match="not on n1, the first host"):
+        meet(Placement(0, 2, "1", "n2", 0, launcher=SLURM), STEP, "init0", timedelta(seconds=1))
+
+
+@pytest.mark.parametrize(("launcher", "said"), [(OPENMPI, "neither PMIX_RANK"), (MPICH, "PMI_FD=''")])
+def test_a_launcher_that_gives_no_way_to_meet_is_named(launcher, said):
+    with pytest.raises(hvd.LaunchEnvironmentError, match=f"{said}.*MASTER_ADDR"):
+        meet(Placement(0, 2, "a", "a", 0, launcher=launcher), {}, "init0", timedelta(seconds=1))

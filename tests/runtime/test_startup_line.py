@@ -1,0 +1,110 @@
+"""The line that rank 0 says at the start: ranks, hosts, and how tensors travel between them."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import hvdlite as hvd
+from hvdlite.comm.engine import SingleRankEngine
+from hvdlite.comm.hierarchy import HierarchicalEngine
+from hvdlite.environment import Environment
+from hvdlite.log import open_log
+from hvdlite.runtime.startup_line import describe_start, greet
+from hvdlite.shm.shm_engine import ShmEngine
+from hvdlite.shm.shm_factory import DeviceEngine
+
+FLAT = SingleRankEngine()
+SHARED = object.__new__(ShmEngine)
+
+
+def levels(scatter: object, *devices: str) -> HierarchicalEngine:
+    return HierarchicalEngine(FLAT, scatter, FLAT, FLAT, [0, 1], set(devices))
+
+
+@pytest.fixture(autouse=True)
+def _without_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+
+
+@pytest.mark.parametrize(
+    ("engine", "nodes", "environment", "said"),
+    [
+        (SHARED, "aa", Environment(), "2 ranks on 1 host; CPU tensors: shared memory; OMP threads 3; check on"),
+        (
+            levels(SHARED, "cpu"),
+            "aabb",
+            Environment(check=False),
+            "4 ranks on 2 hosts (2 + 2); CPU tensors: shared memory within hosts, gloo (eth0) between; OMP threads 3; "
+            "check off",
+        ),
+        (
+            levels(FLAT, "cpu"),
+            "aabb",
+            Environment(),
+            "4 ranks on 2 hosts (2 + 2); CPU tensors: gloo (eth0) within hosts, gloo (eth0) between; OMP threads 3; "
+            "check on",
+        ),
+        (FLAT, "ab", Environment(), "2 ranks on 2 hosts (1 + 1); CPU tensors: gloo (eth0); OMP threads 3; check on"),
+        (FLAT, "a", Environment(), "1 rank on 1 host; OMP threads 3"),
+    ],
+)
+def test_it_has_ranks_hosts_the_ways_of_tensors_and_threads(engine, nodes, environment, said):
+    assert describe_start(engine, nodes, "gloo", environment) == said
+
+
+@pytest.mark.parametrize(
+    ("nodes", "environment", "why"),
+    [
+        ("aa", Environment(shm=False), "HVDLITE_SHM=0"),
+        ("aa", Environment(), "there is too little of it"),
+        ("aab", Environment(), "hosts have not as many ranks each"),
+        ("aabb", Environment(hierarchical=False), "all-reduces within hosts are turned off"),
+    ],
+)
+def test_where_there_is_no_shared_memory_though_ranks_share_a_host_it_says_why(nodes, environment, why):
+    said = describe_start(FLAT, nodes, "gloo", environment)
+    assert f"CPU tensors: gloo (eth0), not shared memory: {why};" in said
+
+
+def test_tensors_of_gpus_have_a_way_of_their_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    engine = DeviceEngine(SHARED, FLAT)
+    assert "; CUDA tensors: NCCL 2.28.9;" in describe_start(engine, "aa", "cpu:gloo,cuda:nccl", Environment())
+    # A program that has initialised torch.distributed itself may have chosen so.
+    assert "; CUDA tensors: gloo;" in describe_start(engine, "aa", "cpu:gloo,cuda:gloo", Environment())
+    two = describe_start(levels(SHARED, "cpu", "cuda"), "aabb", "cpu:gloo,cuda:nccl", Environment())
+    assert "; CUDA tensors: NCCL 2.28.9, within hosts and then between;" in two
+
+
+@pytest.mark.parametrize(
+    ("environment", "seen"),
+    [
+        (Environment(), ""),
+        (Environment(verbose=True), "hvdlite: 1 rank on 1 host; OMP threads 3\n"),
+        (Environment(verbose=True, log_level=logging.WARNING), "hvdlite: 1 rank on 1 host; OMP threads 3\n"),
+        (
+            Environment(verbose=True, log_level=logging.INFO, log_hide_time=True),
+            "hvdlite[0] INFO: 1 rank on 1 host; OMP threads 3\n",
+        ),
+    ],
+)
+def test_it_is_said_once_and_only_where_it_is_asked_for(environment, seen, capsys):
+    open_log(environment, 0)
+    try:
+        greet(FLAT, "a", "", environment)
+    finally:
+        open_log(Environment(), 0)
+    assert capsys.readouterr().err == seen
+
+
+def test_init_says_it_where_the_variable_asks_for_it(monkeypatch, capsys):
+    monkeypatch.setenv("HVDLITE_VERBOSE", "1")
+    hvd.init()
+    hvd.shutdown()
+    assert capsys.readouterr().err == "hvdlite: 1 rank on 1 host; OMP threads 3\n"

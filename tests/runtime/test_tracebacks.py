@@ -1,0 +1,176 @@
+"""What an uncaught error prints: one line where another rank is the cause, else no more than the user's own lines."""
+
+import functools
+import signal
+import sys
+import threading
+
+import pytest
+
+from hvdlite.control.handle import Handle
+from hvdlite.errors import CommunicationError, MismatchError, PeerLostError
+from hvdlite.runtime.tracebacks import shorten_tracebacks
+
+GONE = PeerLostError("allreduce of 'loss' cannot be done,\nsince rank 0 (node1) has gone")
+LINE = "hvdlite.errors.PeerLostError: allreduce of 'loss' cannot be done, since rank 0 (node1) has gone (at {}:{})\n"
+
+
+@pytest.fixture(autouse=True)
+def hooks(monkeypatch):
+    """Python's own, until a test sets others."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """``program(text, handle=...)`` gives the error that ends it, uncaught; it is the file train.py in here."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(text, **names):
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        with pytest.raises(BaseException) as caught:  # noqa: PT011 - whatever it is
+            exec(compile(text, path, "exec"), names)
+        error = caught.value
+        # From the program's own lines on, as where Python runs it.
+        while error.__traceback__.tb_frame.f_code.co_filename != str(path):
+            error.__traceback__ = error.__traceback__.tb_next
+        return error
+
+    return run
+
+
+def failed(error):
+    handle = Handle("allreduce of 'loss'")
+    handle.fail(error)
+    return handle
+
+
+class Interrupt:
+    """Ctrl-C at the begin of a wait that takes more than a moment; no line of Python's own is in it."""
+
+    __enter__ = staticmethod(functools.partial(signal.raise_signal, signal.SIGINT))
+    __exit__ = None
+
+
+@pytest.fixture
+def interrupted():
+    handle = Handle("allreduce of 'loss'")
+    handle.while_waiting = Interrupt
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield handle
+    signal.signal(signal.SIGINT, before)
+
+
+def printed(error, capsys):
+    shorten_tracebacks()
+    sys.excepthook(type(error), error, error.__traceback__)
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("handle.wait()", 1),
+        ("def train():\n    handle.wait()\ntrain()", 2),
+        ("try:\n    handle.wait()\nexcept Exception:\n    print('saving')\n    raise", 2),
+        ("try:\n    handle.wait()\nexcept Exception as error:\n    raise error", 2),
+    ],
+    ids=["alone", "in a function", "caught and raised", "raised anew"],
+)
+def test_an_error_that_another_rank_is_gone_is_one_line_with_the_users_own(program, capsys, text, line):
+    error = program(text, handle=failed(PeerLostError(str(GONE))))
+    traceback = error.__traceback__
+    assert printed(error, capsys) == LINE.format("train.py", line)
+    # Who looks at it afterwards finds it as it was.
+    assert (str(error), error.__traceback__) == (str(GONE), traceback)
+
+
+def test_one_that_comes_from_an_engines_words_is_one_line_too(program, capsys):
+    lost = CommunicationError("broadcast failed")
+    lost.__cause__ = RuntimeError("Connection closed by peer")
+    error = program("handle.wait()", handle=failed(lost))
+    assert printed(error, capsys) == "hvdlite.errors.CommunicationError: broadcast failed (at train.py:1)\n"
+    assert isinstance(error.__cause__, RuntimeError)
+
+
+def test_another_error_of_hvdlites_keeps_the_users_lines_and_nothing_below_them(program, capsys):
+    mismatch = MismatchError("the shapes differ")
+    mismatch.__cause__ = failed_inside()
+    error = program("def train():\n    handle.wait()\n\ntrain()\n", handle=failed(mismatch))
+    shown = printed(error, capsys)
+    assert "train.py" in shown
+    assert shown.startswith("Traceback (most recent call last):\n")
+    assert shown.endswith("hvdlite.errors.MismatchError: the shapes differ\n")
+    assert shown.count("  File ") == 2
+    assert "handle.py" not in shown
+    assert "has gone" not in shown
+
+
+def failed_inside():
+    """An error whose traceback has hvdlite's lines alone."""
+    try:
+        failed(PeerLostError(str(GONE))).wait()
+    except PeerLostError as error:
+        error.__traceback__ = error.__traceback__.tb_next
+        return error
+
+
+def test_an_error_of_the_users_own_is_whole_and_what_it_came_from_is_short(program, capsys):
+    error = program("try:\n    handle.wait()\nfinally:\n    1 / 0\n", handle=failed(PeerLostError(str(GONE))))
+    shown = printed(error, capsys)
+    assert "has gone\n\nDuring handling of the above exception" in shown
+    assert shown.endswith("ZeroDivisionError: division by zero\n")
+    assert "handle.py" not in shown
+
+
+def test_a_users_own_hook_is_called_with_the_users_lines(program, capsys, monkeypatch):
+    called = []
+    monkeypatch.setattr(sys, "excepthook", lambda *told: called.append((*told, str(told[1]))))
+    error = program("handle.wait()", handle=failed(PeerLostError(str(GONE))))
+    assert printed(error, capsys) == ""
+    ((kind, value, traceback, words),) = called
+    assert (kind, value, words) == (PeerLostError, error, str(GONE))
+    assert traceback.tb_next is None
+
+
+def test_in_a_thread_it_is_one_line_after_the_threads_name(program, capsys):
+    shorten_tracebacks()
+    handle = failed(PeerLostError(str(GONE)))
+
+    def run():
+        exec(compile("\nhandle.wait()", "train.py", "exec"), {"handle": handle})
+
+    thread = threading.Thread(target=run, name="loader")
+    thread.start()
+    thread.join()
+    assert capsys.readouterr().err == "Exception in thread loader:\n" + LINE.format("train.py", 2)
+
+
+def test_ctrl_c_in_a_wait_is_one_line_that_names_what_was_waited_for(program, capsys, interrupted):
+    error = program("print('go')\nhandle.wait()", handle=interrupted)
+    assert printed(error, capsys) == (
+        "KeyboardInterrupt: interrupted while waiting in allreduce of 'loss' (at train.py:2)\n"
+    )
+
+
+def test_ctrl_c_in_the_users_own_lines_is_pythons_own_traceback(program, capsys):
+    error = program("def train():\n    raise KeyboardInterrupt\ntrain()")
+    shown = printed(error, capsys)
+    assert shown.startswith("Traceback (most recent call last):\n")
+    assert shown.endswith("in train\n    raise KeyboardInterrupt\nKeyboardInterrupt\n")
+
+
+def test_ctrl_c_that_is_caught_in_a_wait_is_an_ordinary_one(interrupted):
+    with pytest.raises(KeyboardInterrupt) as caught:
+        interrupted.wait()
+    assert type(caught.value) is KeyboardInterrupt
+
+
+def test_hooks_that_are_set_again_are_called_once(program, capsys):
+    error = program("handle.wait()", handle=failed(PeerLostError(str(GONE))))
+    shorten_tracebacks()
+    first = sys.excepthook
+    assert printed(error, capsys) == LINE.format("train.py", 1)
+    assert sys.excepthook is first
