@@ -16,7 +16,11 @@ from .slot import Slot, changed_too_early
 
 
 class SingleRankHome:
+<<<<<<<< HEAD:hvdlite/optim/homes.py
     """Remembers gradients, to see whether somebody changes them."""
+========
+    """Where all gradients of such a rank are kept."""
+>>>>>>>> a205a4e:hvdlite/optim/single_rank.py
 
     def take(self, slot: Slot, last_pass: bool) -> bool:
         """Remember the gradient as it is."""
