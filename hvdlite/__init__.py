@@ -10,9 +10,8 @@ hvdlite: two lines around an optimizer, and its gradients are averaged over all 
 What is public is here, and made elsewhere. Packages and modules import only what stands before them, and within a
 package its own docstring has the order:
 
-    errors < values < files < signing < idle < environment < log < launch < meeting < call < channels < shm
-           < agreement < timeline < process_set < registry < farewell < tracebacks < greeting < entry < world
-           < process_sets < built < tracing < collectives < gradients < links < communicator
+    errors < values < files < signing < ignored < environment < log < launch < rendezvous < worker_main < comm < shm
+           < control < timeline < compression < runtime < ops < optim < links < communicator
 
 None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under
 Horovod's names, `horovod`, which makes programs find it under these, and `bench`, which measures all of it.

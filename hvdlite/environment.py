@@ -1,28 +1,16 @@
 """
-What the user's environment says, read once, in `hvd.init`, and kept by the world.
+The table of environment variables: the name of each, how it is read, what counts where it is not set, what it means.
 
-Each variable is read under two names, HVDLITE_ and HOROVOD_ and what stands here. Where both are set HVDLITE_'s counts;
-one that is empty says nothing.
+    Environment      what `hvd.init` reads: a row of the table for each field
+    READ_ELSEWHERE   what `hvdlite-run` and `rendezvous.secret` read
+    SET_FOR_WORKERS  what `hvdlite-run` sets for each worker
 
-    FUSION_THRESHOLD             bytes of gradients in a bucket, unless ``bucket_cap_mb`` is given; 0: one each
-    AUTOTUNE                     1: measure how large buckets should be, unless either of those two says it
-    AUTOTUNE_LOG                 the file to which rank 0 adds what was measured
-    TIMELINE                     the file of the timeline, or DYNAMIC
-    STALL_CHECK_DISABLE          1: nobody looks for ranks that are waited for
-    STALL_CHECK_TIME_SECONDS     until a warning names them (60); HVDLITE_STALL_CHECK_TIME_S too
-    STALL_SHUTDOWN_TIME_SECONDS  until that ends the job (0: never); HVDLITE_STALL_SHUTDOWN_S too
-    LOG_LEVEL                    trace, debug, info, warning, error or fatal
-    LOG_HIDE_TIME                1: lines of the log begin without the time
-    HIERARCHICAL_ALLREDUCE       1: all-reduces go within hosts and between them; 0: they do not; else that is measured
-    GLOO_TIMEOUT_SECONDS         ``timeout_s`` of `hvd.init`, unless that is given (1800)
-    CHECK_PARAMETERS             0: ranks do not compare parameters' values; N: they do at an optimizer's first step
-                                 and every N-th thereafter; as HVDLITE_CHECK_PARAMETERS alone
-    CHECK                        0: ranks do not compare what they ask for; as HVDLITE_CHECK alone
-    VERBOSE                      1: rank 0 says at the start what ranks there are; as HVDLITE_VERBOSE alone
-    SHM                          0: ranks of one host do not communicate through shared memory; as HVDLITE_SHM alone
+A new variable is one entry in one of these. Reading, error messages, the warning about misspelt names (`ignored`) and
+the README's list follow from the entry (tests/test_environment.py compares the list). A variable has up to three names:
+HVDLITE_ and a short one, HVDLITE_ and the name, HOROVOD_ and Horovod's name. The first that is set counts; an empty
+value is none. What other launchers set is in `rendezvous.launchers`.
 
-All others that begin with HOROVOD_ or HVDLITE_ are remarked upon: `idle` knows which mean nothing here, and why.
-What launchers set is read in `rendezvous.placement`, and START_TIMEOUT by hvdlite-run. Pure: nothing here acts on a value.
+Pure: nothing here reads `os.environ` or acts on a value.
 """
 
 from __future__ import annotations
@@ -30,21 +18,20 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from .idle import remarks_of_idle
+from .ignored import remarks_of_ignored
 from .values import LONGEST_S
 
-_DECIMAL = re.compile(r"\+?([0-9]{1,30}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?[0-9]{1,3})?")
-
 DYNAMIC = "DYNAMIC"
-"""As `Environment.timeline`: none now, but the program may start one."""
+"""The value of `Environment.timeline` with which nothing is recorded until the program calls `hvd.start_timeline`."""
 
 DEFAULT_STALL_WARNING_S = 60.0
 
-# As torch.distributed's own: rank 0 may evaluate or save for long while the others wait; stalls are told of before.
+# As torch.distributed's own: rank 0 may evaluate or save for long while the others wait; a stall is warned of before.
 DEFAULT_TIMEOUT_S = 1800.0
 
 TRACE = 5
@@ -61,152 +48,301 @@ _LEVELS: Mapping[str, int] = MappingProxyType(
 _SWITCH: Mapping[str, bool] = MappingProxyType(
     {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 )
+_DECIMAL = re.compile(r"\+?([0-9]{1,30}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?[0-9]{1,3})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A way to write a value: ``allowed`` names it in the documentation, ``read`` turns the text into the value.
+
+    ``read`` raises a ValueError that says what the text is not. The message continues "NAME='text' is ...".
+    """
+
+    allowed: str
+    read: Callable[[str], object] = str
+
+
+def _switch(text: str) -> bool:
+    if text.lower() not in _SWITCH:
+        raise ValueError("neither 1 nor 0")
+    return _SWITCH[text.lower()]
+
+
+def _bytes(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 15):
+        raise ValueError("not a number of bytes, such as 16777216, or 0 for no fusion")
+    return int(text)
+
+
+def _steps(text: str) -> bool | int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 9):
+        raise ValueError(
+            "neither 0, for no comparison of parameters, nor the number of steps from one to the next, such as 1000"
+        )
+    return int(text) or False
+
+
+def _seconds(text: str) -> float:
+    seconds = _decimal(text)
+    if not seconds > 0:
+        raise ValueError("not a positive number of seconds, such as 60")
+    return seconds
+
+
+def _seconds_or_never(text: str) -> float | None:
+    seconds = _decimal(text)
+    if not seconds >= 0:
+        raise ValueError("not a positive number of seconds, such as 60, or 0 for never")
+    return seconds or None
+
+
+def _decimal(text: str) -> float:
+    """The number that ``text`` is, or nan. float() alone would read the digits of all scripts, and 1_0."""
+    number = float(text) if _DECIMAL.fullmatch(text) else math.nan
+    if number > LONGEST_S:
+        raise ValueError(f"more seconds than can be waited: give {LONGEST_S:g} at most")
+    return number
+
+
+def _level(text: str) -> int:
+    if text.lower() not in _LEVELS:
+        raise ValueError(f"no level of the log: use one of {', '.join(_LEVELS)}")
+    return _LEVELS[text.lower()]
+
+
+SWITCH = Kind("1 or 0", _switch)
+SWITCH_OFF = Kind("1 or 0", lambda text: not _switch(text))
+BYTES = Kind("bytes", _bytes)
+STEPS = Kind("steps, or 0", _steps)
+SECONDS = Kind("seconds", _seconds)
+SECONDS_OR_NEVER = Kind("seconds, or 0", _seconds_or_never)
+LEVEL = Kind("`trace` to `fatal`", _level)
+FILE = Kind("a file")
+TIMELINE = Kind(f"a file, or `{DYNAMIC}`")
+NUMBER = Kind("a number")
+
+
+class Given(NamedTuple):
+    """A variable as it is set: the name that counts, and the text, which is empty where none is set."""
+
+    name: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A row of the table.
+
+    ``name`` and ``short`` stand after HVDLITE_, ``horovods`` after HOROVOD_ (None: Horovod has no such variable).
+    ``default`` says for the documentation what counts where it is not set, ``meaning`` what the value is.
+    """
+
+    name: str
+    kind: Kind
+    default: str
+    meaning: str
+    horovods: str | None = None
+    short: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its whole names, the one that counts first."""
+        ours = [f"HVDLITE_{each}" for each in (self.short, self.name) if each is not None]
+        return (*ours, *([] if self.horovods is None else [f"HOROVOD_{self.horovods}"]))
+
+    def given_in(self, environ: Mapping[str, str]) -> Given:
+        name = next((each for each in self.names if each in environ), self.names[0])
+        return Given(name, environ.get(name, "").strip())
+
+    def read(self, given: Given) -> object:
+        """The value of a text that is not empty. A ValueError names the variable, the text and what is allowed."""
+        try:
+            return self.kind.read(given.text)
+        except ValueError as error:
+            raise ValueError(f"{given.name}={given.text!r} is {error}") from None
+
+
+def _shared(name: str, kind: Kind, default: str, meaning: str, *, short: str | None = None) -> dict[str, Any]:
+    """The metadata of a field: a variable that Horovod has under the same name."""
+    return {"variable": Variable(name, kind, default, meaning, horovods=name, short=short)}
+
+
+def _own(name: str, kind: Kind, default: str, meaning: str) -> dict[str, Any]:
+    """The metadata of a field: a variable that hvdlite alone has."""
+    return {"variable": Variable(name, kind, default, meaning)}
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the user's variables say; None where they say nothing and the default is another's to know.
+    """What the user's variables say, read once by `hvd.init` and kept by the world. Each field is a row of the table.
 
-    ``stall_shutdown_s`` is None for never. ``check`` is whether ranks compare what they ask for, ``check_parameters``
-    as of `hvd.init`, ``shm`` whether those of one host communicate through shared memory, ``hierarchical`` whether
-    all-reduces go within hosts and between them, None where that is to be found out. ``remarks`` are what the user is
-    to be told once, of variables that were set to no effect.
+    None is: for ``fusion_threshold_bytes`` and ``log_level`` not set, for ``stall_shutdown_s`` never, for
+    ``hierarchical`` measured. ``check_parameters`` is as in `hvd.init`. ``remarks`` are lines for the user about
+    variables that are set to no effect.
     """
 
-    fusion_threshold_bytes: int | None = None
-    autotune: bool = False
-    autotune_log: str | None = None
-    timeline: str | None = None
-    stall_check: bool = True
-    stall_warning_s: float = DEFAULT_STALL_WARNING_S
-    stall_shutdown_s: float | None = None
-    log_level: int | None = None
-    log_hide_time: bool = False
-    timeout_s: float | None = None
-    check: bool = True
-    check_parameters: bool | int = True
-    shm: bool = True
-    verbose: bool = False
-    hierarchical: bool | None = None
+    fusion_threshold_bytes: int | None = field(
+        default=None,
+        metadata=_shared(
+            "FUSION_THRESHOLD",
+            BYTES,
+            "16777216",
+            "of gradients that travel at once, unless `bucket_cap_mb` is given; 0: each parameter by itself",
+        ),
+    )
+    autotune: bool = field(
+        default=False, metadata=_shared("AUTOTUNE", SWITCH, "0", "1: measure how much should travel at once")
+    )
+    autotune_log: str | None = field(
+        default=None, metadata=_shared("AUTOTUNE_LOG", FILE, "–", "to which rank 0 adds what was measured")
+    )
+    timeline: str | None = field(
+        default=None,
+        metadata=_shared("TIMELINE", TIMELINE, "–", "for the timeline; with `DYNAMIC` the program starts it"),
+    )
+    stall_check: bool = field(
+        default=True,
+        metadata=_shared("STALL_CHECK_DISABLE", SWITCH_OFF, "0", "1: do not look for ranks that others wait for"),
+    )
+    stall_warning_s: float = field(
+        default=DEFAULT_STALL_WARNING_S,
+        metadata=_shared(
+            "STALL_CHECK_TIME_SECONDS",
+            SECONDS,
+            "60",
+            "until a warning names the ranks that others wait for",
+            short="STALL_CHECK_TIME_S",
+        ),
+    )
+    stall_shutdown_s: float | None = field(
+        default=None,
+        metadata=_shared(
+            "STALL_SHUTDOWN_TIME_SECONDS",
+            SECONDS_OR_NEVER,
+            "0",
+            "until waiting for them ends the job; 0: never",
+            short="STALL_SHUTDOWN_S",
+        ),
+    )
+    log_level: int | None = field(
+        default=None,
+        metadata=_shared(
+            "LOG_LEVEL",
+            LEVEL,
+            "–",
+            "from which on the log goes to stderr (`debug`: with whole tracebacks)",
+        ),
+    )
+    log_hide_time: bool = field(
+        default=False, metadata=_shared("LOG_HIDE_TIME", SWITCH, "0", "1: the log is without the time")
+    )
+    verbose: bool = field(
+        default=False,
+        metadata=_own(
+            "VERBOSE",
+            SWITCH,
+            "0",
+            "1: rank 0 says at the start which ranks there are and how tensors travel, as with `hvdlite-run --verbose`",
+        ),
+    )
+    hierarchical: bool | None = field(
+        default=None,
+        metadata=_shared(
+            "HIERARCHICAL_ALLREDUCE",
+            SWITCH,
+            "measured, of CUDA tensors",
+            "1: sums are made within hosts, and then between them; 0: they are not",
+        ),
+    )
+    check: bool = field(
+        default=True,
+        metadata=_own("CHECK", SWITCH, "1", "0: collectives start before ranks compare what each of them asks for"),
+    )
+    check_parameters: bool | int = field(
+        default=True,
+        metadata=_own(
+            "CHECK_PARAMETERS",
+            STEPS,
+            "the first step",
+            "N: ranks compare parameters at every N-th step after the first too; 0: they never do",
+        ),
+    )
+    shm: bool = field(
+        default=True, metadata=_own("SHM", SWITCH, "1", "0: no shared memory between the ranks of a host")
+    )
+    timeout_s: float = field(
+        default=DEFAULT_TIMEOUT_S,
+        metadata=_shared("GLOO_TIMEOUT_SECONDS", SECONDS, "1800", "`timeout_s` of `hvd.init`, unless that is given"),
+    )
     remarks: tuple[str, ...] = ()
+
+
+READ_BY_INIT: Mapping[str, Variable] = MappingProxyType(
+    {each.name: each.metadata["variable"] for each in fields(Environment) if each.metadata}
+)
+"""The variables of `Environment`, by field."""
+
+_START_TIMEOUT = "`hvdlite-run --start-timeout`, unless that is given"
+_SECRET = "of all ranks, by which they know each other; under torchrun and a plain srun [set one](docs/security.md)"
+READ_ELSEWHERE = (
+    Variable("START_TIMEOUT", SECONDS, "60", _START_TIMEOUT, horovods="START_TIMEOUT"),
+    Variable("SECRET", Kind("a secret"), "–", _SECRET),
+    Variable("SECRET_FILE", FILE, "–", "with that secret"),
+)
+"""What the user may set besides, for `hvdlite-run` and `rendezvous.secret`."""
+
+SET_FOR_WORKERS = (
+    Variable("RANK", NUMBER, "–", "of the worker, among all", horovods="RANK"),
+    Variable("SIZE", NUMBER, "–", "of workers", horovods="SIZE"),
+    Variable("LOCAL_RANK", NUMBER, "–", "of the worker, on its host", horovods="LOCAL_RANK"),
+    Variable("LOCAL_SIZE", NUMBER, "–", "of workers on its host", horovods="LOCAL_SIZE"),
+    Variable("CROSS_RANK", NUMBER, "–", "of its host, among those with this local rank", horovods="CROSS_RANK"),
+    Variable("CROSS_SIZE", NUMBER, "–", "of hosts with this local rank", horovods="CROSS_SIZE"),
+    Variable("HOST", Kind("a name"), "–", "of its host, as the user wrote it", horovods="HOSTNAME"),
+    Variable("STORE", Kind("a URL"), "–", "of the store in which workers meet"),
+    Variable("JOB_DIR", Kind("a directory"), "–", "of the job on this host, private and removed at its end"),
+)
+"""What hvdlite-run tells each worker of its place. Read in `rendezvous` and where a rank ends."""
+
+OF_USERS = (*READ_BY_INIT.values(), *READ_ELSEWHERE)
+"""What a user may set, in the order of the README."""
+
+KNOWN = frozenset(name for each in (*OF_USERS, *SET_FOR_WORKERS) for name in each.names)
 
 
 def read_environment(environ: Mapping[str, str]) -> Environment:
     """The variables as values. A ValueError names the one that is wrong, and what would do."""
-    read = _Reader(environ)
-    stall_check = not read.switch("STALL_CHECK_DISABLE", default=False)
-    warning_s, shutdown_s, remark = _stall_times(read, stall_check=stall_check)
-    autotune, autotune_remark = _autotune(read)
-    return Environment(
-        fusion_threshold_bytes=read.fusion_threshold_bytes(),
-        autotune=autotune,
-        autotune_log=read.text("AUTOTUNE_LOG")[1] or None,
-        timeline=read.text("TIMELINE")[1] or None,
-        stall_check=stall_check,
-        stall_warning_s=warning_s,
-        stall_shutdown_s=shutdown_s,
-        log_level=read.log_level(),
-        log_hide_time=read.switch("LOG_HIDE_TIME", default=False),
-        timeout_s=read.seconds("GLOO_TIMEOUT_SECONDS"),
-        check=read.switch("CHECK", default=True, horovods=False),
-        check_parameters=read.check_parameters(),
-        shm=read.switch("SHM", default=True, horovods=False),
-        verbose=read.switch("VERBOSE", default=False, horovods=False),
-        hierarchical=read.switch_or_none("HIERARCHICAL_ALLREDUCE"),
-        remarks=(*remark, *autotune_remark, *remarks_of_idle(environ)),
-    )
+    given = {name: variable.given_in(environ) for name, variable in READ_BY_INIT.items()}
+    values: dict[str, Any] = {name: READ_BY_INIT[name].read(each) for name, each in given.items() if each.text}
+    read = _settle_autotune(_settle_stall_times(Environment(**values), given), given)
+    return replace(read, remarks=(*read.remarks, *remarks_of_ignored(environ, KNOWN)))
 
 
-def _autotune(read: _Reader) -> tuple[bool, tuple[str, ...]]:
-    """Whether to measure, and what is to be said of it."""
-    name, text = read.text("AUTOTUNE")
-    threshold, size = read.text("FUSION_THRESHOLD")
-    if not read.switch("AUTOTUNE", default=False):
-        return False, ()
-    if size:
-        return False, (f"{name}={text} has no effect, as {threshold}={size} says how large buckets are",)
-    return True, ()
+def _settle_stall_times(read: Environment, given: Mapping[str, Given]) -> Environment:
+    """Drop, with a remark, a shutdown that the rest of the stall check makes impossible."""
+    shutdown_s, warning_s = read.stall_shutdown_s, read.stall_warning_s
+    if shutdown_s is None:
+        return read
+    if not read.stall_check:
+        why = ", as the stall check is turned off"
+    elif shutdown_s > warning_s:
+        return read
+    elif not given["stall_warning_s"].text:
+        # Who asks for an early end, and for nothing else, is not to be refused it for a default.
+        return replace(read, stall_warning_s=shutdown_s / 2)
+    else:
+        why = f": it must be more than the {warning_s:g} s of the warning"
+    remark = f"{given['stall_shutdown_s']} has no effect{why}"
+    return replace(read, stall_shutdown_s=None, remarks=(*read.remarks, remark))
 
 
-def _stall_times(read: _Reader, *, stall_check: bool) -> tuple[float, float | None, tuple[str, ...]]:
-    """Seconds until the warning, seconds until the end or None, and what is to be said of them."""
-    warning_s = read.seconds("STALL_CHECK_TIME_SECONDS", also="STALL_CHECK_TIME_S")
-    name, text = read.text("STALL_SHUTDOWN_TIME_SECONDS", also="STALL_SHUTDOWN_S")
-    shutdown_s = read.seconds("STALL_SHUTDOWN_TIME_SECONDS", also="STALL_SHUTDOWN_S", or_zero=True) or None
-    if shutdown_s is not None and not stall_check:
-        return DEFAULT_STALL_WARNING_S, None, (f"{name}={text} has no effect, as the stall check is turned off",)
-    if warning_s is None:
-        warning_s = DEFAULT_STALL_WARNING_S
-        if shutdown_s is not None and shutdown_s <= warning_s:
-            # Who asks for an early end, and for nothing else, is not to be refused it for a default.
-            warning_s = shutdown_s / 2
-    if shutdown_s is not None and shutdown_s <= warning_s:
-        why = f"it must be more than the {warning_s:g} s of the warning"
-        return warning_s, None, (f"{name}={text} has no effect: {why}",)
-    return warning_s, shutdown_s, ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Reads variables by the part of their names that both prefixes share."""
-
-    environ: Mapping[str, str]
-
-    def text(self, name: str, *, also: str | None = None, horovods: bool = True) -> tuple[str, str]:
-        """The variable that counts, by its whole name, and its value; the value is empty where none is set."""
-        ours = [f"HVDLITE_{each}" for each in (also, name) if each is not None]
-        names = [*ours, f"HOROVOD_{name}"] if horovods else ours
-        found = next((each for each in names if each in self.environ), names[0])
-        return found, self.environ.get(found, "").strip()
-
-    def fusion_threshold_bytes(self) -> int | None:
-        name, text = self.text("FUSION_THRESHOLD")
-        if not text:
-            return None
-        if not (text.isascii() and text.isdigit() and len(text) <= 15):
-            raise ValueError(f"{name}={text!r} is not a number of bytes, such as 16777216, or 0 for no fusion")
-        return int(text)
-
-    def check_parameters(self) -> bool | int:
-        name, text = self.text("CHECK_PARAMETERS", horovods=False)
-        if not text:
-            return True
-        if not (text.isascii() and text.isdigit() and len(text) <= 9):
-            raise ValueError(
-                f"{name}={text!r} is neither 0, for no comparison of parameters, nor the number of steps from one to "
-                "the next, such as 1000"
-            )
-        return int(text) or False
-
-    def seconds(self, name: str, *, also: str | None = None, or_zero: bool = False) -> float | None:
-        name, text = self.text(name, also=also)
-        if not text:
-            return None
-        # float() reads digits of all scripts, and 1_0.
-        seconds = float(text) if _DECIMAL.fullmatch(text) else math.nan
-        if seconds > LONGEST_S:
-            raise ValueError(f"{name}={text!r} is more seconds than can be waited: give {LONGEST_S:g} at most")
-        if seconds > 0 or (or_zero and seconds == 0):
-            return seconds
-        never = ", or 0 for never" if or_zero else ""
-        raise ValueError(f"{name}={text!r} is not a positive number of seconds, such as 60{never}")
-
-    def switch(self, name: str, *, default: bool, horovods: bool = True) -> bool:
-        switched = self.switch_or_none(name, horovods=horovods)
-        return default if switched is None else switched
-
-    def switch_or_none(self, name: str, *, horovods: bool = True) -> bool | None:
-        name, text = self.text(name, horovods=horovods)
-        if not text:
-            return None
-        if text.lower() not in _SWITCH:
-            raise ValueError(f"{name}={text!r} is neither 1 nor 0")
-        return _SWITCH[text.lower()]
-
-    def log_level(self) -> int | None:
-        name, text = self.text("LOG_LEVEL")
-        if not text:
-            return None
-        if text.lower() not in _LEVELS:
-            raise ValueError(f"{name}={text!r} is no level of the log: use one of {', '.join(_LEVELS)}")
-        return _LEVELS[text.lower()]
+def _settle_autotune(read: Environment, given: Mapping[str, Given]) -> Environment:
+    """Execution autotune off, with a remark, where the size that it would measure is given."""
+    if not read.autotune or read.fusion_threshold_bytes is None:
+        return read
+    size = given["fusion_threshold_bytes"]
+    remark = f"{given['autotune']} has no effect, as {size} says how large buckets are"
+    return replace(read, autotune=False, remarks=(*read.remarks, remark))

@@ -27,7 +27,7 @@ from .comm.gloo import Patience, Ranks, open_proven
 from .errors import LaunchEnvironmentError
 from .rendezvous.introductions import agree_on_secret
 from .rendezvous.launcher_store import LauncherStore
-from .rendezvous.placement import read_placement
+from .rendezvous.launchers import read_placement
 from .rendezvous.secret import given_secret
 from .rendezvous.store_client import StoreClient
 from .signing import Signer

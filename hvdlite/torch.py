@@ -84,7 +84,7 @@ from . import (
 from .communicator import check_comm
 from .compression.horovod_compressors import Compression
 from .errors import HvdliteError
-from .rendezvous.placement import read_placement
+from .rendezvous.launchers import read_placement
 from .runtime import world
 
 # Whatever goes wrong between the ranks is one of these, and is caught under Horovod's name.

@@ -4,7 +4,8 @@
            ◄── answer ──        ◄──                         answer: whether it went well, and byte strings
 
 A frame is a header (operation or outcome, payload's length) and the payload: byte strings, each after its length.
-The library has the worker's end of this in `hvdlite.rendezvous.store_client`; operations and codes are a contract between both.
+The library has the worker's end of this in `hvdlite.rendezvous.store_client`; operations and codes are a contract
+between both.
 Who answers is not said here: `cache` what the agent knows, `store` the rest.
 """
 

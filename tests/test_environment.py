@@ -14,8 +14,8 @@ from torch import nn
 from worlds import run_worlds
 
 import hvdlite as hvd
-from hvdlite.environment import TRACE, Environment, read_environment
-from hvdlite.idle import WITHOUT_EFFECT, remarks_of_idle
+from hvdlite.environment import KNOWN, TRACE, Environment, read_environment
+from hvdlite.ignored import IGNORED, remarks_of_ignored
 from hvdlite.log import log, open_log
 from hvdlite.runtime.world import current_world
 
@@ -125,9 +125,9 @@ def test_a_size_of_buckets_that_is_given_is_not_measured():
 
 
 def test_all_that_mean_nothing_here_are_named_in_one_line_with_why():
-    (remark,) = read_environment(dict.fromkeys(WITHOUT_EFFECT, "7")).remarks
+    (remark,) = read_environment({f"HOROVOD_{each.name}": "7" for each in IGNORED}).remarks
     assert "\n" not in remark
-    assert all(name in remark and reason in remark for name, reason in WITHOUT_EFFECT.items())
+    assert all(f"HOROVOD_{each.name}" in remark and each.why in remark for each in IGNORED)
     assert read_environment({"HOROVOD_CONTROLLER": "gloo", "HOROVOD_AUTOTUNE": "0"}).remarks == ()
 
 
@@ -151,6 +151,22 @@ def test_one_of_hvdlites_prefix_that_is_misspelt_is_named_with_what_was_likely_m
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("HOROVOD_CHECK_PARAMETERS", "HVDLITE_CHECK_PARAMETERS"),
+        ("HOROVOD_CHECK", "HVDLITE_CHECK"),
+        ("HOROVOD_SHM", "HVDLITE_SHM"),
+        ("HOROVOD_STALL_SHUTDOWN_S", "HVDLITE_STALL_SHUTDOWN_S"),
+        ("HOROVOD_CHECK_PARAMETRES", "HVDLITE_CHECK_PARAMETERS"),
+        ("HOROVOD_FUSION_TRESHOLD", "HOROVOD_FUSION_THRESHOLD"),
+    ],
+)
+def test_horovods_prefix_on_a_variable_that_hvdlite_alone_has_is_named_with_the_right_one(name, meant):
+    said = f"set, but without effect in hvdlite: {name} (not known; did you mean {meant}?)"
+    assert read_environment({name: "1"}).remarks == (said,)
+
+
 def test_every_variable_that_source_and_readme_name_is_known():
     root = Path(__file__).parents[1]
     texts = [root / "README.md", *(root / "hvdlite").rglob("*.py"), *(root / "launcher").rglob("*.py")]
@@ -158,7 +174,7 @@ def test_every_variable_that_source_and_readme_name_is_known():
     assert len(names) > 20
     for name in names:
         # What it is set to may be wrong; that it is set is known.
-        assert remarks_of_idle({name: "1"}) == (), name
+        assert remarks_of_ignored({name: "1"}, KNOWN) == (), name
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,9 @@ def test_the_library_imports_torch_and_the_standard_library_alone():
     # What the benchmark draws and compares with, it looks for when it is asked to.
     exceptions = {
         "launch": {"hvdlite_launcher"},
-        "call": {"cloudpickle"},
-        "collectives.replicate": {"cloudpickle"},
-        "collectives.kernels": {"cupy"},
+        "worker_main": {"cloudpickle"},
+        "ops.replicate": {"cloudpickle"},
+        "compression.kernels": {"cupy"},
         "bench.memory_left": {"psutil"},
     }
     for module, tree in library().items():

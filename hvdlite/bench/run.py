@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import torch
 
 from ..errors import says_peer_lost
-from ..rendezvous.placement import read_placement
+from ..rendezvous.launchers import read_placement
 from ..runtime.world import current_world, init
 from .command_line import Request, parse
 from .errors import UsageError

@@ -5,5 +5,6 @@ Ranks that communicate together, and what carries it: groups over `torch.distrib
 
 Modules import only what stands before them:
 
-    gloo < engine < hierarchy < gpu clock < recorder < reduce_op < flat < work < reducers < collected < collective < choice
+    gloo < engine < hierarchy < gpu_clock < recorder < reduce_op < flat_bytes < work < reducer_registry < deferred_close
+        < group < engine_selection
 """

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -28,6 +29,9 @@ from .engine import Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError
 LEAST_BYTES = 64 * 2**10
 
 _CLOSING_S = 1.0
+
+# Of shards' memory that waits for the next ones; a step's buckets, shared out, are less.
+_MOST_KEPT_BYTES = 256 * 2**20
 
 
 class HostEngine(Engine, Protocol):
@@ -85,6 +89,7 @@ class HierarchicalEngine:
         self._local_size = len(within)
         self.devices = frozenset(devices)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._shards = _Shards()
         self._follower: _Follower | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
@@ -98,7 +103,7 @@ class HierarchicalEngine:
         even = whole.numel() - whole.numel() % self._local_size
         # The few elements that cannot be shared out take the flat way meanwhile.
         rest = self.flat.allreduce([whole[even:]], opts) if even < whole.numel() else None
-        way = _Way(self._across, self._gather, whole[:even], self._local_size, rest, opts)
+        way = _Way(self._across, self._gather, whole[:even], self._local_size, rest, opts, self._shards)
         way.begin(self._scatter)
         if tensor.is_cuda:
             # The wait of a CUDA engine holds up the stream that it is called in: not the program's, but this one.
@@ -143,11 +148,13 @@ class _Way:
         local_size: int,
         rest: EngineWork | None,
         opts: dist.AllreduceOptions,
+        shards: _Shards,
     ) -> None:
         self._across = across
         self._gather = gather
         self._main = main
-        self._shard = main.new_empty(main.numel() // local_size)
+        self._shards = shards
+        self._shard = shards.take(main.numel() // local_size, main)
         self._rest = rest
         self._opts = opts
         self._scattered: EngineWork | None = None
@@ -171,6 +178,45 @@ class _Way:
         if self._rest is not None:
             self._rest.wait()
         return self._gather._allgather_base(self._main, self._shard)
+
+    def finish(self) -> None:
+        """The third step is over: the shard's memory may be used again."""
+        self._shards.give_back(self._shard)
+
+
+class _Shards:
+    """Memory for the shards of a host's ranks, which is used again: fresh pages cost as much as a copy of them.
+
+    There are at most as many pieces as shards were under way at once. Those of GPUs are the allocator's of PyTorch,
+    which does the same, and knows of streams.
+    """
+
+    def __init__(self) -> None:
+        # Flat bytes, ascending by how many.
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, numel: int, like: Tensor) -> Tensor:
+        """Room for so many elements, of the dtype and on the device of ``like``; what lies there is anything."""
+        if like.device.type != "cpu":
+            return like.new_empty(numel)
+        nbytes = numel * like.element_size()
+        with self._lock:
+            at = bisect_left(self._free, nbytes, key=torch.numel)
+            # One that is too small goes, and a larger one comes for it.
+            memory = self._free.pop(min(at, len(self._free) - 1)) if self._free else None
+        if memory is None or memory.numel() < nbytes:
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+        return memory[:nbytes].view(like.dtype)
+
+    def give_back(self, shard: Tensor) -> None:
+        """Whose way is over."""
+        if shard.device.type != "cpu":
+            return
+        memory = shard.view(torch.uint8).as_strided((shard.untyped_storage().nbytes(),), (1,))
+        with self._lock:
+            if sum(map(torch.numel, self._free)) + memory.numel() <= _MOST_KEPT_BYTES:
+                insort(self._free, memory, key=torch.numel)
 
 
 class _Holding:
@@ -231,6 +277,7 @@ class _Follower:
         while (item := self._crossed.get()) is not None:
             with self._failing(item[1]):
                 item[0].gather().wait()
+                item[0].finish()
                 item[1].set_result(None)
             del item
 

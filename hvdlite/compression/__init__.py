@@ -3,5 +3,5 @@ What gradients become on the wire: casts, Horovod's compressors, and those of a 
 
 Modules import only what stands before them:
 
-
+    kernels < horovod_compressors < custom < casts
 """

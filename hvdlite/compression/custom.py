@@ -4,7 +4,8 @@ A compression of a user's own: it is called with one tensor at a time, and what 
     tensor ── compress ── wire, looked at ── ... ── decompress ── tensor
 
 In hvdlite's manner it is an object with ``compress(buffer)`` and ``decompress(wire, out)``; in Horovod's a class whose
-two static methods pass a context along (see `horovod_compressors`). What goes wrong in it is one error here, with its name.
+two static methods pass a context along (see `horovod_compressors`). What goes wrong in it is one error here, with its
+name.
 """
 
 from __future__ import annotations

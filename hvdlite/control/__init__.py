@@ -5,7 +5,7 @@ How ranks come to do the same at the same time: they ask, rank 0 gives all of th
 
 Modules import only what stands before them:
 
-    handle < request < controller < mismatch < executor < in_order < frames < handshake < mailbox < labels < pending
-        < stall < joined steps < callers < whereabouts < heartbeat < endings < negotiation < words < door < coordinator
-        < client < connect
+    handle < request < controller < mismatch < executor < unchecked < frames < handshake < mailbox < thread_labels
+        < pending < stall < joined_steps < callers < call_sites < heartbeat < endings < negotiation < incoming
+        < acceptor < coordinator < control_client < connect
 """

@@ -49,7 +49,8 @@ def places_of_threads(idents: Collection[int]) -> str:
         place = place_of(frames[ident])
         places.append(place if not places else f"thread {names.get(ident, ident)!r} at {place}")
     more = f" and {len(found) - _MOST_THREADS} more threads" if len(found) > _MOST_THREADS else ""
-    return (", ".join(places) + more)[:LONGEST]
+    # How many more there are is told in any case.
+    return ", ".join(places)[: LONGEST - len(more)] + more
 
 
 def frames_of_threads() -> dict[int, FrameType]:

@@ -25,7 +25,7 @@ class MessageError(ValueError):
 def handle_message(
     negotiation: Negotiation, rank: int, message: list[Any], everybody: tuple[int, ...], now_s: float
 ) -> None:
-    """Let the negotiation hear what ``rank`` says; a MessageError, before it has heard any of it, if that is nothing."""
+    """Hand the message of ``rank`` to the negotiation; a MessageError, before anything is done, if it is malformed."""
     match message:
         case [
             "ask",

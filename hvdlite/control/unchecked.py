@@ -3,9 +3,9 @@ Operations in the order of their calls, without a check that the ranks agree: fo
 
     submit ── carried out by the caller, at once
 
-Asynchronous ones are done when they return. Pairing by name, and `join`, need the `control_client`; so do several threads
-that call operations: which belong together nobody can know, so a call while another thread is in one of the same
-process set is a RuntimeError.
+Asynchronous ones are done when they return. Pairing by name, and `join`, need the `control_client`; so do several
+threads that call operations: which belong together nobody can know, so a call while another thread is in one of the
+same process set is a RuntimeError.
 """
 
 from __future__ import annotations

@@ -4,11 +4,8 @@ Ranks with fewer batches than others: they join, and take part in the others' st
     join ── all-reduces of the others: stand in, by the controller          ──┐
          ── steps of the others: one thread for each optimizer sits them out ┴─ until all have joined
 
-Which optimizers these are the ranks agree on, see `control.joined_steps`: those that live on all ranks of their set. When
+The ranks agree on which optimizers these are (`control.joined_steps`): those that live on all ranks of their set. When
 the garbage collector comes to one that nobody refers to any more differs by rank.
-
-A step that is sat out costs no collective of its own: every bucket carries the count of ranks that take part (see
-`optim.plan`), and one in which nobody does is the last.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """
 Where gradients are kept between backward and step that are in no bucket: in ``param.grad``, as autograd has left them.
 
-`SingleRankHome` is for those that are exchanged with nobody, `SparseHome` for sparse ones, whose rows are gathered. What
+`StayingHome` is for those that are exchanged with nobody, `SparseHome` for sparse ones, whose rows are gathered. What
 is an error among several ranks is one on a rank alone too, so that a program is tried at one rank and runs at many.
 """
 
@@ -15,12 +15,8 @@ from ..errors import GradientError
 from .slot import Slot, changed_too_early
 
 
-class SingleRankHome:
-<<<<<<<< HEAD:hvdlite/optim/homes.py
+class StayingHome:
     """Remembers gradients, to see whether somebody changes them."""
-========
-    """Where all gradients of such a rank are kept."""
->>>>>>>> a205a4e:hvdlite/optim/single_rank.py
 
     def take(self, slot: Slot, last_pass: bool) -> bool:
         """Remember the gradient as it is."""

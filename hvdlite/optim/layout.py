@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .bucket import Bucket, Memory
 from .flags import Ranks
-from .homes import SingleRankHome, SparseHome, require_same
+from .homes import SparseHome, StayingHome, require_same
 from .plan import BucketPlan, Description, ParamSpec, plan_buckets
 from .slot import Slot
 
@@ -46,7 +46,7 @@ class Layout:
         # By the parameter's `id`: to hash a tensor is a call of Python's, and this is looked up at every gradient.
         self.slots: dict[int, Slot] = {}
         # Where all gradients are kept if not in buckets.
-        self._staying = SingleRankHome() if stays else None
+        self._staying = StayingHome() if stays else None
         # Of what is planned from now on.
         self.cap_bytes = cap_bytes
         self._ranks = ranks

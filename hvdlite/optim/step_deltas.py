@@ -4,7 +4,7 @@ What an optimizer's step changes, as what an exchange is given in place of gradi
     parameters ── copied ── the optimizer's own step, with this rank's gradients ── difference: the delta
                ── exchange, a bucket after the other ── added to the copies ── parameters
 
-AdasumReducer are put together in buckets as gradients are; a bucket that no rank has a gradient for is not exchanged. They are
+Deltas are put together in buckets as gradients are; a bucket that no rank has a gradient for is not exchanged. They are
 dense, also where gradients are sparse. The `Reducer` says when.
 """
 

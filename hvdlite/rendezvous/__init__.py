@@ -5,6 +5,6 @@ How the ranks of a job come to know each other: where this process stands, and w
 
 Modules import only what stands before them:
 
-    client < store < topology < secret < introductions < given < address < nodelist < neighbours < pmi < pmix
-           < rendezvous
+    store_client < launcher_store < placement < launchers < secret < introductions < master_address < host_address
+        < nodelist < neighbours < pmi < pmix < mpi_rendezvous
 """

@@ -100,15 +100,15 @@ def _read(value: bytes, rank: int, own: Introduction, signer: Signer) -> Introdu
     tag, data = text[: 2 * TAG_BYTES], text[2 * TAG_BYTES :]
     if len(value) > MAX_BYTES or not signer.is_signed_hex(tag, "introduction", rank, data):
         raise CommunicationError(
-            f"hvd.init() failed on rank {own.placement.rank} ({own.placement.host}): the introduction of rank {rank} is not "
-            f"signed with this rank's secret: set {SECRET} to the same value for every rank; if it is, somebody else "
-            "can write to where the ranks meet"
+            f"hvd.init() failed on rank {own.placement.rank} ({own.placement.host}): the introduction of rank {rank} "
+            f"is not signed with this rank's secret: set {SECRET} to the same value for every rank; if it is, somebody "
+            "else can write to where the ranks meet"
         )
     fields = json.loads(data)
     if fields["version"] != own.version:
         raise MismatchError(
-            f"hvdlite is version {own.version} on rank {own.placement.rank} ({own.placement.host}) and {fields['version']} on "
-            f"rank {rank} ({fields['placement']['host']}): install the same version everywhere"
+            f"hvdlite is version {own.version} on rank {own.placement.rank} ({own.placement.host}) and "
+            f"{fields['version']} on rank {rank} ({fields['placement']['host']}): install the same version everywhere"
         )
     return Introduction(**{**fields, "placement": Placement(**fields["placement"])})
 

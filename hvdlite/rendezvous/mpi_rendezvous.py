@@ -26,9 +26,10 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..errors import LaunchEnvironmentError
 from .host_address import ELSEWHERE, LOOPBACK, interface_of, own_address
+from .launchers import MPICH, SLURM
 from .neighbours import ask_neighbour, tell_neighbours
 from .nodelist import expand_nodelist
-from .placement import OPENMPI, SLURM, Placement
+from .placement import Placement
 from .pmi import exchange_by_pmi, finalize_pmi, open_connection
 from .pmix import exchange_by_pmix
 from .secret import new_secret
@@ -70,14 +71,14 @@ def _choose_exchange(placement: Placement, environ: Mapping[str, str], timeout_s
         return lambda _, value: str(mpi.COMM_WORLD.bcast(value))
     if "PMIX_RANK" in environ and "PMIX_NAMESPACE" in environ:
         return lambda key, value: exchange_by_pmix(environ, key, value, timeout_s)
-    if "PMI_FD" in environ or placement.launcher not in {OPENMPI, SLURM}:
+    if "PMI_FD" in environ or placement.launcher == MPICH:
         connection = _pmi_connection(environ.get("PMI_FD", ""))
         return lambda key, value: exchange_by_pmi(connection, key, value, timeout_s)
     if placement.launcher == SLURM:
         return None
     raise LaunchEnvironmentError(
-        f"{placement.launcher} has set neither PMIX_RANK and PMIX_NAMESPACE nor PMI_FD, by which its ranks could meet: set "
-        "MASTER_ADDR and MASTER_PORT for every rank (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
+        f"{placement.launcher} has set neither PMIX_RANK and PMIX_NAMESPACE nor PMI_FD, by which its ranks could meet: "
+        "set MASTER_ADDR and MASTER_PORT for every rank (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
     )
 
 
@@ -133,8 +134,8 @@ def _store_by(
     own = LOOPBACK if placement.one_host else own_address(_outward(placement, environ))
     if own is None:
         raise LaunchEnvironmentError(
-            f"no address is found by which other hosts could reach {placement.host}, where rank 0 is: set MASTER_ADDR and "
-            "MASTER_PORT for every rank"
+            f"no address is found by which other hosts could reach {placement.host}, where rank 0 is: set MASTER_ADDR "
+            "and MASTER_PORT for every rank"
         )
     store = _serve_store(own, 0, placement.size, timeout)
     secret = new_secret()

@@ -35,9 +35,10 @@ from ..log import log, open_log
 from ..rendezvous.host_address import LOOPBACK, interface_of
 from ..rendezvous.introductions import Introduction, agree_on_secret, introduce, refuse
 from ..rendezvous.launcher_store import LauncherStore
+from ..rendezvous.launchers import read_placement, refuse_place_of_horovods
 from ..rendezvous.master_address import store_at_given_address
 from ..rendezvous.mpi_rendezvous import meet
-from ..rendezvous.placement import Placement, Topology, placements_to_topology, read_placement, refuse_place_of_horovods
+from ..rendezvous.placement import Placement, Topology, placements_to_topology
 from ..rendezvous.secret import given_secret
 from ..rendezvous.store_client import Operation, StoreClient
 from ..shm.shm_factory import ShmEngineFactory
@@ -163,7 +164,8 @@ def _tell_launcher(client: StoreClient | None, what: Operation, placement: Place
         client.request(what, [b"%d" % placement.rank], timeout.total_seconds())
     except (OSError, ValueError) as error:
         raise CommunicationError(
-            f"hvd.init() failed on rank {placement.rank} ({placement.host}): hvdlite-run's agent cannot be asked: {error}"
+            f"hvd.init() failed on rank {placement.rank} ({placement.host}): hvdlite-run's agent cannot be "
+            f"asked: {error}"
         ) from error
 
 

@@ -24,7 +24,8 @@ import torch
 from ..control.call_sites import seen_from_here
 from ..errors import CommunicationError, HvdliteError, PeerLostError, says_peer_lost
 
-_OWN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+# The package that this one lies in.
+_OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 # How files begin whose lines are not the user's: hvdlite's, PyTorch's, threading's, and those that import programs.
 _INTERNAL = (_OWN, os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), ""), threading.__file__, "<frozen ")
 # The hooks that are not a user's, by their module, and what each calls the one that it stands before.

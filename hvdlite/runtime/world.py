@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 
-from ..environment import DEFAULT_TIMEOUT_S, read_environment
+from ..environment import read_environment
 from ..errors import LaunchEnvironmentError, NotInitializedError, say_where
 from ..timeline import session as timeline
 from ..values import MOST, seconds, shown, whole_number
@@ -82,7 +82,7 @@ def init(
         environment = replace(environment, check_parameters=_how_often(check_parameters))
     if hierarchical is not None:
         environment = replace(environment, hierarchical=hierarchical)
-    timeout = timedelta(seconds=timeout_s or environment.timeout_s or DEFAULT_TIMEOUT_S)
+    timeout = timedelta(seconds=timeout_s or environment.timeout_s)
     is_whole_shown = environment.log_level is not None and environment.log_level <= logging.DEBUG
     try:
         _world = enter(timeout, environment)

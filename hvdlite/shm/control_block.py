@@ -7,8 +7,8 @@ What one rank shows the others of an engine: how far it is, and what it is doing
     headers                     of its latest operations: what it asks for, and where its data lie
     payloads                    of the same, where they are small
 
-A control block is written by its own rank alone, and read by all, so that nothing has to be locked. A counter holds the number
-of an operation in its upper bits, and of the chunks of it in its lower ones.
+A control block is written by its own rank alone, and read by all, so that nothing has to be locked. A counter holds the
+number of an operation in its upper bits, and of the chunks of it in its lower ones.
 """
 
 from __future__ import annotations

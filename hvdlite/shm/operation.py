@@ -1,10 +1,10 @@
 """
-One operation's turn on an engine: its number, what this rank shows of it, and where the others' data lie.
+One operation of an engine: its number, what this rank shows of it, and where the others' data lie.
 
-    EngineContext (what an engine has: peers, memory, staging slots) ── Operation ── reductions, exchanges
+    EngineContext (what an engine has: peers, memory, staging slots) ── Operation ── reductions, data_movement
 
-A rank's data are shown in one of three ways: in its control block's payload where they are small; where they lie, if that is
-in its segment; else in chunks, through a few slots by turns.
+A rank's data are shown in one of three ways: in its control block's payload where they are small; where they lie, if
+that is in its segment; else in chunks, through a few slots by turns.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class EngineContext:
         self._addresses = addresses
         self._seen: dict[tuple[int, int], Piece] = {}
         self._slots = slots
-        # How many chunks have gone through the slots, and when the last one of each slot was: on all ranks' control blocks.
+        # How many chunks have gone through the slots, and when the last one of each slot was, as all ranks count.
         self._staged = 0
         self._used = [0] * _SLOTS
 
@@ -150,7 +150,8 @@ class Operation:
             if signature != signatures[0]:
                 raise MismatchError(
                     f"ranks of one group do different things: {self.peers.describe(0)} {_words(signatures[0])} and "
-                    f"{self.peers.describe(place)} {_words(signature)}; every rank must call the same, in the same order"
+                    f"{self.peers.describe(place)} {_words(signature)}; every rank must call the same, in "
+                    "the same order"
                 )
 
     @cached_property
@@ -165,6 +166,15 @@ class Operation:
     def chunk_of(self, place: int, chunk: int) -> Tensor:
         """A staged chunk of a rank's."""
         return self.context.slot(place, (self.places[place].within + chunk) % _SLOTS)
+
+    def progress(self) -> str:
+        """What this rank does here, and which ranks have not begun it, or not come to its end."""
+        peers = self.peers
+        words = f"{peers.describe(peers.rank)} {_words(memoryview(self._signature))}"
+        absent, slow = peers.late(POSTED, self.after(1)), peers.late(DONE, self.end)
+        if absent:
+            return f"{words}, which {', '.join(map(peers.describe, absent))} did not begin"
+        return f"{words}, which {', '.join(map(peers.describe, slow)) or 'no rank'} did not come to the end of"
 
     def finish(self) -> None:
         """This rank has read all that it needs."""

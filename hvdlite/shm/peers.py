@@ -81,13 +81,18 @@ class Peers:
             if words[counter] < value:
                 return False
         if not _READS_IN_ORDER:
-            # What the others have written before their counters is about to be read.
+            # The caller now reads the headers and payloads that these counters stand for. ARM may have read those
+            # already, before the counters above: without a fence here a rank sums what lay there one turn earlier.
             fence()
         return True
 
     def has_reached(self, counter: int, value: int) -> bool:
         """Whether every rank is so far, this one too."""
         return self._own_words[counter] >= value and self.reached(counter, value)
+
+    def late(self, counter: int, value: int) -> list[int]:
+        """The ranks that are not so far, by their places."""
+        return [place for place, words in enumerate(self._words) if words[counter] < value]
 
     def has_free_cores(self) -> bool:
         """Whether this host has cores for more threads than compute now, on all ranks."""
@@ -156,7 +161,7 @@ class Peers:
         gone = {fd for fd, _ in self._poll.poll(0)} if self._lives else set()
         dead = [place for place, fd in self._lives.items() if fd in gone and self.control_blocks[place].state == OPEN]
         states = [control_block.state for control_block in self.control_blocks]
-        late = [place for place, words in enumerate(self._words) if words[counter] < value and place != self.rank]
+        late = [place for place in self.late(counter, value) if place != self.rank]
         for place in late:
             if states[place] == LEFT or place in dead:
                 raise self._gone(place)
@@ -174,8 +179,8 @@ class Peers:
         )
 
     def _words_of_timeout(self, counter: int, value: int) -> str:
-        late = [self.describe(place) for place, words in enumerate(self._words) if words[counter] < value]
-        return f"timed out after {self.timeout_s:g} s: {', '.join(late)} did not come"
+        late = ", ".join(map(self.describe, self.late(counter, value)))
+        return f"timed out after {self.timeout_s:g} s: {late} did not come"
 
 
 def _close_all(fds: dict[int, int]) -> None:

@@ -24,7 +24,7 @@ _GRACE_S = 0.02
 
 
 class Collective(Protocol):
-    """What is done in a turn."""
+    """What one operation does: an all-reduce, a broadcast, ..."""
 
     def begin(self) -> bool:
         """Show all of this rank's data, if they can be shown at once; whether they were."""
@@ -38,7 +38,7 @@ class Collective(Protocol):
 class _Entry:
     """An operation in the queue."""
 
-    __slots__ = ("awaited", "has_begun", "is_shown", "collective", "steps", "operation", "work")
+    __slots__ = ("awaited", "collective", "has_begun", "is_shown", "operation", "steps", "work")
 
     def __init__(self, operation: Operation, collective: Collective, work: ShmWork) -> None:
         self.operation = operation
@@ -61,14 +61,17 @@ class Queue:
         self._entries: deque[_Entry] = deque()
         # Held to look at the entries, or to begin one; never while waiting.
         self._entries_lock = threading.Lock()
-        # Held by whoever carries on.
+        # Held by whoever carries on; those who wait for that, or for the end of what they wait for, stand by.
         self._carrying = threading.Lock()
+        self._changed = threading.Condition()
+        self._standing_by = 0
         # Whose futures are to be told, by somebody who holds none of the locks.
         self._ended: deque[ShmWork] = deque()
         self._waiters = 0
         self._failure: BaseException | None = None
         self._is_closed = False
-        self._is_wanted = threading.Semaphore(0)
+        # For the thread in the background: set as often as one likes, it wakes once.
+        self._is_wanted = threading.Event()
         self._is_urgent = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -96,14 +99,17 @@ class Queue:
             with self._entries_lock:
                 self._waiters += 1
             try:
-                with self._carrying:
-                    while not (work.is_done or self._ended):
-                        self._step(may_wait=True)
+                if self._take_over(work):
+                    try:
+                        while not (work.is_done or self._ended):
+                            self._step(may_wait=True)
+                    finally:
+                        self._let_go()
             finally:
                 with self._entries_lock:
                     self._waiters -= 1
             if self._thread is not None and self._entries:
-                self._is_wanted.release()
+                self._is_wanted.set()
             self.tell()
 
     def carry_on_in_background(self, *, at_once: bool) -> None:
@@ -118,19 +124,19 @@ class Queue:
                 self._thread.start()
         if at_once:
             self._is_urgent.set()
-        self._is_wanted.release()
+        self._is_wanted.set()
 
     def close(self) -> None:
         """End what is under way as failed. Waits for nobody."""
         with self._entries_lock:
             self._is_closed = True
         self._is_urgent.set()
-        self._is_wanted.release()
+        self._is_wanted.set()
         if self._carrying.acquire(blocking=False):
             try:
                 self._fail(RuntimeError("the engine was closed"))
             finally:
-                self._carrying.release()
+                self._let_go()
         self.tell()
 
     def tell(self) -> None:
@@ -144,14 +150,44 @@ class Queue:
 
     def _run(self) -> None:
         while not self._is_closed and self._thread is threading.current_thread():
-            self._is_wanted.acquire()
+            self._is_wanted.wait()
+            # Before it looks at the entries: what is submitted from now on sets it again.
+            self._is_wanted.clear()
             if not self._peers.has_free_cores():
                 self._is_urgent.wait(_GRACE_S)
             self._is_urgent.clear()
             while self._entries and not self._waiters and not self._is_closed:
                 with self._carrying:
                     self._step(may_wait=True, in_background=True)
+                self._let_others_look()
                 self.tell()
+
+    def _take_over(self, work: ShmWork) -> bool:
+        """Become the one who carries on, as soon as nobody else does; False if ``work`` is done before."""
+        if self._carrying.acquire(blocking=False):
+            return True
+        with self._changed:
+            # Before the last look: whoever lets go after that finds that somebody stands by.
+            self._standing_by += 1
+            try:
+                while not work.is_done:
+                    if self._carrying.acquire(blocking=False):
+                        return True
+                    self._changed.wait()
+                return False
+            finally:
+                self._standing_by -= 1
+
+    def _let_go(self) -> None:
+        """Carry on no more."""
+        self._carrying.release()
+        self._let_others_look()
+
+    def _let_others_look(self) -> None:
+        """Have those who stand by see whether what they wait for is done, or is for them to carry on."""
+        if self._standing_by:
+            with self._changed:
+                self._changed.notify_all()
 
     def _carry_on_without_waiting(self) -> None:
         if self._carrying.acquire(blocking=False):
@@ -159,7 +195,7 @@ class Queue:
                 while self._step(may_wait=False):
                     pass
             finally:
-                self._carrying.release()
+                self._let_go()
 
     def _begin(self, entry: _Entry, before: _Entry | None) -> None:
         """Show what this rank has, so that no other waits for it, if all before it is shown."""
@@ -217,6 +253,7 @@ class Queue:
     def _end_work(self, work: ShmWork, failure: BaseException | None = None) -> None:
         if work.end(failure):
             self._ended.append(work)
+        self._let_others_look()
 
     def _fail(self, error: BaseException) -> None:
         """Nothing that was or will be submitted can come to an end."""

@@ -3,8 +3,8 @@ How the ranks of a host come to an engine: each tells the others, by a store, wh
 
     control block and slots ── "pid, fds, token" in the store ── the others' ── all there? ── EngineContext
 
-ControlBlock and slots have a file of their own, that all ranks have mapped when they part: so a rank may close its engine
-when it has what it wants, and others still find what it has left for them.
+Control block and slots have a file of their own, that all ranks have mapped when they part: so a rank may close its
+engine when it has what it wants, and others still find what it has left for them.
 
 A rank that has no shared memory says so, and so all of them know it, at the same time.
 """

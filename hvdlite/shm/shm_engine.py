@@ -181,13 +181,13 @@ class ShmEngine:
         root: int = 0,
     ) -> ShmWork:
         queue = self._queue
-        work = ShmWork(tensors, queue.carry_on, queue.carry_on_in_background)
         op_number, extra = (0, 0) if op is None else (_OP[op.op], _bits(factor_of(op)))
         with self._calling:
             number = next(self._numbers)
             operation = Operation(
                 self._context, number, _KIND[kind], op_number, _DTYPE.get(dtype, _UINT8), root, numel, extra
             )
+            work = ShmWork(tensors, queue.carry_on, queue.carry_on_in_background, operation.progress)
             # The others need nothing more of what fits a payload: it is shown at once.
             queue.submit(operation, make(operation), work, in_background=nbytes > PAYLOAD_BYTES)
         queue.tell()

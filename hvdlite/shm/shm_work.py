@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# Of two threads that ask for a work's future at once, both get the same one.
+_making_a_future = threading.Lock()
+
 
 class InBackground(Protocol):
     """Has a thread carry on; a moment later, unless ``at_once``."""
@@ -23,18 +26,28 @@ class InBackground(Protocol):
 class ShmWork(dist.Work):
     """Done when its tensors may be read; the failure, if there is one, is raised by `wait`."""
 
-    def __init__(self, tensors: list[Tensor], carry_on: Callable[[ShmWork], None], in_background: InBackground) -> None:
-        """``carry_on`` returns when it is done; ``in_background`` has a thread see to that."""
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        carry_on: Callable[[ShmWork], None],
+        in_background: InBackground,
+        progress: Callable[[], str],
+    ) -> None:
+        """``carry_on`` returns when it is done; ``in_background`` has a thread see to that.
+
+        ``progress`` says, for an error, what it is and which ranks it waits for.
+        """
         super().__init__()
         self._tensors = tensors
         self._carry_on = carry_on
         self._in_background = in_background
+        self._progress = progress
         self._future: torch.futures.Future[Any] | None = None
         # Taken, for ever, by who gives the future its result.
         self._telling = threading.Lock()
         self._is_seen_to = False
-        # There while somebody waits for no longer than so long.
-        self._bell: threading.Event | None = None
+        # Of each thread that waits with a timeout.
+        self._bells: list[threading.Event] = []
         self.is_done = False
         self.failure: BaseException | None = None
 
@@ -42,9 +55,8 @@ class ShmWork(dist.Work):
         """To be called once, by whoever carried it on; whether `tell` must be called afterwards."""
         self.failure = failure
         self.is_done = True
-        # Read after the flag is set, as whoever waits sets it before the flag is read.
-        bell = self._bell
-        if bell is not None:
+        # Read after the flag is set, as whoever waits adds his before the flag is read.
+        for bell in self._bells:
             bell.set()
         return self._future is not None
 
@@ -71,11 +83,14 @@ class ShmWork(dist.Work):
 
     def _wait_for(self, timeout: timedelta) -> None:
         # By a thread in the background: who carries on himself cannot leave in the midst of it.
-        bell = self._bell = self._bell or threading.Event()
+        bell = threading.Event()
+        self._bells.append(bell)
         self._is_seen_to = True
         self._in_background(at_once=True)
-        if not self.is_done and not bell.wait(timeout.total_seconds()):
-            raise RuntimeError(f"Operation timed out! It was not done within {timeout.total_seconds():g} s")
+        if not (self.is_done or bell.wait(timeout.total_seconds()) or self.is_done):
+            raise RuntimeError(
+                f"Operation timed out! It was not done within {timeout.total_seconds():g} s: {self._progress()}"
+            )
 
     def is_completed(self) -> bool:
         """Whether it is done; it will be, even if nobody does anything but ask."""
@@ -93,10 +108,12 @@ class ShmWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Done when this is, by a thread of the engine's if nobody waits."""
         if self._future is None:
-            # What a callback raises is an error to C++ too; what `set_exception` is given is to DDP a result, of
-            # which it makes nothing.
-            self._over = torch.futures.Future[None]()
-            self._future = self._over.then(lambda _: self._outcome())
+            with _making_a_future:
+                if self._future is None:
+                    # What a callback raises is an error to C++ too; what `set_exception` is given is to DDP a result,
+                    # of which it makes nothing.
+                    self._over = torch.futures.Future[None]()
+                    self._future = self._over.then(lambda _: self._outcome())
             if self.is_done:
                 self.tell()
             else:

@@ -197,7 +197,7 @@ def in_a_job_of_two_processes(program: str) -> list[subprocess.CompletedProcess[
     """``program`` in two processes of their own, with ``store``, ``rank``, ``group`` and ``connections``."""
     prelude = """
 import os, sys, time, torch, torch.distributed as dist
-sys.path.insert(0, {tests!r})
+sys.path[:0] = {tests!r}
 from datetime import timedelta
 from test_gloo import open_with_connections
 rank = int(sys.argv[1])
@@ -205,7 +205,8 @@ store = dist.FileStore(sys.argv[2], 2)
 group, connections = open_with_connections(store, rank)
 """
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-c", prelude.format(tests=str(Path(__file__).parent)) + program]
+        paths = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "helpers")]
+        command = [sys.executable, "-c", prelude.format(tests=paths) + program]
         processes = [
             subprocess.Popen([*command, str(rank), f"{directory}/store"], stdout=-1, stderr=-1, text=True)
             for rank in range(2)

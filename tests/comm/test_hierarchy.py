@@ -118,6 +118,52 @@ def test_a_host_sends_over_the_network_what_one_rank_would(monkeypatch):
     assert run_ranks(4, rank) == [32] * 4
 
 
+def test_shards_use_the_memory_of_those_before_them_whatever_their_sizes_and_dtypes(monkeypatch):
+    monkeypatch.setattr(hierarchy, "LEAST_BYTES", 16)
+
+    class Keeping(CountingEngine):
+        """Keeps the shards that it is given: no two have the same memory by chance."""
+
+        def allreduce(self, tensors: list[torch.Tensor], opts: object) -> object:
+            kept.append(tensors[0])
+            return super().allreduce(tensors, opts)
+
+    kept: list[torch.Tensor] = []
+
+    def rank(group: Group) -> None:
+        engine = hierarchical(group, "aabb").open()
+        if group.rank == 0:
+            engine._across = Keeping(engine._across, [])
+        for dtype, numel in ((torch.float32, 64), (torch.float32, 32), (torch.float64, 32), (torch.uint8, 20)):
+            tensors = [torch.full((numel,), group.rank + 1, dtype=dtype) for _ in range(2)]
+            for _ in range(3):
+                for tensor in tensors:
+                    engine.allreduce([tensor.fill_(group.rank + 1)], torch.distributed.AllreduceOptions()).wait()
+                    assert tensor.eq(10).all()
+
+    run_ranks(4, rank)
+    assert len(kept) == 24
+    assert len({shard.data_ptr() for shard in kept}) == 1
+
+
+def test_as_many_shards_are_kept_as_were_under_way_at_once_and_no_more_than_is_worth_it(monkeypatch):
+    shards = hierarchy._Shards()
+    monkeypatch.setattr(hierarchy, "_MOST_KEPT_BYTES", 1000)
+    like = torch.empty(0, dtype=torch.uint8)
+    under_way = [shards.take(numel, like) for numel in (100, 300, 200)]
+    for shard in under_way:
+        shards.give_back(shard)
+    pointers = {shard.data_ptr() for shard in under_way}
+    assert shards.take(150, like).data_ptr() == under_way[2].data_ptr()
+    larger = shards.take(900, like)
+    assert larger.data_ptr() not in pointers
+    # The one of 300 has gone for it.
+    assert [piece.numel() for piece in shards._free] == [100]
+    shards.give_back(larger)
+    shards.give_back(torch.empty(1, dtype=torch.uint8))
+    assert [piece.numel() for piece in shards._free] == [100, 900]
+
+
 def test_what_fails_on_the_way_is_raised_where_it_is_waited_for(monkeypatch):
     monkeypatch.setattr(hierarchy, "LEAST_BYTES", 16)
 

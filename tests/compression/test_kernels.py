@@ -121,9 +121,9 @@ def test_scaled_on_the_way_to_the_wire_or_before_gradients_have_the_same_bits(mo
     before = run_ranks(2, rank)[0]
     # As on a GPU.
     monkeypatch.setattr(strategies, "SCALES_ON_THE_WAY", {"cpu"})
-    casts = []
-    monkeypatch.setattr(casts, "scale_cast", lambda *args: casts.append(args[1]) or scale_cast(*args))
+    scales = []
+    monkeypatch.setattr(casts, "scale_cast", lambda *args: scales.append(args[1]) or scale_cast(*args))
     on_the_way = run_ranks(2, rank)[0]
     assert all(torch.equal(a, b) for a, b in zip(before, on_the_way, strict=True))
     # Gradients that are views already are scaled on the way; with a predivide factor all are, on the way back.
-    assert sorted(set(casts)) == [1 / 3, 1 / 2, 3 / 2]
+    assert sorted(set(scales)) == [1 / 3, 1 / 2, 3 / 2]

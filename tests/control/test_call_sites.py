@@ -93,7 +93,7 @@ def test_a_place_is_the_users_innermost_line_and_what_that_calls(started, functi
     if sys.version_info < (3, 11):
         expected = expected.replace(" (_lock.acquire)", "").replace("Event.", "")
     place = place_once(lambda place: place.endswith(expected), started(function))
-    assert "test_whereabouts.py:" in place
+    assert "test_call_sites.py:" in place
     assert place.endswith(expected)
 
 

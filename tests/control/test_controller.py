@@ -339,7 +339,7 @@ def test_where_a_missing_ranks_thread_is_comes_from_its_own_frames(caplog):
         assert run_worlds(2, rank, environment) == [2, 2]
     finally:
         log.removeHandler(look)
-    assert re.search(r"missing: rank 1 \(node1, pid \d+\), which is at \S*test_conducting.py:\d+ in keep_", caplog.text)
+    assert re.search(r"missing: rank 1 \(node1, pid \d+\), which is at \S*test_controller.py:\d+ in keep_", caplog.text)
 
 
 MANY = int(os.environ.get("TEST_HVDLITE_OUTSTANDING", "10000"))

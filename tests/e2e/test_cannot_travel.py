@@ -25,8 +25,8 @@ with kinds.a_mesh():
 
 @pytest.mark.parametrize("env", [{}, {"HVDLITE_CHECK": "0"}], ids=["checked", "unchecked"])
 def test_real_ranks_end_every_call_in_step(launch, env):
-    tests = str(Path(__file__).parents[1])
-    job = launch("-np", "2", "python", "-X", "faulthandler", "-c", PROGRAM, env={"PYTHONPATH": tests, **env})
+    helpers = str(Path(__file__).parents[1] / "helpers")
+    job = launch("-np", "2", "python", "-X", "faulthandler", "-c", PROGRAM, env={"PYTHONPATH": helpers, **env})
     code, _, err = job.ended(5 * PATIENCE_S)
     assert code == 0, err.decode()
     job.assert_gone()

@@ -5,13 +5,14 @@ import sys
 
 import pytest
 from hvdlite_launcher import horovodrun
+from hvdlite_launcher.environment import chosen_environment
 from hvdlite_launcher.flags import Parser
 from hvdlite_launcher.hosts import Host
-from hvdlite_launcher.plan import HostFacts, plan_slots, slot_environment, variables_set
+from hvdlite_launcher.plan import OWN_VARIABLES, HostFacts, plan_slots, slot_environment, variables_set
 
 from hvdlite.environment import DEFAULT_STALL_WARNING_S, DEFAULT_TIMEOUT_S, Environment, read_environment
 from hvdlite.optim.optimizer import DEFAULT_BUCKET_CAP_BYTES
-from hvdlite.rendezvous.placement import read_placement
+from hvdlite.rendezvous.launchers import LAUNCHERS, read_placement
 
 TRAINING = """
 import os, signal, sys
@@ -69,6 +70,16 @@ def test_the_library_reads_the_placement_that_the_launcher_planned():
             slot.host.name,
         )
         assert placement.store_url == "unix:///tmp/a job/store"
+
+
+def test_of_other_launchers_variables_no_other_host_is_sent_any_and_workers_see_no_mpi_rank():
+    for launcher in LAUNCHERS:
+        names = {launcher.rank, launcher.size, launcher.local_rank, launcher.local_size, launcher.node}
+        theirs = {*names, launcher.node_count, *launcher.signs} - {None} - OWN_VARIABLES
+        chosen = chosen_environment(dict.fromkeys(theirs, "1"), [], inherit=True)
+        assert chosen.elsewhere == {}, launcher.name
+        if launcher.hidden_from_workers:
+            assert not {launcher.rank, *launcher.signs} & chosen.here.keys(), launcher.name
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ while not hvd.allreduce(torch.tensor(float(os.path.exists(sys.argv[1]))), name="
 """
 
 # Knows nothing of hvdlite. It ends as it does because, under torchrun too, PyTorch 2.13 now and then aborts when the
-# interpreter goes before a thread of gloo's has dropped its last tensor (`hvdlite.runtime.departure` sees to that for our own).
+# interpreter goes before a thread of gloo's has dropped its last tensor (ours: `hvdlite.runtime.departure`).
 DDP = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -62,7 +62,7 @@ def test_nothing_is_said_of_sums_of_floats_of_booleans_and_of_one_rank(caplog):
 
 
 def test_the_recipe_for_the_accuracy_of_all_ranks_gives_that_of_all_examples():
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
     (recipe,) = re.findall(r"```python\n(right = .*?)```", readme, re.DOTALL)
 
     def accuracy_of_all_ranks(_rank):

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 import hvdlite as hvd
 from hvdlite.rendezvous.host_address import ELSEWHERE, interface_of, own_address
+from hvdlite.rendezvous.launchers import MPICH, OPENMPI, SLURM
 from hvdlite.rendezvous.mpi_rendezvous import meet, port_of_step
 from hvdlite.rendezvous.neighbours import ask_neighbour, tell_neighbours
-from hvdlite.rendezvous.placement import MPICH, OPENMPI, SLURM, Placement
+from hvdlite.rendezvous.placement import Placement
 from hvdlite.rendezvous.pmi import exchange_by_pmi, finalize_pmi, open_connection
 
 STEP = {"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -238,8 +239,10 @@ def test_a_wait_may_be_given_up_and_begun_again(numel: int) -> None:
         if engine.rank == 0:
             work = begin_all_reduce(engine, tensor)
             for _ in range(2):
-                with pytest.raises(RuntimeError, match=r"timed out! It was not done within 0\.01 s"):
+                with pytest.raises(RuntimeError, match=r"timed out! It was not done within 0\.01 s") as caught:
                     work.wait(timedelta(milliseconds=10))
+                assert f"begins an all-reduce of {numel} elements of torch.float32 by SUM" in str(caught.value)
+                assert re.search(r"which rank 1 of this group \(pid \d+\) did not begin$", str(caught.value))
             given_up.set()
         else:
             assert given_up.wait(30)
@@ -248,6 +251,81 @@ def test_a_wait_may_be_given_up_and_begun_again(numel: int) -> None:
         assert tensor.unique().tolist() == [2.0]
         # What is done is not waited for.
         assert work.wait(timedelta(microseconds=1))
+
+    run_engines(2, on_rank)
+
+
+def test_who_waits_goes_on_when_that_is_done_though_another_thread_waits_for_what_comes_later() -> None:
+    second_may_come, first_is_over = threading.Event(), threading.Event()
+
+    def on_rank(engine: ShmEngine) -> None:
+        if engine.rank == 1:
+            assert second_may_come.wait(30)
+            for _ in range(2):
+                begin_all_reduce(engine, torch.ones(SMALL)).wait()
+                # The second one only once a thread of the other rank has what it waited for.
+                assert first_is_over.wait(30)
+            return
+        first, second = (begin_all_reduce(engine, torch.ones(SMALL)) for _ in range(2))
+        waits_for_second = threading.Thread(target=second.wait)
+        waits_for_second.start()
+        # It carries the first one on, too, and nobody else can.
+        until(engine._queue._carrying.locked)
+        waits_for_first = threading.Thread(target=lambda: (first.wait(), first_is_over.set()))
+        waits_for_first.start()
+        until(lambda: engine._queue._waiters == 2)
+        second_may_come.set()
+        waits_for_first.join(30)
+        waits_for_second.join(30)
+        assert second.is_success()
+
+    run_engines(2, on_rank)
+
+
+def test_threads_that_wait_with_a_timeout_are_all_told_and_all_get_the_same_future() -> None:
+    may_begin = threading.Event()
+
+    def on_rank(engine: ShmEngine) -> None:
+        tensor = torch.ones(SMALL)
+        if engine.rank == 1:
+            assert may_begin.wait(30)
+            begin_all_reduce(engine, tensor).wait()
+            return
+        work = begin_all_reduce(engine, tensor)
+
+        def wait(_: int) -> Any:
+            return work.wait(timedelta(seconds=60)), work.get_future()
+
+        threading.Thread(target=lambda: (until(lambda: len(work._bells) == 3), may_begin.set())).start()
+        outcomes = attempt_threads(3, wait)
+        assert [done for done, _ in outcomes] == [True] * 3
+        assert all(future is outcomes[0][1] for _, future in outcomes)
+
+    run_engines(2, on_rank)
+
+
+def test_the_thread_in_the_background_wakes_once_however_often_it_was_wanted(monkeypatch: Any) -> None:
+    """And not fifty times a second long after, for each operation that others have carried on meanwhile."""
+    may_go_on = threading.Event()
+
+    def on_rank(engine: ShmEngine) -> None:
+        wakes: list[int] = []
+
+        def has_free_cores() -> bool:
+            wakes.append(len(wakes))
+            return may_go_on.wait(30)
+
+        monkeypatch.setattr(engine._context.peers, "has_free_cores", has_free_cores)
+        for _ in range(50):
+            begin_all_reduce(engine, torch.ones(STAGED)).wait()
+        engine.barrier().wait()
+        may_go_on.set()
+        # One that nobody waits for: it is done in the background, by the last wake that there is.
+        tensor = torch.ones(STAGED)
+        work = begin_all_reduce(engine, tensor)
+        until(lambda: work.is_done and not engine._queue._is_wanted.is_set())
+        assert len(wakes) <= 3
+        assert bool((tensor == 2).all())
 
     run_engines(2, on_rank)
 
