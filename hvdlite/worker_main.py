@@ -4,7 +4,7 @@ The main program of a worker of hvdlite_launcher.run: it calls the function that
     store: call ── unpickle ── func(*args, **kwargs) ── pickle ── store: return/RANK, and that it is there
 
 Values are pickled by cloudpickle, since they may be of classes that the caller's main program defines. The keys,
-and what lies under them, are a contract with `hvdlite_launcher`: `errand` carries them, `function` reads them.
+and what lies under them, are a contract with `hvdlite_launcher`: `function_messages` carries them, `caller` reads them.
 """
 
 from __future__ import annotations

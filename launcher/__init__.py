@@ -1,28 +1,24 @@
-"""hvdlite-run: starts one command on many slots, shows what it prints, ends it all when one part fails.
+"""hvdlite-run: starts one command on many hosts, shows what it prints, and ends all of it when one part fails.
 
-    cli ── hosts ── plan (slots → ranks, environment) ── one agent per host ── workers
-                       supervise ◄── one queue of typed events ◄── agents, screen, signals
-                           store ◄── each agent's relay ◄── workers that look for each other
+    cli ── plan (hosts → slots → ranks, environment) ── agents ── one agent per host (`host`) ── workers
+               job ◄── one queue of typed events ◄── agents, screen, signals
+             store ◄── each agent's relay ◄── workers that look for each other
 
-The modules import only what lies to their left:
+Packages and modules import only what stands before them, and within a package its own docstring has the order:
 
-    version, errors, words, userfile, request, exchange, messages, protocol, signals, tree, report, machine, network
-    < hosts < hostfile < jobdir < plan < environment < preview < channel < ssh < job < store < remote < gather < agents
-    < workers < feed < outlets < cache < relay < agent < keeper < newfile < record < output < stdin < attendance
-    < supervise < launch < inquiry < probe < verdict < table < check < horovodrun < flags < configfile < cli < entry
-    < errand < courier < function
+    version < errors < system < wire < store < plan < host < agents < job < check < cli < function
 
 Nothing here imports torch or hvdlite: the launcher answers at once, and runs where torch is not installed.
-Beyond the standard library it needs psutil, `configfile` PyYAML when a file is given, and `function` cloudpickle.
-What it shares with the library is the environment of a worker (see `plan`), what a worker asks the store (see
-`request`) and what it calls (see `errand`), not code.
+Beyond the standard library it needs psutil, `cli.config_file` PyYAML when a file is given, and `function.caller`
+cloudpickle. What it shares with the library is no code but the environment of a worker (`plan.worker_environment`),
+what a worker asks the store (`wire.worker_requests`) and what it calls (`function.function_messages`).
 """
 
 from __future__ import annotations
 
 from .errors import JobError
 
-# By this name type checkers know it. The module `typing` takes a while, in which Ctrl-C is a traceback: see `entry`.
+# By this name type checkers know it. The module `typing` takes a while, in which Ctrl-C is a traceback: see `__main__`.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +54,7 @@ def run(
     TypeError for what cannot be sent or is no flag.
     """
     # Here, as hvdlite-run and its agents import this package too, and need none of it.
-    from .function import run as run_function  # noqa: PLC0415
+    from .function.caller import run as run_function  # noqa: PLC0415
 
     given = {"np": np, "hosts": hosts, "hostfile": hostfile, "environment": environment}
     return run_function(func, args, kwargs, {**given, **flags})

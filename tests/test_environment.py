@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hvdlite_launcher.plan import OWN_VARIABLES
+from hvdlite_launcher.plan.worker_environment import OWN_VARIABLES
 from torch import nn
 from worlds import run_worlds
 

@@ -16,7 +16,7 @@ import hvdlite
 @functools.cache
 def sources(package: object) -> dict[str, ast.Module]:
     directory = Path(package.__file__).parent
-    return {path.stem: ast.parse(path.read_text()) for path in directory.glob("*.py")}
+    return {str(path.relative_to(directory)): ast.parse(path.read_text()) for path in directory.rglob("*.py")}
 
 
 def stated_order(docstring: str | None) -> list[str]:

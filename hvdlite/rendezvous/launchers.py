@@ -64,7 +64,7 @@ class Launcher:
         return None if name is None or (name in self.optional and name not in environ) else name
 
 
-HVDLITE_RUN = Launcher(
+OURS = Launcher(
     "hvdlite-run",
     signs=("HVDLITE_RANK",),
     rank="HVDLITE_RANK",
@@ -87,7 +87,7 @@ TORCHRUN = Launcher(
     others="another launcher that sets RANK and WORLD_SIZE",
 )
 LAUNCHERS = (
-    HVDLITE_RUN,
+    OURS,
     # Before MPI and Slurm: a program may be started by torchrun from within their jobs.
     TORCHRUN,
     # MPI's before Slurm's: mpirun starts its own daemons by srun.
@@ -151,7 +151,7 @@ def read_placement(environ: Mapping[str, str]) -> Placement | None:
     if placement.size == 1:
         return None
     # In a worker of hvdlite-run MASTER_ADDR and MASTER_PORT are those of its own job.
-    return placement if HVDLITE_RUN.rank in environ else _with_given_address(placement, environ)
+    return placement if OURS.rank in environ else _with_given_address(placement, environ)
 
 
 def refuse_place_of_horovods(environ: Mapping[str, str]) -> None:
@@ -173,13 +173,13 @@ def refuse_place_of_horovods(environ: Mapping[str, str]) -> None:
 def _find_launcher(environ: Mapping[str, str]) -> Launcher | None:
     """The launcher that started this process; of several, one within another's job, the innermost."""
     stale: tuple[Launcher, ...] = ()
-    if HVDLITE_RUN.rank in environ:
+    if OURS.rank in environ:
         if any(each.hidden_from_workers and each.rank in environ for each in LAUNCHERS):
             # A worker has started an MPI job. hvdlite-run sets torchrun's variables too, and these are the worker's.
-            stale = (HVDLITE_RUN, TORCHRUN)
-        elif _differ(environ, HVDLITE_RUN.rank, TORCHRUN.rank) or _differ(environ, HVDLITE_RUN.size, TORCHRUN.size):
+            stale = (OURS, TORCHRUN)
+        elif _differ(environ, OURS.rank, TORCHRUN.rank) or _differ(environ, OURS.size, TORCHRUN.size):
             # hvdlite-run sets both alike: torchrun has been at work since.
-            stale = (HVDLITE_RUN,)
+            stale = (OURS,)
     found = (each for each in LAUNCHERS if each not in stale and all(sign in environ for sign in each.signs))
     return next(found, None)
 

@@ -4,7 +4,7 @@ Questions to the store of hvdlite-run, over the Unix socket on which this host's
     any thread ── request ── a connection that is idle, or a new one ── agent ── launcher
 
 No torch here: what `torch.distributed` makes of it is in `store`. The operations and their frames are a contract
-with the launcher, whose end of it is `hvdlite_launcher.request`.
+with the launcher, whose end of it is `hvdlite_launcher.wire.worker_requests`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class Operation(IntEnum):
-    """What may be asked; `hvdlite_launcher.request.Operation` has what each is given and answers."""
+    """What may be asked; `hvdlite_launcher.wire.worker_requests.Operation` has what each is given and answers."""
 
     SET = 1
     GET = 2

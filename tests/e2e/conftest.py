@@ -78,13 +78,13 @@ class Launch:
         return started.children()[0]
 
     def agent(self) -> psutil.Process:
-        (agent,) = self.keeper().children()
+        (agent,) = self.remote_parent().children()
         return agent
 
-    def keeper(self) -> psutil.Process:
+    def remote_parent(self) -> psutil.Process:
         """What waits for the agent."""
-        (keeper,) = self.launcher().children()
-        return keeper
+        (parent,) = self.launcher().children()
+        return parent
 
     def assert_gone(self) -> None:
         """Within the promised time from now nothing is left: no process, no directory."""

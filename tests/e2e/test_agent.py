@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from hvdlite_launcher.exchange import Answer
-from hvdlite_launcher.messages import Greet, Hello, SignalRanks, Started
-from hvdlite_launcher.protocol import encode
+from hvdlite_launcher.wire.frames import encode
+from hvdlite_launcher.wire.messages import Greet, Hello, SignalRanks, Started
+from hvdlite_launcher.wire.store_messages import Answer
 
 pytestmark = pytest.mark.slow
 
@@ -56,11 +56,11 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("program", ["agent", "keeper"])
+@pytest.mark.parametrize("program", ["agent", "remote_parent"])
 @pytest.mark.parametrize("odd", ODD.values(), ids=ODD)
 def test_what_no_launcher_says_ends_it_with_one_line(odd, program, tmp_path):
     agent = subprocess.run(
-        [sys.executable, "-m", f"hvdlite_launcher.{program}"],
+        [sys.executable, "-m", f"hvdlite_launcher.host.{program}"],
         input=odd,
         capture_output=True,
         check=False,
@@ -78,7 +78,7 @@ def test_a_message_that_is_cut_short_is_the_launcher_s_end(tmp_path):
     for whole in (GREET, GREET + start(), GREET + encode(SignalRanks((0,), 9))):
         for cut in (1, 5, 20):
             agent = subprocess.run(
-                [sys.executable, "-m", "hvdlite_launcher.agent"],
+                [sys.executable, "-m", "hvdlite_launcher.host.agent"],
                 input=whole[:-cut],
                 capture_output=True,
                 check=False,

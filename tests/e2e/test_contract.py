@@ -4,11 +4,12 @@ import logging
 import sys
 
 import pytest
-from hvdlite_launcher import horovodrun
-from hvdlite_launcher.environment import chosen_environment
-from hvdlite_launcher.flags import Parser
-from hvdlite_launcher.hosts import Host
-from hvdlite_launcher.plan import OWN_VARIABLES, HostFacts, plan_slots, slot_environment, variables_set
+from hvdlite_launcher.cli import horovodrun_flags
+from hvdlite_launcher.cli.flags import Parser
+from hvdlite_launcher.plan.exported_variables import chosen_environment
+from hvdlite_launcher.plan.hosts import Host
+from hvdlite_launcher.plan.slots import plan_slots
+from hvdlite_launcher.plan.worker_environment import OWN_VARIABLES, HostFacts, slot_environment, variables_set
 
 from hvdlite.environment import DEFAULT_STALL_WARNING_S, DEFAULT_TIMEOUT_S, Environment, read_environment
 from hvdlite.optim.optimizer import DEFAULT_BUCKET_CAP_BYTES
@@ -29,7 +30,7 @@ for step in range(1000):
 
 def test_the_library_understands_what_the_flags_set():
     def read(*words: str) -> Environment:
-        return read_environment(horovodrun.variables(Parser().parse_args(words)))
+        return read_environment(horovodrun_flags.variables(Parser().parse_args(words)))
 
     assert read("--no-stall-check", "--tcp", "--gloo") == Environment(stall_check=False)
     assert read(
@@ -48,7 +49,7 @@ def test_the_library_understands_what_the_flags_set():
 
 
 def test_the_help_of_the_flags_names_the_librarys_own_defaults():
-    help_of = {block.split()[0]: " ".join(block.split()) for block in horovodrun.HELP.split("\n  --")}
+    help_of = {block.split()[0]: " ".join(block.split()) for block in horovodrun_flags.HELP.split("\n  --")}
     for flag, default in (
         ("gloo-timeout-seconds", DEFAULT_TIMEOUT_S),
         ("stall-check-warning-time-seconds", DEFAULT_STALL_WARNING_S),

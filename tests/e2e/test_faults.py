@@ -102,7 +102,7 @@ class Trial:
 
     def agents(self) -> list[Found]:
         """Those that start the workers, and what waits for them on other hosts."""
-        return self._processes(r"-m hvdlite_launcher\.(agent|keeper)$")
+        return self._processes(r"-m hvdlite_launcher\.host\.(agent|remote_parent)$")
 
     def ssh_clients(self) -> list[Found]:
         return self._processes("^ssh .*hvdlite_launcher")

@@ -289,7 +289,7 @@ def test_no_secret_is_on_a_command_line(program):
     job = program(text.replace("def wait():", "def wait(token):"))
     assert b"waits" in job.process.stdout.readline()
     command_lines = [" ".join(process.cmdline()) for process in job.processes()]
-    assert len(command_lines) >= 5  # caller, courier, agent, workers
+    assert len(command_lines) >= 5  # caller, runner, agent, workers
     assert "s3cret" not in "".join(command_lines)
     job.process.kill()
     job.assert_gone()
@@ -316,8 +316,8 @@ def test_a_caller_that_is_killed_takes_the_job_with_it(program):
 def test_a_courier_that_is_killed_takes_the_job_with_it_and_is_told(program):
     job = program(WAITS)
     assert b"waits" in job.process.stdout.readline()
-    (courier,) = psutil.Process(job.process.pid).children()
-    courier.kill()
+    (runner,) = psutil.Process(job.process.pid).children()
+    runner.kill()
     code, out, _ = job.ended()
     assert code == 7
     assert b"caught JobError('the process that ran the job was killed by SIGKILL')" in out

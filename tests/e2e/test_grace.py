@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from e2e.conftest import assert_clean, ready, wait_until
-from hvdlite_launcher.supervise import SAME_SIGNAL_S
+from hvdlite_launcher.job.supervisor import SAME_SIGNAL_S
 
 pytestmark = pytest.mark.slow
 
@@ -109,7 +109,7 @@ def test_a_scheduler_that_signals_every_process_of_the_job_at_once_cuts_nothing_
     for process in job.processes():
         process.send_signal(signal.SIGTERM)
     assert "SIGTERM passed on" in told(job, "SIGTERM")
-    wait_until(lambda: len(job.processes()) == 4)  # but for rank 1: launcher, keeper, agent, rank 0
+    wait_until(lambda: len(job.processes()) == 4)  # but for rank 1: launcher, remote parent, agent, rank 0
     go_on.touch()
     code, _, err = job.ended()
     assert (code, err) == (143, b"")

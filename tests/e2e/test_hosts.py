@@ -16,7 +16,7 @@ import hvdlite_launcher.version
 import psutil
 import pytest
 from e2e.conftest import assert_clean, ready, wait_until
-from hvdlite_launcher.channel import SILENCE_S
+from hvdlite_launcher.wire.channel import SILENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -523,18 +523,18 @@ def test_the_exit_code_and_the_last_words_of_a_worker_elsewhere_are_told(launch,
     assert err.rstrip().endswith("no more batteries")
 
 
-@pytest.mark.parametrize("which", ["the agent", "its keeper"])
+@pytest.mark.parametrize("which", ["the agent", "its remote parent"])
 def test_an_agent_elsewhere_that_is_killed_takes_all_along_and_is_told(launch, make_lan, which):
     lan = make_lan("a", "b")
     (lan.hosts[1].home / ".bashrc").write_text("echo mind your step >&2\n")
     job = ready(launch("-H", "a,b", "sh", "-c", "echo ready; exec sleep 1000", on=lan.desk), 2)
-    keeper, agent = sorted(
-        (process for process in lan.hosts[1].processes() if "hvdlite_launcher.keeper" in process.cmdline()),
+    parent, agent = sorted(
+        (process for process in lan.hosts[1].processes() if "hvdlite_launcher.host.remote_parent" in process.cmdline()),
         key=lambda process: process.pid,
     )
-    assert agent.ppid() == keeper.pid
-    (agent if which == "the agent" else keeper).kill()
-    # Of a keeper's end by a signal, sshd's client learns that it ended.
+    assert agent.ppid() == parent.pid
+    (agent if which == "the agent" else parent).kill()
+    # Of a remote parent's end by a signal, sshd's client learns that it ended.
     why = "was killed by SIGKILL" if which == "the agent" else "ended unexpectedly"
     assert failed(job).splitlines()[-1] == f"hvdlite-run: lost b: its agent {why}. Its workers were killed"
     assert_clean(lan)

@@ -9,9 +9,9 @@ import sys
 import psutil
 import pytest
 from e2e.conftest import wait_until
-from hvdlite_launcher.channel import SILENCE_S
-from hvdlite_launcher.plan import OWN_VARIABLES
-from hvdlite_launcher.protocol import MARK
+from hvdlite_launcher.plan.worker_environment import OWN_VARIABLES
+from hvdlite_launcher.wire.channel import SILENCE_S
+from hvdlite_launcher.wire.frames import MARK
 
 PRINT_ENVIRONMENT = "import os; print(dict(sorted(os.environ.items())))"
 
@@ -117,7 +117,7 @@ def test_a_worker_runs_in_the_directory_of_the_launcher(launch, tmp_path):
 def test_modules_in_the_users_directory_do_not_replace_those_of_python(launch, tmp_path):
     (tmp_path / "selectors.py").write_text("raise SystemExit('not this one')")
     # Not `python -m`, which itself looks in the directory first.
-    start = "import sys; sys.path.pop(0); from hvdlite_launcher.cli import main; sys.exit(main())"
+    start = "import sys; sys.path.pop(0); from hvdlite_launcher.cli.command_line import main; sys.exit(main())"
     run = subprocess.run(
         [sys.executable, "-c", start, "-np", "1", "true"], cwd=tmp_path, capture_output=True, check=False
     )
@@ -374,8 +374,8 @@ def test_a_host_may_take_longer_to_count_its_gpus_than_silence_may_last(launch, 
 def test_neither_command_nor_environment_is_on_the_agents_command_line(launch):
     job = launch("-np", "1", "sh", "-c", "echo started; exec sleep 1000")
     assert job.process.stdout.readline() == b"[0]<stdout>:started\n"
-    for process in (job.keeper(), job.agent()):
-        assert process.cmdline()[1:] == ["-m", "hvdlite_launcher.keeper"]
+    for process in (job.remote_parent(), job.agent()):
+        assert process.cmdline()[1:] == ["-m", "hvdlite_launcher.host.remote_parent"]
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,11 @@ def test_neither_command_nor_environment_is_on_the_agents_command_line(launch):
 )
 def test_an_agent_that_is_told_nonsense_says_so_in_one_line_and_ends(garbage):
     run = subprocess.run(
-        [sys.executable, "-m", "hvdlite_launcher.agent"], input=garbage, capture_output=True, timeout=30, check=False
+        [sys.executable, "-m", "hvdlite_launcher.host.agent"],
+        input=garbage,
+        capture_output=True,
+        timeout=30,
+        check=False,
     )
     assert run.returncode == 1
     assert run.stdout == MARK

@@ -19,7 +19,7 @@ at, signum, of = int(sys.argv[1]), int(sys.argv[2]), builtins.__import__
 counted = 0
 def count(name, *rest):
     global counted
-    if "hvdlite_launcher.entry" in sys.modules:
+    if "hvdlite_launcher.__main__" in sys.modules:
         counted += 1
         if counted == at:
             os.kill(os.getpid(), signum)
@@ -30,7 +30,7 @@ def last():
     else:
         print("imports:", counted)
 atexit.register(last)
-from hvdlite_launcher.entry import main
+from hvdlite_launcher.__main__ import main
 builtins.__import__ = count
 sys.exit(main())
 """
@@ -73,7 +73,7 @@ def test_a_signal_when_all_is_done_is_no_traceback(signum):
 def test_a_signal_while_the_system_is_waited_for_is_answered_at_once():
     # A name server that does not answer: the main thread comes back to Python when that is given up.
     program = (
-        "import ctypes, sys\nfrom hvdlite_launcher import entry\nentry._take_signals()\n"
+        "import ctypes, sys\nfrom hvdlite_launcher import __main__ as entry\nentry._take_signals()\n"
         "print('ready', flush=True)\n"
         "while True: ctypes.CDLL(None).sem_wait(ctypes.create_string_buffer(64))"
     )
@@ -85,7 +85,7 @@ def test_a_signal_while_the_system_is_waited_for_is_answered_at_once():
 
 
 def test_a_signal_that_is_ignored_stays_so():
-    program = "import os, signal; from hvdlite_launcher.entry import main; os.kill(os.getpid(), 1); main()"
+    program = "import os, signal; from hvdlite_launcher.__main__ import main; os.kill(os.getpid(), 1); main()"
     ended = subprocess.run(
         [sys.executable, "-c", program, "--version"],
         capture_output=True,
@@ -97,9 +97,11 @@ def test_a_signal_that_is_ignored_stays_so():
 
 
 def test_what_is_imported_before_signals_are_taken_is_next_to_nothing():
-    program = "import sys; before = set(sys.modules); import hvdlite_launcher.entry; print(*set(sys.modules) - before)"
+    program = (
+        "import sys; before = set(sys.modules); import hvdlite_launcher.__main__; print(*set(sys.modules) - before)"
+    )
     shown = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     ).stdout
-    own = {"hvdlite_launcher", "hvdlite_launcher.errors", "hvdlite_launcher.entry"}
+    own = {"hvdlite_launcher", "hvdlite_launcher.errors", "hvdlite_launcher.__main__"}
     assert set(shown.split()) <= own | {"__future__", "_signal", "_thread", "errno"}

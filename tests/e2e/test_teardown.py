@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 from e2e.conftest import PATIENCE_S, ready, wait_until
-from hvdlite_launcher.supervise import SAME_SIGNAL_S
+from hvdlite_launcher.job.supervisor import SAME_SIGNAL_S
 
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt orphans")
 
@@ -115,10 +115,10 @@ def test_launcher_and_agent_killed_with_9_together_leave_nothing(launch, time):
 
 
 @LINUX_ONLY
-@pytest.mark.parametrize("and_launcher", [False, True], ids=["keeper", "keeper and launcher"])
-def test_a_keeper_killed_with_9_takes_all_along(launch, and_launcher):
+@pytest.mark.parametrize("and_launcher", [False, True], ids=["remote parent", "remote parent and launcher"])
+def test_a_remote_parent_killed_with_9_takes_all_along(launch, and_launcher):
     job = ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
-    job.keeper().kill()
+    job.remote_parent().kill()
     if and_launcher:
         job.process.kill()
     job.assert_gone()
@@ -128,7 +128,7 @@ def test_a_keeper_killed_with_9_takes_all_along(launch, and_launcher):
 @LINUX_ONLY
 def test_what_is_left_when_all_that_could_clear_up_is_killed_at_once_the_next_job_clears(launch):
     job = ready(launch("-np", "2", "sh", "-c", SLEEP))
-    others = [job.agent(), job.keeper()]
+    others = [job.agent(), job.remote_parent()]
     # All stand still before the first of them is killed: none sees another's end.
     for process in (*others, psutil.Process(job.process.pid)):
         process.suspend()

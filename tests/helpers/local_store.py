@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from hvdlite_launcher.cache import Cache
-from hvdlite_launcher.messages import GaveUp, Joined, Joining
-from hvdlite_launcher.relay import Relay
-from hvdlite_launcher.store import Store
+from hvdlite_launcher.store.cache import Cache
+from hvdlite_launcher.store.relay import Relay
+from hvdlite_launcher.store.server import Store
+from hvdlite_launcher.wire.messages import GaveUp, Joined, Joining
 
 
 class LocalAgent:

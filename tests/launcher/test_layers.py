@@ -1,94 +1,106 @@
-"""The one direction of imports, and what the launcher may need."""
+"""The one direction of imports, the names of files, and what the launcher may need."""
 
 import ast
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import hvdlite_launcher
 
-ORDER = [
-    *(
-        "version",
-        "errors",
-        "words",
-        "userfile",
-        "request",
-        "exchange",
-        "messages",
-        "protocol",
-        "signals",
-        "tree",
-        "report",
-        "machine",
-    ),
-    *(
-        "network",
-        "hosts",
-        "hostfile",
-        "jobdir",
-        "plan",
-        "environment",
-        "preview",
-        "channel",
-        "ssh",
-        "job",
-        "store",
-        "remote",
-    ),
-    *("gather", "agents", "workers", "feed", "outlets", "cache", "relay", "agent", "keeper", "newfile"),
-    *(
-        "record",
-        "output",
-        "stdin",
-        "attendance",
-        "supervise",
-        "launch",
-        "inquiry",
-        "probe",
-        "verdict",
-        "table",
-        "check",
-    ),
-    *("horovodrun", "flags", "configfile", "cli", "entry", "errand", "courier", "function"),
-]
-FILES = {path.stem: path for path in Path(hvdlite_launcher.__file__).parent.glob("*.py")}
+ROOT = Path(hvdlite_launcher.__file__).parent
 
 
-def _imports(name):
-    for node in ast.walk(ast.parse(FILES[name].read_text())):
+def stated_order(docstring):
+    """The names of ``a < b < c`` in a docstring."""
+    (block,) = [block for block in docstring.split("\n\n") if " < " in block]
+    return block.replace("<", " ").split()
+
+
+def ordered_modules():
+    """Every module by its dotted name, in the order that the docstrings state."""
+    for name in stated_order(hvdlite_launcher.__doc__):
+        package = ROOT / name / "__init__.py"
+        if package.exists():
+            docstring = ast.get_docstring(ast.parse(package.read_text()))
+            yield from (f"{name}.{module}" for module in stated_order(docstring))
+        else:
+            yield name
+
+
+ORDER = list(ordered_modules())
+TREES = {name: ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text()) for name in ORDER}
+PACKAGES = {name.partition(".")[0] for name in ORDER if "." in name}
+
+
+def own_imports(name):
+    package = name.split(".")[:-1]
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+            dotted = ".".join(part for part in base if part)
+            yield from [dotted] if dotted in TREES else [f"{dotted}.{alias.name}".lstrip(".") for alias in node.names]
+
+
+def foreign_imports(name):
+    for node in ast.walk(TREES[name]):
         if isinstance(node, ast.Import):
-            yield from ((0, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is None:
-            yield from ((node.level, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield node.level, node.module
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield node.module.partition(".")[0]
 
 
 def test_every_module_has_its_place():
-    assert set(ORDER) == FILES.keys() - {"__init__", "__main__"}
-    in_docstring = hvdlite_launcher.__doc__.partition("to their left:\n\n")[2].partition("\n\n")[0]
-    assert in_docstring.replace(",", " ").replace("<", " ").split() == ORDER
+    there = {path.relative_to(ROOT).with_suffix("") for path in ROOT.rglob("*.py")}
+    modules = {".".join(path.parts) for path in there if path.name not in ("__init__", "__main__")}
+    assert modules == set(ORDER)
+    assert len(ORDER) == len(TREES)
 
 
-def test_modules_import_only_what_lies_to_their_left():
+def test_modules_import_only_what_stands_before_them():
     wrong = [
         f"{name} imports {module}"
         for place, name in enumerate(ORDER)
-        for level, module in _imports(name)
-        if level and module not in ORDER[:place]
+        for module in own_imports(name)
+        if module not in ORDER[:place]
     ]
     assert wrong == []
 
 
+def test_no_file_name_occurs_twice():
+    names = Counter([name.rpartition(".")[2] for name in ORDER] + sorted(PACKAGES))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_packages_import_nothing_when_they_are_imported():
+    for package in PACKAGES:
+        (docstring,) = ast.parse((ROOT / package / "__init__.py").read_text()).body
+        assert isinstance(docstring, ast.Expr), package
+
+
+def test_every_package_is_in_the_wheel():
+    pyproject = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert set(re.findall(r'^    "hvdlite_launcher\.(\w+)",$', pyproject, re.MULTILINE)) == PACKAGES
+
+
+def test_tests_lie_in_the_folder_of_what_they_test():
+    here = Path(__file__).parent
+    folders = {path.parent.relative_to(here).parts for path in here.rglob("test_*.py") if path != Path(__file__)}
+    assert folders <= {(package,) for package in PACKAGES}
+
+
 def test_the_launcher_needs_the_standard_library_and_psutil_alone():
     # Python reads no YAML, and pickles nothing of a notebook's. Both are imported only when that is asked for.
-    exceptions = {"configfile": {"yaml"}, "function": {"cloudpickle"}}
-    for name in FILES:
-        needed = {module.partition(".")[0] for level, module in _imports(name) if not level}
+    exceptions = {"cli.config_file": {"yaml"}, "function.caller": {"cloudpickle"}}
+    for name in ORDER:
+        needed = set(foreign_imports(name))
         assert needed - sys.stdlib_module_names <= {"psutil"} | exceptions.get(name, set()), name
 
 
 def test_a_plain_job_pays_for_neither_yaml_nor_pickling():
-    program = "import sys, hvdlite_launcher.cli; assert not {'yaml', 'cloudpickle', 'pickle'} & sys.modules.keys()"
+    program = (
+        "import sys, hvdlite_launcher.cli.command_line; "
+        "assert not {'yaml', 'cloudpickle', 'pickle'} & sys.modules.keys()"
+    )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import horovod_names as horovod
 import pytest
-from hvdlite_launcher.flags import Parser
-from hvdlite_launcher.horovodrun import ROWS, Idle, Refused
-from hvdlite_launcher.plan import OWN_VARIABLES
+from hvdlite_launcher.cli.flags import Parser
+from hvdlite_launcher.cli.horovodrun_flags import ROWS, Idle, Refused
+from hvdlite_launcher.plan.worker_environment import OWN_VARIABLES
 
 import hvdlite.horovod
 import hvdlite.torch as hvd

@@ -12,8 +12,8 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from hvdlite_launcher.exchange import Want
-from hvdlite_launcher.messages import GaveUp, Joined, Joining
+from hvdlite_launcher.wire.messages import GaveUp, Joined, Joining
+from hvdlite_launcher.wire.store_messages import Want
 from local_store import local_agents
 
 import hvdlite as hvd

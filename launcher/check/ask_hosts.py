@@ -1,0 +1,147 @@
+"""One command on each of several hosts, and what it printed there: each host for itself, whatever befalls another.
+
+A job is different, there one failure ends all: see `supervisor`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+
+from ..agents.agent_group import Agents
+from ..agents.greet import SignalledError
+from ..job.launch import signals_as_events
+from ..job.report import Tail
+from ..plan.hosts import Host
+from ..plan.job_spec import JobSpec
+from ..plan.slots import plan_slots
+from ..system.signals import shell_code
+from ..wire.messages import AgentSaid, Event, Exited, Interrupted, Lost, Output, Refused, Started
+
+_MOST_BYTES = 1 << 20  # of a host's answer
+_LONG_S = 2.0  # from then on a user wants to know what is going on
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A host's lines on stdout, and why there are no more of them, if it did not come to its end."""
+
+    lines: tuple[str, ...] = ()
+    trouble: str | None = None
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be done, in words; and ``command``, words for the Python that each host's agent runs in."""
+
+    doing: str
+    command: tuple[str, ...]
+    patience_s: float
+
+
+def ask_hosts(
+    question: Question,
+    job: JobSpec,
+    hosts: Collection[Host],
+    *,
+    say: Callable[[str], object],
+    log: Callable[[str], object],
+) -> dict[str, Reply]:
+    """Every host's reply, by its label.
+
+    ``job`` says how they are reached, and what environment the command has. What takes long is told to ``say``.
+    """
+    events: SimpleQueue[Event] = SimpleQueue()
+    # The user's own directory may not be there, and may hold a queue.py.
+    job = replace(job, command=question.command, in_python=True, cwd="/")
+    with signals_as_events(events), Agents(job, events) as agents:
+        greeted = agents.reach(hosts)
+        replies = {label: Reply(trouble=why) for label, why in greeted.failures.items()}
+        reached = tuple(host for host in hosts if host.label in greeted.hellos)
+        if reached:
+            slots = plan_slots(reached)
+            agents.start(slots, greeted.hellos)
+            collector = Collector({slot.rank: slot.host for slot in slots}, agents.output_shown, log)
+            replies |= collector.run(events, question, say)
+    return {host.label: replies[host.label] for host in hosts}
+
+
+class Collector:
+    """What comes from the hosts, sorted by where it came from. Each rank is the only one of its host."""
+
+    def __init__(
+        self, hosts: Mapping[int, Host], shown: Callable[[Output], object], log: Callable[[str], object]
+    ) -> None:
+        """``shown`` is told of each output that came."""
+        self._hosts = hosts
+        self._shown = shown
+        self._log = log
+        self._waiting = set(hosts)
+        self._stdout = {rank: bytearray() for rank in hosts}
+        self._stderr = {rank: Tail() for rank in hosts}
+        self._trouble: dict[int, str] = {}
+
+    def run(
+        self,
+        events: SimpleQueue[Event],
+        question: Question,
+        say: Callable[[str], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> dict[str, Reply]:
+        """Until every host is done, or the question's patience is at its end."""
+        begun = clock()
+        alarms = [_LONG_S, question.patience_s] if question.patience_s > _LONG_S else [question.patience_s]
+        while self._waiting and alarms:
+            try:
+                event = events.get(timeout=max(0.0, begun + alarms[0] - clock()))
+            except Empty:
+                alarms.pop(0)
+                if alarms:
+                    where = ", ".join(self._hosts[rank].label for rank in sorted(self._waiting))
+                    say(f"{question.doing} on {where} ...")
+                continue
+            self._on(event)
+        for rank in sorted(self._waiting):
+            self._end(
+                rank, f"not done with {question.doing} within {question.patience_s:g} s; --start-timeout gives it more"
+            )
+        return {host.label: self._reply(rank) for rank, host in self._hosts.items()}
+
+    def _on(self, event: Event) -> None:
+        match event:
+            case Output():
+                self._shown(event)
+                if event.stream == "stdout":
+                    self._stdout[event.rank] += event.data[: _MOST_BYTES - len(self._stdout[event.rank])]
+                else:
+                    self._stderr[event.rank].add(event.data)
+            case Started():
+                self._log(f"pid {event.pid} on {self._hosts[event.rank].label}")
+            case Exited(rank, returncode):
+                last = (self._stderr[rank].lines() or ["it wrote nothing to stderr"])[-1]
+                self._end(rank, f"{last} (exit code {shell_code(returncode)})" if returncode else None)
+            case Refused():
+                here = [host.label for host in self._hosts.values() if host.is_here]
+                self._end_host(event.host or here[0], event.why)
+            case Lost():
+                self._end_host(event.host, event.why)
+            case AgentSaid():
+                self._log(f"{event.host}: {event.text.rstrip()}")
+            case Interrupted(signum):
+                raise SignalledError(signum, "before the check was done")
+
+    def _end_host(self, label: str, trouble: str) -> None:
+        for rank, host in self._hosts.items():
+            if host.label == label and rank in self._waiting:
+                self._end(rank, trouble)
+
+    def _end(self, rank: int, trouble: str | None) -> None:
+        self._waiting.discard(rank)
+        if trouble is not None:
+            self._trouble[rank] = trouble
+
+    def _reply(self, rank: int) -> Reply:
+        text = self._stdout[rank].decode(errors="backslashreplace")
+        return Reply(tuple(text.splitlines()), self._trouble.get(rank))

@@ -1,0 +1,143 @@
+"""``hvdlite-run --check``: asks the hosts of a job, before it is started, whether it can run there, and prints a table.
+
+    each host's facts (`host_facts`) ──► the ways between those that can train (`hvdlite.links`) ──► `check_table`
+
+Both are asked through agents, as a job has them, in the environment that its workers would get.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from ..plan.hosts import Host
+from ..plan.job_spec import JobSpec
+from ..system import process_tree
+from ..system.terminal_text import one_line, say
+from . import host_facts
+from .ask_hosts import Question, Reply, ask_hosts
+from .check_table import ASCII, UNICODE, Marks, Ways, show
+from .host_facts import Facts, facts_from
+from .verdict import judge
+
+# As `hvdlite.links` has it: how long two hosts may take to see that there is no way; and for the rest of what it does.
+_CONNECT_S, _SLACK_S = 15.0, 20.0
+
+
+def check(job: JobSpec) -> int:
+    """Print what is found, and give 0 if all is well, else 1.
+
+    As in `launch`, this process must have no other children, and this must be its main thread.
+    """
+    process_tree.adopt_orphans()
+    hosts = tuple(replace(host, slots=1) for host in job.hosts)
+    found = _ask(job, hosts)
+    facts = {host: of for host, of in found.items() if isinstance(of, Facts)}
+    able = [host for host in hosts if host.label in facts and _can_train(facts[host.label])]
+    ways = _measure(job, able) if len(able) > 1 else None
+    notes = ["the ways between hosts: not measured, since that takes two that have torch and hvdlite"]
+    judged = judge(facts, job.cwd)
+    rows = {host: of if isinstance(of, str) else judged[host] for host, of in found.items()}
+    text, is_well = show(rows, ways, _marks(), notes if ways is None and len(hosts) > 1 else ())
+    _print(text)
+    return 0 if is_well else 1
+
+
+def _ask(job: JobSpec, hosts: Collection[Host]) -> dict[str, Facts | str]:
+    """Each host's facts, or why there are none."""
+    program = inspect.getsource(host_facts)
+    question = Question("importing torch", ("-c", program, job.cwd), patience_s=job.start_timeout_s)
+    replies = ask_hosts(question, job, hosts, say=_say_on_terminal, log=_log(job))
+    return {label: _facts_in(reply) for label, reply in replies.items()}
+
+
+def _facts_in(reply: Reply) -> Facts | str:
+    for line in reply.lines:
+        if facts := facts_from(line):
+            return _readable(facts)
+    return reply.trouble or f"what it says of itself cannot be read: {reply.lines[:1]}"
+
+
+def _readable(facts: Facts) -> Facts:
+    """The same; no word of another host's makes a line of the table that nobody said."""
+    said: dict[str, Any] = {}
+    for field in fields(Facts):
+        value = getattr(facts, field.name)
+        if isinstance(value, str):
+            said[field.name] = one_line(value)
+        elif isinstance(value, tuple):
+            said[field.name] = tuple(map(one_line, value))
+    return replace(facts, **said)
+
+
+def _can_train(facts: Facts) -> bool:
+    return facts.torch is not None and facts.hvdlite is not None and facts.gloo
+
+
+def _measure(job: JobSpec, hosts: Collection[Host]) -> Ways:
+    rounds = len(hosts) - 1 + len(hosts) % 2
+    question = Question(
+        "measuring round trips",
+        ("-m", "hvdlite.links", f"{job.start_timeout_s:g}"),
+        patience_s=job.start_timeout_s + rounds * _CONNECT_S + _SLACK_S,
+    )
+    replies = ask_hosts(question, job, hosts, say=_say_on_terminal, log=_log(job))
+    return ways_in(replies)
+
+
+def ways_in(replies: Mapping[str, Reply]) -> Ways:
+    """What both hosts of each pair say; of what both measured, the first one's."""
+    labels = list(replies)
+    times_us: dict[tuple[str, str], float] = {}
+    troubles: dict[tuple[str, str], str] = {}
+    pairs = [(first, second) for i, first in enumerate(labels) for second in labels[i + 1 :]]
+    said = {label: _said_of_peers(reply, labels) for label, reply in replies.items()}
+    for first, second in pairs:
+        of_both = [said[first].get(second), said[second].get(first)]
+        errors = [word for word in of_both if isinstance(word, str)]
+        silent = [r.trouble for r in (replies[first], replies[second]) if r.trouble is not None]
+        measured = [word for word in of_both if isinstance(word, float)]
+        if measured and not errors:
+            times_us[first, second] = measured[0]
+        else:
+            troubles[first, second] = next(iter([*errors, *silent]), "one of them did not come to be measured")
+    return Ways(labels, times_us, troubles)
+
+
+def _said_of_peers(reply: Reply, labels: list[str]) -> dict[str, float | str]:
+    said: dict[str, float | str] = {}
+    for line in reply.lines:
+        try:
+            word = json.loads(line)
+            said[labels[word["peer"]]] = float(word["us"]) if "us" in word else one_line(str(word["error"]))
+        # What a start-up file of its Python may print.
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
+            continue
+    return said
+
+
+def _marks() -> Marks:
+    return UNICODE if UNICODE.fit(sys.stdout.encoding) else ASCII
+
+
+def _print(text: str) -> None:
+    # Words of ssh and of torch may hold anything.
+    written = text.encode(sys.stdout.encoding, errors="backslashreplace").decode(sys.stdout.encoding)
+    say(written, sys.stdout)
+
+
+def _log(job: JobSpec) -> Callable[[str], object]:
+    return say if job.verbose else _say_nothing
+
+
+def _say_nothing(_: str) -> None:
+    pass
+
+
+def _say_on_terminal(text: str) -> None:
+    if sys.stderr.isatty():
+        say(text)

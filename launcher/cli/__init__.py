@@ -1,0 +1,6 @@
+"""The command line of hvdlite-run: its flags, those of horovodrun, configuration files, and the program itself.
+
+Modules import only what stands before them:
+
+    horovodrun_flags < flags < config_file < command_line
+"""

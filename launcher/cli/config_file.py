@@ -1,0 +1,151 @@
+"""A YAML file of flags: what it says becomes words of a command line, to stand before those the user typed.
+
+    num-proc: 4                    --num-proc=4
+    hosts: [node1:4, node2:4]      --hosts=node1:4,node2:4
+    verbose: true                  --verbose
+    environment: {LR: 0.1}         -x=LR=0.1
+    timeline: {filename: t.json}   --timeline-filename=t.json
+
+Every flag of `flags.Parser` is a key, on its own or in the section that horovodrun has for it. Its value is read as
+on the command line: a scalar is the text that stands in the file, so that no rule of YAML's makes something else of
+the version 1.10 or the value ``no``.
+Whatever is wrong is a `UsageError` that names the file, and the line where there is one. PyYAML takes 20 ms
+to import, so that this module is imported only where a file is named.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+
+import yaml
+
+from ..errors import UsageError
+from ..system.user_file import name_file, read_user_file
+from .flags import Parser, Value, closest
+
+_MAX_BYTES = 1 << 18
+# One names the file, the others answer a question.
+_NO_KEYS = frozenset({"config-file", "help", "version", "cb", "check", "check-build"})
+# What the names of flags begin with that are keys of a section; in one, `enabled` is the switch of its own name.
+_SECTIONS = {
+    "params": "",
+    "autotune": "autotune-",
+    "timeline": "timeline-",
+    "stall-check": "stall-check-",
+    "library-options": "",
+    "logging": "log-",
+}
+_TRUE = yaml.ScalarNode("tag:yaml.org,2002:str", "true")
+_IMPLICIT_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.org,2002:map"}
+
+
+def config_words(path: str, parser: Parser, *, without: Collection[str] = ()) -> list[str]:
+    """The file at ``path`` as words for ``parser``, but for the flags whose ``dest`` is in ``without``."""
+    try:
+        return list(
+            _words(_entries(read_user_file(path, max_bytes=_MAX_BYTES, what="a file of flags")), parser, without)
+        )
+    except UsageError as error:
+        raise UsageError(f"{name_file('--config-file', path)}{error}") from None
+
+
+def _words(entries: list[tuple[yaml.Node, yaml.Node]], parser: Parser, without: Collection[str]) -> Iterator[str]:
+    flags = {key: flag for key, flag in parser.flags_by_key().items() if key not in _NO_KEYS}
+    lines: dict[str, int] = {}
+    for line, key, name, node in _flat(entries):
+        flag = flags.get(name)
+        if flag is None:
+            raise UsageError(f", line {line}: unknown key {key!r}; {closest(name, flags)}")
+        if flag.dest in lines:
+            raise UsageError(f", line {line}: {key} is in line {lines[flag.dest]} too; give it once")
+        lines[flag.dest] = line
+        try:
+            words = parser.words_for(flag, _value(node))
+        except UsageError as error:
+            raise UsageError(f", line {line}: {key}: {error}") from None
+        if flag.dest not in without:
+            yield from words
+
+
+def _flat(entries: list[tuple[yaml.Node, yaml.Node]]) -> Iterator[tuple[int, str, str, yaml.Node]]:
+    """Line, key as it stands there, flag's name and value of each; those in horovodrun's sections one by one."""
+    for key, node in entries:
+        line, shown = key.start_mark.line + 1, _shown(key)
+        name = shown.replace("_", "-")
+        if name == "controller":
+            yield line, shown, _controller(node, line), _TRUE
+        elif name in _SECTIONS and name != "stall-check" and isinstance(node, yaml.SequenceNode):
+            raise UsageError(f", line {line}: {shown}: it is a section, with flags and values in it, and no list")
+        elif name not in _SECTIONS or not (isinstance(node, yaml.MappingNode) or _is_nothing(node)):
+            yield line, shown, name, node
+        else:
+            prefix = _SECTIONS[name]
+            for inner_key, inner in node.value or ():
+                inner_name = _shown(inner_key).replace("_", "-").removeprefix(prefix)
+                flag = name if inner_name == "enabled" else prefix + inner_name
+                yield inner_key.start_mark.line + 1, f"{shown}: {_shown(inner_key)}", flag, inner
+
+
+def _controller(node: yaml.Node, line: int) -> str:
+    if isinstance(node, yaml.ScalarNode) and node.value.lower() in ("gloo", "mpi", "jsrun"):
+        return str(node.value.lower())
+    raise UsageError(f", line {line}: controller: it is gloo, mpi or jsrun")
+
+
+def _shown(key: yaml.Node) -> str:
+    return str(key.value) if isinstance(key, yaml.ScalarNode) else ""
+
+
+def _entries(data: bytes) -> list[tuple[yaml.Node, yaml.Node]]:
+    """The keys and values of the one mapping in it; none if it is empty."""
+    try:
+        # Not load(): that forgets the lines, and the first of two keys of the same name.
+        root = yaml.compose(data, Loader=yaml.BaseLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = "" if mark is None else f", line {mark.line + 1}"
+        raise UsageError(f"{line}: not YAML: {error.problem or error.context}") from error
+    except (yaml.YAMLError, ValueError, OverflowError) as error:
+        raise UsageError(f": not YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise UsageError(": nested too deep for a file of flags") from None
+    if root is None or _is_nothing(root):
+        return []
+    if not isinstance(root, yaml.MappingNode):
+        raise UsageError(": it must be lines of flags and values, such as num-proc: 4")
+    entries: list[tuple[yaml.Node, yaml.Node]] = root.value
+    return entries
+
+
+def _value(node: yaml.Node) -> Value:
+    if isinstance(node, yaml.SequenceNode):
+        return [_text(item) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        texts = {_text(name) or "": _text(value) for name, value in node.value}
+        if len(texts) < len(node.value):
+            raise UsageError("a name in it is given twice")
+        return texts
+    return _text(node)
+
+
+def _text(node: yaml.Node) -> str | None:
+    """What a scalar says; None if nothing. No message repeats it: it may be secret."""
+    if node.tag not in _IMPLICIT_TAGS:
+        raise UsageError(f"the tag {node.tag!r} has no meaning here; leave it out")
+    if not isinstance(node, yaml.ScalarNode):
+        raise UsageError("a list or mapping has no meaning within another")
+    if not _fits_on_a_command_line(node.value):
+        raise UsageError("a character in it can be part of no command line")
+    return None if _is_nothing(node) else str(node.value)
+
+
+def _is_nothing(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.style is None and node.value.lower() in ("", "~", "null")
+
+
+def _fits_on_a_command_line(text: str) -> bool:
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False

@@ -1,0 +1,139 @@
+"""The agent's end of its workers' connections to the store: a Unix socket in the job's directory.
+
+    workers ══ Unix socket ══ Relay ── requests ──► Cache (which answers)
+
+Part of the agent's one loop: nothing here blocks. A connection has one request at a time, and the next is read
+once the answer is written, so that nobody can make it hold more than that. What is no request closes its
+connection, and does nothing else.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections.abc import Callable
+
+from ..errors import ProtocolError
+from ..wire.worker_requests import RequestDecoder, frame
+from .cache import Cache
+
+_READ_BYTES = 1 << 16
+
+
+class Relay:
+    """Listens until `close`, which is the end of all connections too."""
+
+    def __init__(self, path: str, cache: Cache, selector: selectors.BaseSelector) -> None:
+        """``selector`` calls back, without arguments, what is registered with it."""
+        self._cache = cache
+        self._selector = selector
+        self._connections: set[_Connection] = set()
+        self._listens, self._is_closed = True, False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(path)
+        self._listener.listen(4096)
+        selector.register(self._listener, selectors.EVENT_READ, self._accept)
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._listen(False)
+        self._listener.close()
+        for connection in list(self._connections):
+            connection.close()
+
+    def _accept(self) -> None:
+        try:
+            connected, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:  # as many files are open as may be: who connects waits until another has gone
+            self._listen(False)
+            return
+        connected.setblocking(False)
+        self._connections.add(_Connection(connected, self._cache, self._selector, self._closed))
+
+    def _closed(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        self._listen(not self._is_closed)
+
+    def _listen(self, listen: bool) -> None:
+        if listen and not self._listens:
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        elif self._listens and not listen:
+            self._selector.unregister(self._listener)
+        self._listens = listen
+
+
+class _Connection:
+    def __init__(
+        self,
+        connected: socket.socket,
+        cache: Cache,
+        selector: selectors.BaseSelector,
+        closed: Callable[[_Connection], None],
+    ) -> None:
+        self._socket = connected
+        self._cache = cache
+        self._selector = selector
+        self._closed = closed
+        self._decoder = RequestDecoder()
+        self._forget: Callable[[], None] | None = None  # of the request under way
+        self._rest = memoryview(b"")  # of its answer
+        selector.register(connected, selectors.EVENT_READ, self._read)
+
+    def close(self) -> None:
+        if self._socket.fileno() < 0:
+            return
+        self._selector.unregister(self._socket)
+        self._socket.close()
+        if self._forget is not None:
+            self._forget()
+        self._closed(self)
+
+    def _read(self) -> None:
+        if self._socket.fileno() < 0:  # closed since the selector saw something there
+            return
+        try:
+            data = self._socket.recv(_READ_BYTES)
+            if not data or self._forget is not None:  # it has gone, or does not wait for its answer
+                self.close()
+            elif request := self._decoder.feed(data):
+                self._forget = _nothing
+                forget = self._cache.request(*request, self._reply)
+                if self._forget is not None:  # not answered yet
+                    self._forget = forget
+        except BlockingIOError:
+            pass
+        except (OSError, ProtocolError):
+            self.close()
+
+    def _reply(self, code: int, payload: bytes) -> None:
+        self._forget = None
+        if self._socket.fileno() < 0:
+            return
+        self._rest = memoryview(frame(code, payload))
+        self._write()
+        if self._rest:
+            self._selector.modify(self._socket, selectors.EVENT_WRITE, self._write_on)
+
+    def _write_on(self) -> None:
+        if self._socket.fileno() < 0:
+            return
+        self._write()
+        if not self._rest and self._socket.fileno() >= 0:
+            self._selector.modify(self._socket, selectors.EVENT_READ, self._read)
+
+    def _write(self) -> None:
+        try:
+            while self._rest:
+                self._rest = self._rest[self._socket.send(self._rest) :]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._rest = memoryview(b"")
+            self.close()
+
+
+def _nothing() -> None:
+    pass

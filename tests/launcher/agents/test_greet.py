@@ -1,0 +1,62 @@
+"""Waiting for the hosts, on scripts of events."""
+
+import signal
+
+from hvdlite_launcher.agents.greet import greet
+from hvdlite_launcher.errors import LauncherError
+from hvdlite_launcher.wire.messages import AgentSaid, Answered, Hello, Interrupted, Lost
+from scripts import Script
+
+HELLO = Hello("1", None, "10.0.0.1", 4000)
+
+
+def _gather(hosts, *events):
+    script, said, logged = Script(*events), [], []
+    try:
+        by_hand = {host: f"ssh {host} true" for host in hosts}
+        greeted = greet(by_hand, script, timeout_s=60, say=said.append, log=logged.append, clock=lambda: script.now)
+        hellos = greeted.all()
+    except LauncherError as error:
+        return error, said, logged
+    return hellos, said, logged
+
+
+def test_all_answers_are_given_by_host():
+    answers, said, _ = _gather(["a", "b"], Answered("b", HELLO), Answered("a", HELLO))
+    assert (answers, said) == ({"a": HELLO, "b": HELLO}, [])
+
+
+def test_each_failure_is_told_at_once_and_all_are_named_at_the_end():
+    events = Lost("b", "no key"), Answered("a", HELLO), Lost("c", "no name")
+    error, said, _ = _gather(["a", "b", "c"], *events)
+    assert said == ["b: no key", "c: no name"]
+    assert str(error) == "nothing was started, since these hosts failed: b, c; a answered"
+    assert error.exit_code == 1
+
+
+def test_a_host_that_is_silent_for_too_long_is_named():
+    error, said, _ = _gather(["a", "b"], Answered("a", HELLO))
+    assert said == ["b: no answer within 60 s: try ssh b true, or give it more with --start-timeout"]
+    assert "failed: b; a answered" in str(error)
+
+
+def test_of_a_single_host_the_failure_is_all_that_is_said():
+    error, said, _ = _gather(["a"], Lost("a", "no key"))
+    assert (str(error), said) == ("a: no key", [])
+
+
+def test_what_ssh_says_meanwhile_is_for_the_curious():
+    _, said, logged = _gather(["a"], AgentSaid("a", "Welcome!\n"), Answered("a", HELLO))
+    assert said == []
+    assert logged[0] == "a: Welcome!"
+
+
+def test_a_signal_ends_it_with_the_signals_exit_code():
+    error, _, _ = _gather(["a"], Interrupted(signal.SIGINT))
+    assert error.exit_code == 130
+
+
+def test_a_host_that_is_lost_after_its_answer_and_before_the_others_has_failed():
+    error, said, _ = _gather(["a", "b"], Answered("a", HELLO), Lost("a", "killed"), Answered("b", HELLO))
+    assert said == ["a: killed"]
+    assert str(error) == "nothing was started, since these hosts failed: a; b answered"

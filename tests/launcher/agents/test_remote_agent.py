@@ -1,0 +1,148 @@
+"""The launcher's end of an agent that says what none should: one line names the cause, and nothing else happens."""
+
+import json
+import struct
+import sys
+import threading
+from queue import SimpleQueue
+
+import pytest
+from hvdlite_launcher.agents.remote_agent import RemoteAgent
+from hvdlite_launcher.plan.hosts import Host
+from hvdlite_launcher.store.server import Store
+from hvdlite_launcher.version import VERSION
+from hvdlite_launcher.wire.frames import MARK, encode
+from hvdlite_launcher.wire.messages import (
+    Answered,
+    Exited,
+    GaveUp,
+    Hello,
+    InputWanted,
+    Joined,
+    Joining,
+    Lost,
+    Output,
+    Refused,
+    Started,
+)
+from hvdlite_launcher.wire.store_messages import Ask, Want
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+HELLO = encode(Hello(VERSION, 2, "10.0.0.1", 4000, "m"))
+NODE = Host("node", 2)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_dies(monkeypatch):
+    died = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    yield
+    assert died == []
+
+
+def events_of(said: bytes, tmp_path, ranks=()):
+    """What comes of an agent that says this and ends, up to `Lost`."""
+    path = tmp_path / "said"
+    path.write_bytes(said)
+    events: SimpleQueue = SimpleQueue()
+    once_greeted = ["sh", "-c", 'head -c 1 >/dev/null; exec cat "$0"', str(path)]
+    agent = RemoteAgent(NODE, once_greeted, events, store=Store(), explain=lambda code, words: "explained")
+    agent.ranks = ranks
+    agent.greet(count_slots=False, interface=None)
+    come = [events.get(timeout=30)]
+    while not isinstance(come[-1], Lost):
+        come.append(events.get(timeout=30))
+    agent.hang_up()
+    agent.wait(10)
+    assert come[-1].why.isprintable()
+    return come
+
+
+def why(said: bytes, tmp_path, ranks=()):
+    return events_of(said, tmp_path, ranks)[-1].why
+
+
+def test_an_agent_that_refuses_after_its_greeting_and_before_it_was_told_anything_is_lost_for_that(tmp_path):
+    *_, answered, lost = events_of(MARK + HELLO + encode(Refused("no\x1b[2J\nroom", 1)), tmp_path)
+    assert isinstance(answered, Answered)
+    assert lost == Lost("node", "no\\x1b[2J room")
+
+
+@pytest.mark.parametrize(
+    "early",
+    [Output(0, "stdout", b"x"), Started(0, 5), Exited(0, 0), Joining(0), InputWanted(0), Want(b"k"), Ask(1, 5, b"")],
+)
+def test_nothing_is_heard_of_workers_before_there_are_any(early, tmp_path):
+    assert why(MARK + HELLO + encode(early), tmp_path) == "its agent speaks of workers before there are any"
+
+
+def test_what_is_said_twice_is_told(tmp_path):
+    assert why(MARK + HELLO * 2, tmp_path) == "its agent said hello twice"
+    assert why(MARK + HELLO + encode(Exited(1, 0)) * 2, tmp_path, {1}) == "its agent says twice how rank 1 ended"
+
+
+def test_ranks_of_other_hosts_are_not_its_to_speak_of(tmp_path):
+    for message in (Joined(3), GaveUp(3), Exited(3, 1), Output(3, "stderr", b"x")):
+        assert why(MARK + HELLO + encode(message), tmp_path, {1}) == "its agent speaks of rank 3, which is not there"
+
+
+def test_a_refusal_is_one_line_of_a_sane_length(tmp_path):
+    refused = events_of(MARK + HELLO + encode(Refused("a\n" * 300_000, 9)), tmp_path, {1})[1]
+    assert (refused.host, refused.exit_code) == ("node", 9)
+    assert refused.why.isprintable()
+    assert len(refused.why) < 5000
+
+
+def test_a_version_that_is_no_version_is_told_in_one_line(tmp_path):
+    hello = encode(Hello("\x1b]0;owned\x07\n" + "9" * 100_000, None, None, 1))
+    assert "version" in why(MARK + hello, tmp_path)
+
+
+def test_output_without_end_that_nobody_asked_for_ends_it(tmp_path):
+    flood = encode(Output(1, "stdout", b"x" * (16 << 20)))
+    assert why(MARK + HELLO + flood * 9, tmp_path, {1}) == "its agent sends more output than it was given room for"
+
+
+def test_words_without_end_on_its_stderr_are_cut():
+    events: SimpleQueue = SimpleQueue()
+    flood = "import sys; [sys.stderr.write('x' * 100_000) for _ in range(100)]"
+    RemoteAgent(NODE, [sys.executable, "-c", flood], events, store=Store(), explain=lambda code, words: "explained")
+    said = []
+    while not isinstance(event := events.get(timeout=30), Lost):
+        said.append(event.text)
+    assert len("".join(said)) < 2_000_000
+    assert said[-1].endswith("... and more than is shown")
+
+
+FRAMES = st.one_of(
+    st.sampled_from(
+        [
+            HELLO,
+            *map(encode, [Started(0, 1), Exited(0, 1), Joining(0), Refused("x", 1), Want(b"k"), Ask(1, 200, b"\xff")]),
+            struct.pack(">BII", 1, 0, 2**32 - 1),
+        ]
+    ),
+    st.binary(max_size=30),
+    st.builds(
+        lambda kind, value: struct.pack(">BII", kind, 0, len(value)) + value,
+        st.integers(0, 24),
+        st.sampled_from(
+            [b"[" * 50_000, b'{"rank": 1e999}', b'{"rank": 0, "pid": NaN}', b"\xff\xfe", b'{"why": "\\ud800"}']
+        )
+        | st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(st.sampled_from(["rank", "why", "exit_code", "version", "address", "port"]), inner)
+            ),
+        ).map(lambda value: json.dumps(value).encode()),
+    ),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(FRAMES, max_size=5), st.integers(0, 3))
+def test_whatever_an_agent_says_it_is_lost_in_one_line(tmp_path_factory, frames, cut):
+    said = MARK + b"".join(frames)
+    events_of(said[: len(said) - cut], tmp_path_factory.mktemp("agent"), {0})

@@ -1,0 +1,76 @@
+"""One command on several hosts, on scripts of events."""
+
+import signal
+
+import pytest
+from hvdlite_launcher.agents.greet import SignalledError
+from hvdlite_launcher.check.ask_hosts import Collector, Question, Reply
+from hvdlite_launcher.plan.hosts import Host
+from hvdlite_launcher.wire.messages import AgentSaid, Exited, Interrupted, Lost, Output, Refused, Started
+from scripts import Script
+
+QUESTION = Question("looking", ("-V",), patience_s=60)
+HOSTS = {0: Host("a", 1), 1: Host("b", 1), 2: Host("localhost", 1, is_here=True)}
+OTHERS = [Exited(1, 0), Exited(2, 0)]
+
+
+def _collect(*events, hosts=HOSTS):
+    script, said, logged, shown = Script(*events), [], [], []
+    replies = Collector(hosts, shown.append, logged.append).run(script, QUESTION, said.append, clock=lambda: script.now)
+    return replies, said, logged, shown
+
+
+def test_every_host_replies_with_its_own_lines():
+    outputs = [Output(1, "stdout", b"x\ny"), Output(0, "stdout", b"\xff\n"), Output(1, "stdout", b"z\n")]
+    replies, said, _, shown = _collect(*outputs, Started(0, 7), Exited(0, 0), *OTHERS)
+    assert replies == {"a": Reply(("\\xff",)), "b": Reply(("x", "yz")), "localhost": Reply()}
+    assert said == []
+    assert shown == outputs
+
+
+def test_a_failure_is_one_host_s_alone():
+    failed = Output(0, "stderr", b"Traceback ...\nKeyError: 3\n"), Exited(0, 1)
+    replies, *_ = _collect(*failed, Output(1, "stdout", b"x\n"), *OTHERS)
+    assert replies["a"] == Reply(trouble="KeyError: 3 (exit code 1)")
+    assert replies["b"] == Reply(("x",))
+
+
+@pytest.mark.parametrize(
+    ("event", "host"),
+    [
+        (Lost("b", "it is down"), "b"),
+        (Refused("it is down", 1, host="b"), "b"),
+        (Refused("it is down", 1), "localhost"),
+    ],
+)
+def test_a_host_that_cannot_is_told(event, host):
+    replies, *_ = _collect(event, *[Exited(rank, 0) for rank in HOSTS if HOSTS[rank].label != host])
+    assert {label: reply.trouble for label, reply in replies.items() if reply.trouble} == {host: "it is down"}
+
+
+def test_a_host_that_ends_after_it_was_lost_stays_as_it_was():
+    replies, *_ = _collect(Exited(0, 0), Lost("a", "it is down"), *OTHERS)
+    assert replies["a"] == Reply()
+
+
+def test_what_takes_long_is_told_once_and_what_takes_too_long_is_given_up():
+    replies, said, *_ = _collect(Output(1, "stdout", b"x\n"), Exited(0, 0), Exited(2, 0))
+    assert said == ["looking on b ..."]
+    assert replies["b"] == Reply(("x",), "not done with looking within 60 s; --start-timeout gives it more")
+
+
+def test_what_ssh_says_is_for_the_curious():
+    *_, logged, _ = _collect(AgentSaid("a", "Welcome!\n"), Exited(0, 0), *OTHERS)
+    assert logged == ["a: Welcome!"]
+
+
+def test_a_signal_ends_it():
+    with pytest.raises(SignalledError) as caught:
+        _collect(Interrupted(signal.SIGINT))
+    assert (caught.value.exit_code, str(caught.value)) == (130, "SIGINT before the check was done")
+
+
+def test_of_an_answer_without_end_no_more_is_kept_than_an_answer_has():
+    flood = [Output(0, "stdout", b"x" * 300_000)] * 10
+    replies, *_ = _collect(*flood, Exited(0, 0), *OTHERS)
+    assert len(replies["a"].lines[0]) == 1 << 20

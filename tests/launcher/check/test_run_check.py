@@ -1,0 +1,84 @@
+"""What hosts say of the ways between them, put together; and what --check does not take."""
+
+import json
+import re
+from dataclasses import asdict
+
+import pytest
+from hvdlite_launcher.check.ask_hosts import Reply
+from hvdlite_launcher.check.host_facts import Facts
+from hvdlite_launcher.check.run_check import ways_in
+from hvdlite_launcher.cli import command_line
+
+
+def _said(*words, trouble=None):
+    return Reply(tuple(json.dumps(word) for word in words), trouble)
+
+
+def _ways(*replies):
+    ways = ways_in(dict(zip("abc", replies, strict=False)))
+    return ways.times_us, ways.troubles
+
+
+def test_of_two_measurements_the_first_one_s_counts():
+    assert _ways(_said({"peer": 1, "us": 10.0}), _said({"peer": 0, "us": 12})) == ({("a", "b"): 10.0}, {})
+    assert _ways(_said(), _said({"peer": 0, "us": 12})) == ({("a", "b"): 12.0}, {})
+
+
+def test_a_failure_of_either_counts_more_than_the_other_s_measurement():
+    assert _ways(_said({"peer": 1, "us": 10}), _said({"peer": 0, "error": "cut"})) == ({}, {("a", "b"): "cut"})
+
+
+def test_a_host_that_says_nothing_is_in_trouble_with_all():
+    well = _said({"peer": 2, "us": 10})
+    times, troubles = _ways(well, _said(trouble="it is down"), _said({"peer": 0, "us": 10}))
+    assert times == {("a", "c"): 10.0}
+    assert troubles == {("a", "b"): "it is down", ("b", "c"): "it is down"}
+
+
+NESTED, HUGE = "[" * 100_000, '{"peer": 1, "us": 1%s}' % ("0" * 400)
+
+
+@pytest.mark.parametrize(
+    "line", ["", "[]", "3", '{"peer": 9, "us": 1}', '{"peer": 1}', '{"peer": "x", "us": 1}', "{", NESTED, HUGE]
+)
+def test_lines_of_others_are_passed_over(line):
+    assert _ways(Reply((line, '{"peer": 1, "us": 10}')), _said()) == ({("a", "b"): 10.0}, {})
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["true", "x"], "true"),
+        (["-np", "2"], "--num-proc"),
+        (["--grace", "2"], "--grace"),
+        (["--dry-run"], "--dry-run"),
+        (["--output-filename", "logs"], "--output-filename"),
+        (["--prefix-output-with-timestamp"], "--prefix-output-with-timestamp"),
+    ],
+)
+def test_what_is_said_of_workers_is_refused(capsys, words, named):
+    assert command_line.main(["--check", *words]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert re.search(rf"leave out \S*{named}\b", err)
+
+
+def test_a_config_file_may_say_of_workers_what_it_likes(capsys, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("hvdlite_launcher.check.run_check.check", lambda job: asked.append(job) or 0)
+    (tmp_path / "job.yaml").write_text("num-proc: 4\nhosts: [localhost:2, b:2]\noutput-filename: logs\n")
+    assert command_line.main(["--check", "--config-file", str(tmp_path / "job.yaml")]) == 0
+    assert [host.label for host in asked[0].hosts] == ["localhost", "b"]
+    assert capsys.readouterr().err == ""
+
+
+def test_no_word_of_a_host_s_makes_a_line_that_nobody_said(capsys, monkeypatch):
+    odd = "3.11\nnode2  fine\x1b[2J"
+    facts = Facts(odd, odd, 1, True, torch="9" * 100_000, gloo=True, interfaces=(odd,), hvdlite_error=odd)
+    reply = Reply((json.dumps(asdict(facts)),))
+    monkeypatch.setattr("hvdlite_launcher.check.run_check.ask_hosts", lambda *_, **__: {"localhost": reply})
+    assert command_line.main(["--check"]) == 1
+    out = capsys.readouterr().out
+    assert "3.11 node2 fine\\x1b[2J" in out
+    assert not re.search(r"^node2|\x1b", out, re.MULTILINE)

@@ -1,0 +1,156 @@
+"""What the user may say, and the one line for what cannot be done."""
+
+from pathlib import Path
+
+import pytest
+from hvdlite_launcher.cli import command_line, flags
+
+HELP = Path(__file__).with_name("help.txt")
+OF_TORCHRUN = (
+    "is torchrun's: hvdlite-run is typed once, on one host; -np says how many workers there are in all, and -H"
+)
+
+
+def test_the_help_is_as_agreed(capsys):
+    assert command_line.main(["--help"]) == 0
+    assert capsys.readouterr().out == HELP.read_text()
+
+
+def test_every_flag_is_in_the_help_and_no_other():
+    known = {name for flag in flags.Parser().flags for name in flag.option_strings}
+    in_help = {word.strip(",") for line in flags.HELP.splitlines() for word in line.split() if line.startswith("  -")}
+    assert known == {word for word in in_help if word.startswith("-")}
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "how many workers? Say -np N, such as: hvdlite-run -np 4 python train.py"),
+        (["true"], "how many workers?"),
+        (["-np", "2"], "no command to run"),
+        (["-np", "2", "--"], "no command to run"),
+        (["-np", "0", "true"], "-np/-n/--num-proc: '0' is not a number of workers, such as 4"),
+        (["-np", "-1", "true"], "-np/-n/--num-proc"),
+        (["-np", "x", "true"], "-np/-n/--num-proc: 'x' is not a number of workers"),
+        (["-np", "1" * 5000, "true"], "-np/-n/--num-proc"),
+        (["-np"], "-np/-n/--num-proc: expected one argument"),
+        (["-np2", "true"], "-np/-n/--num-proc: 'p2' is not a number of workers"),
+        (["-n", "two", "true"], "-np/-n/--num-proc: 'two' is not a number of workers, such as 4"),
+        (["--verbos", "-np", "2", "true"], "unknown flag --verbos; did you mean --verbose?"),
+        (["--num-proc=2", "--bogus=1", "true"], "unknown flag --bogus; see hvdlite-run --help"),
+        (["--nproc-per-node", "4", "true"], f"--nproc-per-node {OF_TORCHRUN}"),
+        (["--nproc_per_node=4", "true"], f"--nproc_per_node {OF_TORCHRUN}"),
+        (["-np", "4", "--nnodes", "2", "true"], f"--nnodes {OF_TORCHRUN}"),
+        (["--verbose=1", "-np", "2", "true"], "--verbose: "),
+        (["-H", "a:", "true"], "-H: 'a:' is not host:slots, such as node1:4"),
+        (["-H", "", "true"], "-H: '' is not host:slots"),
+        (["-H", "localhost:1", "--hostfile", "x", "true"], "-H and --hostfile both say where workers run"),
+        (["--hostfile", "/no/such", "true"], "--hostfile /no/such: no such file or directory"),
+        (
+            ["--output-filename", "/dev/null/x", "-np", "1", "true"],
+            "--output-filename: cannot write /dev/null: Not a directory",
+        ),
+        (["--output-filename", "", "-np", "1", "true"], "--output-filename: '' is no directory"),
+        (
+            ["-np", "1", "-x", "NOT_SET_HERE", "true"],
+            "-x: 'NOT_SET_HERE' is not set here; say -x NAME=VALUE",
+        ),
+        (["-np", "1", "-x", "=s3cret", "true"], "-x: there is no name before the value; say -x NAME=VALUE\n"),
+        (["-np", "1", "-x", "HVDLITE_RANK=1", "true"], "-x: HVDLITE_RANK is hvdlite-run's own to set"),
+        (["-np", "1", "-x"], "-x: expected one argument"),
+        (["-hostfile", "/", "true"], "--hostfile /: is a directory"),
+        (["-H", "localhost:2", "-np", "3", "true"], "-np 3 is more than the 2 slots of the hosts"),
+        (
+            ["--network-interface", "eth0,node7=eth1", "-np", "1", "true"],
+            "--network-interface: 'node7' is none of the hosts",
+        ),
+        (
+            ["--network-interface", "eth0,", "-np", "1", "true"],
+            "--network-interface/--network-interfaces: 'eth0,' is not an interface",
+        ),
+        (["--ssh-args=-v -n", "-np", "1", "true"], "--ssh-args: with -n ssh would not pass on"),
+        (["-p", "0", "-np", "1", "true"], "-p/--ssh-port: '0' is not a port, such as 22"),
+        (["--ssh-args", "'", "-np", "1", "true"], '--ssh-args: "\'" cannot be split into words: no closing quotation'),
+        (["--grace", "-1", "-np", "2", "true"], "--grace: '-1' is not a number of seconds"),
+        (["--grace", "nan", "-np", "2", "true"], "--grace: 'nan'"),
+        (["--grace", "soon", "-np", "2", "true"], "--grace: 'soon' is not a number of seconds"),
+        (["--grace", "86401", "-np", "2", "true"], "--grace: '86401' is not a number of seconds up to a day"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_2(argv, said, capsys):
+    assert command_line.main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"hvdlite-run: {said}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "own", "command"),
+    [
+        (["-n", "2", "cmd", "-n", "3"], ["-n", "2"], ["cmd", "-n", "3"]),
+        (["-n2", "cmd"], ["-n2"], ["cmd"]),
+        (["-np", "2", "python", "x.py", "-np", "3"], ["-np", "2"], ["python", "x.py", "-np", "3"]),
+        (["-np", "2", "--verbose", "--", "--odd", "--"], ["-np", "2", "--verbose"], ["--odd", "--"]),
+        (["-np", "2", "-x", "A=1", "-xB", "cmd", "-x", "C"], ["-np", "2", "-x", "A=1", "-xB"], ["cmd", "-x", "C"]),
+        (["--grace=1", "-H", "a:1", "cmd", "--", "x"], ["--grace=1", "-H", "a:1"], ["cmd", "--", "x"]),
+        (["-np"], ["-np"], []),
+    ],
+)
+def test_flags_after_the_command_are_its_own(argv, own, command):
+    assert flags.Parser().split_command(argv) == (own, command)
+
+
+@pytest.mark.parametrize("argv", [["-n", "2"], ["-n2"], ["-np", "2"], ["--num-proc", "2"], ["--num-proc=2"]])
+def test_the_number_of_workers_may_be_given_as_mpirun_and_srun_have_it(argv, capsys):
+    assert command_line.main([*argv, "--dry-run"]) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("rank")] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("words", "interfaces"),
+    [
+        (["--network-interface", "eth0"], {"": "eth0"}),
+        (["--network-interfaces", "eth0,ib0"], {"": "eth0,ib0"}),
+        (["--network-interface", "eth0", "--network-interface", "a=ib0,b=lan0"], {"": "eth0", "a": "ib0", "b": "lan0"}),
+        (["--network-interface=a=eth0", "--network-interface=a=ib0"], {"a": "eth0,ib0"}),
+        ([], {}),
+    ],
+)
+def test_interfaces_may_be_several_for_all_hosts_or_for_one(words, interfaces):
+    assert flags.Parser().parse_args(words).network_interface == interfaces
+
+
+def test_of_several_interfaces_the_plan_shows_that_one_will_be_taken(capsys):
+    assert command_line.main(["-np", "1", "--network-interface", "eth0,ib0", "--dry-run"]) == 0
+    assert "GLOO_SOCKET_IFNAME=<the first of eth0,ib0 that is there>" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("words", "grace_s"), [([], 30), (["--grace", "0"], 0), (["--grace", "86400"], 86400)])
+def test_workers_have_half_a_minute_after_a_signal_or_what_is_asked_for(words, grace_s):
+    assert command_line.job_of(command_line.read_flags(["-np", "1", *words]), ["true"]).grace_s == grace_s
+
+
+def start_timeout_s(*words: str) -> float:
+    return command_line.job_of(command_line.read_flags(["-np", "1", *words]), ["true"]).start_timeout_s
+
+
+def test_how_long_a_start_may_take_is_said_by_flag_or_variable(monkeypatch, capsys):
+    assert start_timeout_s() == 60
+    monkeypatch.setenv("HOROVOD_START_TIMEOUT", "7")
+    assert start_timeout_s() == 7
+    monkeypatch.setenv("HVDLITE_START_TIMEOUT", "8")
+    assert start_timeout_s() == 8
+    assert start_timeout_s("--start-timeout", "60") == 60
+    monkeypatch.setenv("HVDLITE_START_TIMEOUT", "soon")
+    assert command_line.main(["-np", "1", "true"]) == 2
+    assert capsys.readouterr().err.startswith("hvdlite-run: HVDLITE_START_TIMEOUT: 'soon' is not a number of seconds")
+    assert command_line.main(["-np", "1", "--start-timeout", "0", "true"]) == 2
+    assert capsys.readouterr().err.startswith("hvdlite-run: --start-timeout: '0' leaves no time at all")
+
+
+def test_a_value_that_looks_like_a_flag_is_asked_for_after_an_equals_sign(capsys):
+    assert command_line.main(["-np", "1", "--mpi-args", "-mca", "true"]) == 2
+    assert capsys.readouterr().err == (
+        "hvdlite-run: --mpi-args: expected one argument, after = if it begins with a dash\n"
+    )

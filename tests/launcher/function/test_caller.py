@@ -1,0 +1,188 @@
+"""What is refused before anything is started for a function."""
+
+import pickle
+import subprocess
+import threading
+
+import pytest
+from hvdlite_launcher import JobError, run
+from hvdlite_launcher.errors import UsageError
+from hvdlite_launcher.function.caller import _returned
+from hvdlite_launcher.function.function_messages import FunctionResults
+
+LOCK = threading.Lock()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_started(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+
+
+@pytest.mark.parametrize(
+    ("func", "args", "kwargs", "culprit"),
+    [
+        (LOCK.acquire, (), {}, "func"),
+        (lambda: LOCK, (), {}, "func"),
+        (print, (1, LOCK), {}, "args"),
+        (print, (), {"end": LOCK}, "kwargs"),
+    ],
+)
+def test_what_cannot_be_sent_to_the_workers_is_named(func, args, kwargs, culprit):
+    with pytest.raises(pickle.PicklingError, match=rf"^{culprit} cannot be pickled, .*: .*lock"):
+        run(func, args, kwargs, np=1)
+
+
+def test_arguments_that_are_none_are_named():
+    with pytest.raises(TypeError, match=r"run\(\): args=1 is no sequence of arguments, such as \(1,\)"):
+        run(print, 1, np=1)
+    with pytest.raises(TypeError, match=r"run\(\): args='ab' is no sequence"):
+        run(print, "ab", np=1)
+    with pytest.raises(TypeError, match=r"run\(\): kwargs=\('a',\) is no mapping"):
+        run(print, (), ("a",), np=1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "error", "said"),
+    [
+        ({"nmp": 2}, TypeError, "run() has no argument 'nmp'; did you mean np?"),
+        ({"prefix_output_with_timestmp": True}, TypeError, "did you mean prefix_output_with_timestamp?"),
+        ({"dry_run": True}, TypeError, "run() has no argument 'dry_run'"),
+        ({"np": 0}, ValueError, "np: '0' is not a number of workers, such as 4"),
+        ({"np": True}, ValueError, "np: 'True' is not a number of workers"),
+        ({"np": [1]}, ValueError, "np: it must be a single value, not a list"),
+        ({"np": 1, "grace": -1}, ValueError, "grace: '-1' is not a number of seconds"),
+        ({"np": 1, "verbose": 2}, ValueError, "verbose: '2' is neither true nor false"),
+        ({"np": 1, "environment": {"A=B": 1}}, ValueError, "environment: a name has no = in it"),
+    ],
+)
+def test_what_is_no_flag_is_named(flags, error, said):
+    with pytest.raises(error) as caught:
+        run(print, **flags)
+    assert said in str(caught.value)
+
+
+class Rude:
+    """An object whose methods all fail."""
+
+    def __repr__(self):
+        raise RuntimeError("Rude has no repr")
+
+    def __index__(self):
+        raise ValueError("Rude is no number")
+
+
+TEXT_ARGUMENTS = [
+    *("hosts", "hostfile", "output_filename", "ssh_identity_file", "ssh_args", "ssh_program", "remote_python"),
+    *("network_interface", "config_file", "timeline_filename", "autotune_log_file", "log_level"),
+]
+NUMBER_ARGUMENTS = [
+    *("np", "ssh_port", "grace", "start_timeout", "fusion_threshold_mb", "cycle_time_ms", "gloo_timeout_seconds"),
+    *("stall_check_warning_time_seconds", "stall_check_shutdown_time_seconds", "cache_capacity"),
+]
+NO_TEXTS = [
+    5,
+    0,
+    1.5,
+    True,
+    b"a",
+    bytearray(b"a"),
+    [5],
+    [None],
+    [b"a"],
+    {1: 2},
+    Rude(),
+    object(),
+    "a\0b",
+    "\ud800",
+    10**5000,
+]
+# Digits of other scripts are digits to int() and float().
+NO_NUMBERS = [
+    *(
+        b"2",
+        "",
+        "x",
+        "1_0",
+        "\N{ARABIC-INDIC DIGIT THREE}",
+        "\N{FULLWIDTH DIGIT TWO}",
+        "\N{SUPERSCRIPT TWO}",
+        "inf",
+        "nan",
+    ),
+    *(float("inf"), float("nan"), -1, 10**5000, True, [1, 2], {1: 2}, 1j, Rude(), object(), "2\0", "0x10"),
+]
+
+
+@pytest.mark.parametrize("argument", [*TEXT_ARGUMENTS, *NUMBER_ARGUMENTS, "environment"])
+def test_no_argument_takes_what_nobody_would_write_on_a_command_line(argument):
+    others = {} if argument == "np" else {"np": 1}
+    wrong = NO_TEXTS if argument in TEXT_ARGUMENTS else NO_NUMBERS
+    if argument == "environment":
+        wrong = [{1: "a"}, {"A": b"b"}, {"A": "a\0b"}, {"A": Rude()}, {"A": [1]}, [b"A"], [None], Rude(), b"A"]
+    for value in wrong:
+        with pytest.raises((TypeError, ValueError), match=argument) as caught:
+            run(print, **others, **{argument: value})
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("func", [None, 5, "print", Rude()])
+def test_what_cannot_be_called_is_named(func):
+    with pytest.raises(TypeError, match=r"run\(\) calls a function"):
+        run(func, np=1)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [(None, {}), (5, {}), (b"ab", {}), ({"a": 1}, {}), (Rude(), {}), ((), {1: 2}), ((), 5), ((), "a")],
+)
+def test_what_are_no_arguments_for_it_is_named(args, kwargs):
+    with pytest.raises(TypeError, match=r"run\(\): (args|kwargs)="):
+        run(print, args, kwargs, np=1)
+
+
+class ToldError(Exception):
+    pass
+
+
+class UnknownError(Exception):
+    """Of a class that cannot be made of what is pickled."""
+
+    def __init__(self, one, two):
+        super().__init__(one)
+
+
+ESCAPE = "\x1b]0;a title\x07 and \x1b[31mred\x1b[0m"
+SHOWN = r"\x1b]0;a title\x07 and " + "\x1b[31mred\x1b[0m"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (ToldError(ESCAPE, 5), ToldError, (SHOWN, 5)),
+        (ToldError("plain"), ToldError, ("plain",)),
+        (UnknownError(ESCAPE, 2), JobError, (f"rank 1 on a host raised UnknownError: {SHOWN}",)),
+    ],
+)
+def test_a_terminal_shows_the_words_of_a_workers_exception_and_obeys_none_of_them(error, kind, said):
+    told = {
+        "value": None,
+        "size": 2,
+        "host": "a host",
+        "error": pickle.dumps(error),
+        "summary": f"UnknownError: {ESCAPE}",
+    }
+    results = FunctionResults(
+        returns={1: pickle.dumps({**told, "traceback": f"Traceback\n{ESCAPE}\n"})}, exit_code=1, rank=1
+    )
+    with pytest.raises(kind) as caught:
+        _returned(results)
+    assert caught.value.args == said
+    assert SHOWN in str(caught.value.__cause__)
+    assert ESCAPE not in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize(("exit_code", "kind"), [(UsageError.exit_code, ValueError), (1, JobError)])
+def test_so_it_does_with_the_launchers_report(exit_code, kind):
+    with pytest.raises(kind) as caught:
+        _returned(FunctionResults(returns={}, exit_code=exit_code, rank=None, report=f"a worker said {ESCAPE}"))
+    assert str(caught.value) == f"a worker said {SHOWN}"

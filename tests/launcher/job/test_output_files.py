@@ -1,0 +1,43 @@
+"""Each worker's output in files of its own."""
+
+import os
+
+import pytest
+from hvdlite_launcher.errors import UsageError
+from hvdlite_launcher.job.output_files import OutputFiles
+from hvdlite_launcher.wire.messages import Output
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "last"),
+    [(1, "rank.0", "rank.0"), (10, "rank.0", "rank.9"), (11, "rank.00", "rank.10"), (101, "rank.000", "rank.100")],
+)
+def test_the_directories_sort_by_rank(tmp_path, size, first, last):
+    OutputFiles(str(tmp_path), size).close()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert (len(names), names[0], names[-1]) == (size, first, last)
+
+
+def test_each_stream_has_its_bytes_and_none_of_an_earlier_job(tmp_path):
+    for text in (b"a longer text of an earlier job", b"text"):
+        files = OutputFiles(str(tmp_path / "not" / "yet"), 2)
+        files.write(Output(1, "stdout", text[:2]))
+        files.write(Output(1, "stderr", b"\xff\r"))
+        files.write(Output(1, "stdout", text[2:]))
+        files.close()
+    written = {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("std*")}
+    assert written == {
+        "not/yet/rank.0/stdout": b"",
+        "not/yet/rank.0/stderr": b"",
+        "not/yet/rank.1/stdout": b"text",
+        "not/yet/rank.1/stderr": b"\xff\r",
+    }
+
+
+def test_what_cannot_be_written_is_named_and_nothing_stays_open(tmp_path):
+    (tmp_path / "rank.1" / "stderr").mkdir(parents=True)
+    before = os.listdir("/dev/fd")
+    with pytest.raises(UsageError) as error:
+        OutputFiles(str(tmp_path), 2)
+    assert str(error.value) == f"--output-filename: cannot write {tmp_path}/rank.1/stderr: Is a directory"
+    assert os.listdir("/dev/fd") == before

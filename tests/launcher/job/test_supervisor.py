@@ -1,0 +1,549 @@
+"""The loop that decides, on scripts of events: no process, no thread, no time."""
+
+import errno
+import signal
+from dataclasses import dataclass
+from queue import Empty
+
+import pytest
+from hvdlite_launcher.job.supervisor import FAILURE_GRACE_S, PEER_LOST_S, SAME_SIGNAL_S, SAME_TIME_S, Supervisor
+from hvdlite_launcher.plan.hosts import Host
+from hvdlite_launcher.plan.slots import plan_slots
+from hvdlite_launcher.wire.messages import (
+    Event,
+    Exited,
+    GaveUp,
+    InputRead,
+    InputWanted,
+    Interrupted,
+    Joined,
+    Joining,
+    Lost,
+    Output,
+    Refused,
+    ScreenFailed,
+    Started,
+)
+
+GRACE = 30.0  # after a signal to the launcher
+INT, TERM, KILL, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP
+TIME_PASSES = object()  # nothing happens until the loop does not want to wait longer
+
+
+TWO = (Host("localhost", 2),)
+THREE = (Host("localhost", 3),)
+
+
+@dataclass
+class Late:
+    """An event that comes after a time, in a queue that is never empty meanwhile."""
+
+    delay_s: float
+    event: Event
+
+
+def says(rank, words=b"why\n", stream="stderr"):
+    return Output(rank, stream, words)
+
+
+class Played:
+    """A run of the supervisor over a script: its outcome, the signals it sent with their time, what it showed."""
+
+    def __init__(self, *script, hosts=TWO, grace=GRACE):
+        self.signals = []
+        self.shown = []
+        self.said = []
+        self.reads = 0
+        self.sent = []
+        self._now = 0.0
+        self._script = list(script)
+        supervisor = Supervisor(
+            plan_slots(hosts),
+            send_input=self.sent.append,
+            stdin=self,
+            signal_ranks=lambda ranks, signum: self.signals.append((self._now, list(ranks), signum)),
+            screen=self,
+            log=lambda text: None,
+            grace=grace,
+            start_timeout_s=60,
+            clock=lambda: self._now,
+        )
+        self.outcome = supervisor.run(self)
+        assert not self._script, "the loop ended before its script"
+
+    @property
+    def exit_code(self):
+        return self.outcome.exit_code
+
+    @property
+    def report(self):
+        return self.outcome.report
+
+    # the queue of events
+
+    def get(self, timeout):
+        assert self._script, f"the loop still waits, for {timeout} s"
+        event = self._script.pop(0)
+        if event is TIME_PASSES:
+            assert timeout is not None, "the loop would wait for ever"
+            self._now = round(self._now + timeout, 6)
+            raise Empty
+        if isinstance(event, Late):
+            self._now += event.delay_s
+            return event.event
+        return event
+
+    # the standard input
+
+    def read(self):
+        self.reads += 1
+
+    # the screen
+
+    def show(self, output):
+        self.shown.append(output)
+
+    def finish(self, rank):
+        self.shown.append(f"end of {rank}")
+
+    def say(self, text):
+        self.said.append(text)
+
+
+def test_a_job_whose_workers_all_end_well_ends_well():
+    played = Played(Started(0, 10), Started(1, 11), Exited(1, 0), Exited(0, 0))
+    assert (played.exit_code, played.report, played.signals) == (0, "", [])
+
+
+def test_the_first_failure_gives_the_exit_code_and_ends_the_others():
+    played = Played(says(1), Exited(1, 3), Exited(0, -15))
+    assert played.exit_code == 3
+    assert played.signals == [(0, [0], TERM)]
+
+
+def test_a_worker_that_ends_well_early_does_not_end_the_job():
+    assert Played(Exited(1, 0), Exited(0, 4)).exit_code == 4
+
+
+@pytest.mark.parametrize("script", [(Exited(1, 0), Joining(0)), (Joining(0), Exited(1, 0))])
+def test_a_rank_that_ends_without_the_init_in_which_another_waits_is_the_cause_at_once(script):
+    played = Played(*script, Exited(0, -15))
+    assert played.exit_code == 1
+    assert played.report == "rank 1 ended with exit code 0 without calling hvd.init(), in which rank 0 waits"
+    assert played.signals == [(0, [0], TERM)]
+
+
+def test_all_that_wait_in_init_and_all_that_never_came_are_named():
+    four = (Host("localhost", 4),)
+    script = (Exited(3, 0), Started(1, 10), Exited(1, 0), Joining(2), Exited(0, -15), Exited(2, -15))
+    played = Played(*script, hosts=four)
+    assert played.report == "ranks 1, 3 ended with exit code 0 without calling hvd.init(), in which rank 2 waits"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        (Exited(0, 0), Exited(1, 0)),
+        (Joining(0), Joining(1), Joined(0), Exited(0, 0), Joined(1), Exited(1, 0)),
+        (Joining(0), Joining(1), Joined(0), Joined(1), Exited(0, 0), Joining(1), Joined(1), Exited(1, 0)),
+        (Joining(0), Joined(0), Exited(1, 0), Exited(0, 0)),
+        (Joining(0), Exited(0, 0), Exited(1, 0)),
+        (Joining(0), GaveUp(0), Exited(1, 0), Exited(0, 0)),
+    ],
+)
+def test_ranks_that_have_called_init_or_that_nobody_waits_for_may_end(script):
+    played = Played(*script)
+    assert (played.exit_code, played.report, played.signals) == (0, "", [])
+
+
+def test_a_rank_that_tries_again_after_it_gave_up_waits_again():
+    assert Played(Joining(0), GaveUp(0), Exited(1, 0), Joining(0), Exited(0, -15)).exit_code == 1
+
+
+def test_a_rank_that_is_missed_after_a_failure_changes_nothing():
+    assert Played(Exited(0, 3), Joining(1), Exited(1, 0)).exit_code == 3
+
+
+def test_death_by_a_signal_gives_128_more():
+    played = Played(Exited(1, -9), Exited(0, -15))
+    assert played.exit_code == 137
+    assert "killed by SIGKILL" in played.report
+
+
+def test_who_fails_after_the_first_is_not_the_cause():
+    assert Played(Exited(1, 3), Exited(0, 5)).exit_code == 3
+
+
+def test_who_ignores_the_signal_is_killed_after_the_grace():
+    played = Played(says(1), Exited(1, 3), TIME_PASSES, Exited(0, -9))
+    assert played.signals == [(0, [0], TERM), (FAILURE_GRACE_S, [0], KILL)]
+    assert played.exit_code == 3
+
+
+def test_a_grace_that_is_shorter_than_what_a_failure_gives_counts_there_too():
+    assert Played(says(1), Exited(1, 3), TIME_PASSES, Exited(0, -9), grace=1).signals == [
+        (0, [0], TERM),
+        (1, [0], KILL),
+    ]
+
+
+def test_who_ends_within_the_grace_is_not_signalled_again():
+    played = Played(says(1), Exited(1, 3), Exited(0, -15), TIME_PASSES, Exited(2, -9), hosts=THREE)
+    assert played.signals == [(0, [0, 2], TERM), (FAILURE_GRACE_S, [2], KILL)]
+
+
+def test_a_flood_of_output_does_not_put_off_the_kill():
+    flood = [Late(1.0, Output(0, "stdout", b"y\n"))] * 3
+    played = Played(says(1), Exited(1, 3), *flood, Exited(0, -9))
+    assert played.signals == [(0, [0], TERM), (FAILURE_GRACE_S, [0], KILL)]
+
+
+def test_without_grace_the_others_are_killed_at_once():
+    assert Played(says(1), Exited(1, 3), Exited(0, -9), grace=0).signals == [(0, [0], KILL)]
+
+
+def test_an_end_that_is_never_reported_is_not_waited_for_for_ever():
+    played = Played(says(1), Exited(1, 3), TIME_PASSES, TIME_PASSES)
+    assert played.outcome.hasty
+    assert played.exit_code == 3
+
+
+def test_the_report_names_the_worker_and_ends_with_its_last_words():
+    played = Played(
+        Started(0, 10),
+        Started(1, 11),
+        Output(1, "stderr", b"Traceback (most recent call last):\nValueError: x\n"),
+        Output(0, "stderr", b"of another\n"),
+        Output(1, "stdout", b"no error\n"),
+        Exited(1, 3),
+        Exited(0, -15),
+    )
+    assert played.report == (
+        "rank 1 on localhost (pid 11) failed first, with exit code 3. The end of its stderr:\n"
+        "    Traceback (most recent call last):\n"
+        "    ValueError: x"
+    )
+
+
+def test_output_is_shown_in_order_and_finished_when_its_worker_ends():
+    outputs = [Output(0, "stdout", b"a"), Output(0, "stderr", b"b")]
+    assert Played(*outputs, Exited(0, 0), Exited(1, 0)).shown == [*outputs, "end of 0", "end of 1"]
+
+
+def test_input_is_read_when_it_is_wanted_and_sent_when_it_came():
+    played = Played(InputWanted(0), InputRead(b"a"), InputWanted(0), InputRead(b""), Exited(0, 0), Exited(1, 0))
+    assert (played.reads, played.sent) == (2, [b"a", b""])
+
+
+# ------------------------------------------------- ranks that end alike, and which of them said why
+
+
+def test_of_ranks_that_end_alike_one_that_said_why_is_quoted():
+    played = Played(says(0, b"bad config\n"), Exited(1, 2), Exited(2, 2), Exited(0, 2), hosts=THREE)
+    assert (played.exit_code, played.outcome.rank, played.signals) == (2, 1, [])
+    assert played.report.startswith("rank 1 on localhost (pid 0) failed first, with exit code 2. It wrote nothing")
+    assert played.report.endswith("The end of its stderr:\n    bad config")
+
+
+def test_once_one_that_ended_alike_has_said_why_nobody_is_waited_for():
+    played = Played(Exited(1, 2), says(0), Exited(0, 2), Exited(2, -15), hosts=THREE)
+    assert played.signals == [(0, [2], TERM)]
+
+
+def test_the_exit_code_is_the_firsts_whatever_another_says():
+    played = Played(Exited(1, 4), says(0), Exited(0, 2))
+    assert played.exit_code == 4
+    assert "rank 0 on localhost (pid 0) failed within half a second of it, with exit code 2" in played.report
+
+
+def test_the_others_are_left_alone_for_half_a_second_where_the_first_said_nothing():
+    played = Played(Exited(1, 2), TIME_PASSES, TIME_PASSES, Exited(0, -9))
+    assert played.signals == [(SAME_TIME_S, [0], TERM), (SAME_TIME_S + FAILURE_GRACE_S, [0], KILL)]
+    assert played.report.endswith("It wrote nothing to stderr.")
+
+
+def test_who_fails_when_that_time_is_over_or_because_of_our_signal_is_not_quoted():
+    for end in (Exited(0, 2), Exited(0, -15), Exited(0, 143)):
+        played = Played(Exited(1, 2), TIME_PASSES, says(0), end)
+        assert (played.exit_code, "rank 0" in played.report) == (2, False)
+
+
+def test_nor_who_only_lost_a_peer():
+    played = Played(Exited(1, 2), says(0, b"PeerLostError\n"), Exited(0, 1, peer_lost=True))
+    assert played.report == "rank 1 on localhost (pid 0) failed first, with exit code 2. It wrote nothing to stderr."
+
+
+def test_a_worker_killed_by_a_signal_has_said_why_it_failed():
+    played = Played(Exited(1, -9), says(0, b"Connection reset by peer\n"), Exited(0, 1))
+    assert played.signals == [(0, [0], TERM)]
+    assert "rank 0" not in played.report
+
+
+def test_what_the_first_wrote_to_stdout_is_shown_if_nobody_wrote_to_stderr():
+    played = Played(says(1, b"bad config\n", "stdout"), Exited(1, 2), Exited(0, 2))
+    assert played.report.endswith("It wrote nothing to stderr. The end of its stdout:\n    bad config")
+
+
+def test_what_else_happens_while_the_others_may_say_why_is_not_the_cause():
+    hosts = (Host("a", 2), Host("b", 1))
+    lost = Played(Exited(1, 3), Lost("b", "cut"), Exited(0, -15), hosts=hosts)
+    refused = Played(Exited(1, 3), Refused("no such command", 127), hosts=hosts)
+    for played in (lost, refused):
+        assert (played.exit_code, played.outcome.rank) == (3, 1)
+
+
+def test_but_a_signal_is_as_a_scheduler_may_have_sent_it_to_the_workers_too():
+    played = Played(Exited(1, 1), Interrupted(TERM), TIME_PASSES, Exited(0, -9))
+    assert (played.exit_code, played.report) == (143, "")
+    assert played.signals == [(0, [0], TERM), (GRACE, [0], KILL)]
+
+
+def test_a_silent_failure_after_a_peer_was_lost_does_not_prolong_the_end():
+    late = PEER_LOST_S - 0.1
+    played = Played(
+        Exited(0, 1, peer_lost=True), Late(late, Exited(1, 3)), TIME_PASSES, TIME_PASSES, Exited(2, -9), hosts=THREE
+    )
+    assert played.signals == [(PEER_LOST_S, [2], TERM), (PEER_LOST_S + FAILURE_GRACE_S, [2], KILL)]
+    assert (played.exit_code, played.outcome.rank) == (3, 1)
+
+
+# ---------------------------------------------------------- who lost a peer
+
+
+def test_who_lost_a_peer_is_not_the_cause_if_the_peer_fails_after_it():
+    played = Played(Exited(0, 1, peer_lost=True), Exited(1, 3))
+    assert played.exit_code == 3
+    assert "rank 1" in played.report
+
+
+def test_nobody_is_signalled_while_the_lost_peer_may_still_fail_by_itself():
+    played = Played(Exited(0, 1, peer_lost=True), Exited(2, 1, peer_lost=True), Exited(1, -9), hosts=THREE)
+    assert played.signals == []
+    assert played.exit_code == 137
+
+
+def test_who_lost_a_peer_is_the_cause_if_no_other_fails_soon():
+    played = Played(Exited(0, 7, peer_lost=True), TIME_PASSES, Exited(1, -15))
+    assert played.exit_code == 7
+    assert "rank 0" in played.report
+    assert played.signals == [(PEER_LOST_S, [1], TERM)]
+
+
+def test_the_first_who_lost_a_peer_is_the_cause_if_all_did():
+    played = Played(Exited(1, 7, peer_lost=True), Exited(0, 8, peer_lost=True))
+    assert played.exit_code == 7
+
+
+def test_a_peer_that_ended_well_too_early_is_named_with_the_failure():
+    played = Played(Exited(1, 0), Exited(0, 1, peer_lost=True))
+    assert played.exit_code == 1
+    assert played.report.startswith("rank 1 had ended with exit code 0 before the others were done; then rank 0 on")
+
+
+def test_a_rank_that_left_is_the_cause_also_when_it_takes_long_to_end():
+    played = Played(Exited(0, 1, peer_lost=True), TIME_PASSES, Exited(1, 7, left=True))
+    assert played.exit_code == 7
+    assert played.report.startswith("rank 1 on localhost")
+
+
+def test_a_rank_that_left_with_0_is_told_also_when_it_takes_long_to_end():
+    played = Played(Exited(0, 5, peer_lost=True), TIME_PASSES, Exited(1, 0, left=True))
+    assert played.exit_code == 5
+    assert played.report.startswith("rank 1 had ended with exit code 0 before the others were done; then rank 0 on")
+
+
+def test_a_rank_that_left_and_took_so_long_that_it_was_killed_is_not_the_cause():
+    played = Played(Exited(0, 1, peer_lost=True), TIME_PASSES, TIME_PASSES, Exited(1, -9, left=True))
+    assert played.exit_code == 1
+    assert played.report.startswith("rank 0 on localhost")
+
+
+def test_a_rank_that_left_after_another_failed_is_not_the_cause():
+    played = Played(Exited(0, 3), Exited(1, 7, left=True))
+    assert played.exit_code == 3
+
+
+def test_a_job_of_which_one_lost_a_peer_is_gone_within_5_seconds():
+    played = Played(Exited(0, 7, peer_lost=True), TIME_PASSES, TIME_PASSES, Exited(1, -9))
+    assert played.signals[-1] == (PEER_LOST_S + FAILURE_GRACE_S, [1], KILL)
+    assert PEER_LOST_S + FAILURE_GRACE_S < 5
+
+
+# --------------------------------------------------------------- interrupts
+
+
+@pytest.mark.parametrize(("signum", "exit_code"), [(INT, 130), (TERM, 143), (HUP, 129)])
+def test_a_signal_to_the_launcher_is_passed_on_and_is_the_cause(signum, exit_code):
+    played = Played(Interrupted(signum), Exited(0, 1), TIME_PASSES, Exited(1, -9))
+    assert played.signals == [(0, [0, 1], signum), (GRACE, [1], KILL)]
+    assert (played.exit_code, played.report) == (exit_code, "")
+
+
+@pytest.mark.parametrize(
+    ("signum", "again"), [(INT, "Ctrl-C again"), (TERM, "a second signal"), (HUP, "a second signal")]
+)
+def test_a_signal_to_the_launcher_is_told_with_how_long_it_waits(signum, again):
+    said = (
+        f"{signum.name} passed on to 2 workers: what still runs in 30 s is killed "
+        f"({again}: at once; --grace sets the time)"
+    )
+    assert Played(Interrupted(signum), Exited(0, 0), Exited(1, 0)).said == [said]
+
+
+def test_workers_may_take_as_long_as_the_grace_says_up_to_a_day():
+    played = Played(Interrupted(TERM), Exited(1, 0), TIME_PASSES, Exited(0, -9), grace=86400)
+    assert played.signals == [(0, [0, 1], TERM), (86400, [0], KILL)]
+    assert "in 86400 s" in played.said[0]
+
+
+def test_who_did_not_end_within_the_grace_is_named():
+    played = Played(Interrupted(TERM), Exited(1, 0), TIME_PASSES, Exited(0, -9))
+    assert played.said[1:] == ["rank 0 still ran after 30 s: killed (--grace)"]
+    after_a_failure = Played(Exited(1, 1), TIME_PASSES, TIME_PASSES, Exited(0, -9))
+    assert after_a_failure.said == []
+
+
+def test_without_grace_a_signal_kills_at_once_and_says_so():
+    played = Played(Interrupted(TERM), Exited(0, -9), Exited(1, -9), grace=0)
+    assert played.signals == [(0, [0, 1], KILL)]
+    assert (played.exit_code, played.said) == (143, ["SIGTERM: 2 workers killed at once (--grace 0)"])
+
+
+def test_who_is_lost_or_fails_while_others_write_their_checkpoint_is_neither_named_nor_ends_their_time():
+    hosts = (Host("a", 2), Host("b", 1))
+    ends = Exited(1, 1, peer_lost=True), Late(5, Lost("b", "cut")), TIME_PASSES, Exited(0, 0, left=True)
+    played = Played(Interrupted(TERM), *ends, hosts=hosts)
+    assert played.signals == [(0, [0, 1, 2], TERM), (GRACE, [0], KILL)]
+    assert (played.exit_code, played.report) == (143, "")
+
+
+def test_a_screen_that_is_gone_does_not_shorten_the_time_after_a_hangup():
+    gone = ScreenFailed("stderr", OSError(errno.EIO, "Input/output error"))
+    played = Played(Interrupted(HUP), gone, TIME_PASSES, Exited(0, -9), Exited(1, -9))
+    assert played.signals == [(0, [0, 1], HUP), (GRACE, [0, 1], KILL)]
+    assert played.exit_code == 129
+
+
+def test_nor_where_it_is_gone_before_the_hangup_is_heard_of():
+    gone = ScreenFailed("stdout", OSError(errno.EIO, "Input/output error"))
+    played = Played(gone, Interrupted(HUP), TIME_PASSES, Exited(0, -9), Exited(1, -9))
+    assert played.signals == [(0, [0, 1], TERM), (GRACE, [0, 1], KILL)]
+    assert (played.exit_code, played.report) == (129, "")
+
+
+@pytest.mark.parametrize("end", [Exited(1, -TERM), Exited(1, 128 + TERM)])
+def test_a_worker_that_the_same_signal_ended_before_it_reached_the_launcher_is_not_the_cause(end):
+    played = Played(end, Interrupted(TERM), TIME_PASSES, Exited(0, -9))
+    assert played.signals == [(0, [0], TERM), (GRACE, [0], KILL)]
+    assert (played.exit_code, played.report) == (143, "")
+
+
+def test_interrupted_twice_the_workers_are_killed_at_once():
+    played = Played(Interrupted(INT), Late(1, Interrupted(INT)), Exited(0, -9), Exited(1, -9))
+    assert played.signals == [(0, [0, 1], INT), (1, [0, 1], KILL)]
+    assert played.exit_code == 130
+    assert played.said[1:] == ["SIGINT: 2 workers killed at once"]
+
+
+def test_a_signal_that_comes_twice_in_a_moment_is_one():
+    twice = Interrupted(TERM), Interrupted(TERM), Late(SAME_SIGNAL_S / 2, Interrupted(HUP))
+    played = Played(*twice, Exited(0, 0), Exited(1, 0))
+    assert played.signals == [(0, [0, 1], TERM)]
+    assert len(played.said) == 1
+
+
+def test_a_third_signal_changes_nothing_any_more():
+    thrice = Interrupted(TERM), Late(1, Interrupted(TERM)), Late(0.5, Interrupted(TERM))
+    played = Played(*thrice, TIME_PASSES)
+    assert played.signals == [(0, [0, 1], TERM), (1, [0, 1], KILL)]
+    assert len(played.said) == 2
+
+
+def test_interrupted_while_a_failure_ends_the_job_the_failure_stays_the_cause():
+    played = Played(says(1), Exited(1, 3), Interrupted(INT), Exited(0, -9))
+    assert played.signals == [(0, [0], TERM), (0, [0], KILL)]
+    assert played.exit_code == 3
+
+
+def test_interrupted_while_a_peer_is_waited_for_the_interrupt_is_the_cause():
+    played = Played(Exited(0, 1, peer_lost=True), Interrupted(INT), TIME_PASSES, Exited(1, -9))
+    assert played.exit_code == 130
+    assert played.signals == [(0, [1], INT), (GRACE, [1], KILL)]
+
+
+# ------------------------------------------------------- agents and the screen
+
+
+def test_a_lost_agent_is_named_by_its_host_and_ends_the_rest():
+    hosts = (Host("a", 1), Host("b", 1))
+    played = Played(Lost("a", "its agent ended unexpectedly"), Exited(1, -15), hosts=hosts)
+    assert played.exit_code == 1
+    assert played.report == "lost a: its agent ended unexpectedly. Its workers were killed"
+    assert played.signals == [(0, [1], TERM)]
+
+
+def test_an_agent_that_is_lost_after_a_failure_is_not_the_cause():
+    assert Played(Exited(1, 3), Lost("localhost", "its agent ended")).exit_code == 3
+
+
+def test_a_command_that_cannot_be_started_ends_the_job_with_the_code_of_a_shell():
+    played = Played(Started(0, 1), Refused("pyhton: command not found", 127))
+    assert (played.exit_code, played.report) == (127, "pyhton: command not found")
+
+
+def test_a_reader_that_goes_away_ends_the_job_as_sigpipe_would():
+    played = Played(ScreenFailed("stdout", BrokenPipeError(errno.EPIPE, "Broken pipe")), Exited(0, 0), Exited(1, 0))
+    assert (played.exit_code, played.report) == (141, "")
+    assert played.signals == [(0, [0, 1], TERM)]
+
+
+def test_a_full_disk_is_named():
+    error = OSError(errno.ENOSPC, "No space left on device")
+    played = Played(ScreenFailed("stdout", error), Exited(0, 0), Exited(1, 0))
+    assert (played.exit_code, played.report) == (1, "cannot write to stdout: No space left on device")
+
+
+# ------------------------------------------------------------- ranks that are late
+
+
+def test_a_rank_that_ends_well_without_ever_coming_to_init_is_the_cause_at_once():
+    played = Played(Joining(0), Exited(1, 0), Exited(0, -TERM))
+    assert played.exit_code == 1
+    assert played.report == "rank 1 ended with exit code 0 without calling hvd.init(), in which rank 0 waits"
+    assert played.signals == [(0.0, [0], TERM)]
+
+
+def test_the_same_where_it_ends_before_the_first_comes():
+    assert "rank 1 ended with exit code 0" in Played(Exited(1, 0), Joining(0), Exited(0, -TERM)).report
+
+
+def test_ranks_that_never_call_init_may_take_their_time():
+    assert Played(Late(1000, Output(0, "stdout", b"x")), Exited(0, 0), Exited(1, 0)).exit_code == 0
+
+
+def test_a_rank_that_does_not_come_to_init_in_time_is_named_with_its_host():
+    hosts = (Host("a", 2), Host("b", 1))
+    script = Joining(0), Joining(2), TIME_PASSES, Exited(0, -TERM), Exited(1, -TERM), Exited(2, -TERM)
+    played = Played(*script, hosts=hosts)
+    assert played.exit_code == 1
+    assert played.report == (
+        "rank 1 on a did not call hvd.init() within 60 s (--start-timeout) of the first that did; ranks 0, 2 wait there"
+    )
+    assert played.signals == [(60.0, [0, 1, 2], TERM)]
+
+
+def test_ranks_that_cannot_connect_in_time_are_told_from_those_that_did_not_come():
+    played = Played(Joining(0), Joining(1), TIME_PASSES, Exited(0, -TERM), Exited(1, -TERM))
+    assert played.report.startswith("ranks 0, 1 on localhost called hvd.init(), but were not connected to all others")
+
+
+def test_once_all_are_connected_nobody_counts_any_more():
+    joined = Joining(0), Joining(1), Joined(0), Joined(1)
+    again = Joining(0), Late(1000, Output(0, "stdout", b"x")), Joining(1), Joined(0), Joined(1)
+    assert Played(*joined, *again, Exited(0, 0), Exited(1, 0)).exit_code == 0
+
+
+def test_a_failure_while_others_wait_in_init_is_the_cause():
+    played = Played(Joining(0), Exited(1, 3), Exited(0, -TERM))
+    assert played.exit_code == 3
+    assert "rank 1" in played.report

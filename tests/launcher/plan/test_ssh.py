@@ -1,0 +1,141 @@
+"""The words that start an agent over ssh, and what its failures are said to mean."""
+
+import stat
+import subprocess
+import sys
+
+import pytest
+from hvdlite_launcher.plan.hosts import Host
+from hvdlite_launcher.plan.ssh import Ssh, explain
+
+NODE = Host("node1", 2, "user")
+
+
+@pytest.fixture
+def fake_ssh(tmp_path):
+    """A program called ssh that answers -G with what it is told to; what it says when it is asked."""
+
+    def make(configuration):
+        program = tmp_path / "ssh"
+        program.write_text(f"#!/bin/sh\ncat <<'END'\n{configuration}\nEND\n")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+        return str(program)
+
+    return make
+
+
+def test_what_the_users_configuration_does_not_say_is_set(fake_ssh):
+    argv = Ssh(program=fake_ssh("stricthostkeychecking ask\nconnecttimeout none")).agent_argv(NODE, 60)
+    assert "-oStrictHostKeyChecking=accept-new" in argv
+    assert "-oConnectTimeout=15" in argv
+    # Nobody answers a question; no process stays behind, no port of the user's is taken, no other command runs.
+    for option in ("BatchMode=yes", "ControlMaster=no", "ClearAllForwardings=yes", "RemoteCommand=none"):
+        assert f"-o{option}" in argv
+
+
+def test_what_the_users_configuration_says_stands(fake_ssh):
+    argv = Ssh(program=fake_ssh("stricthostkeychecking true\nconnecttimeout 3")).agent_argv(NODE, 60)
+    assert not any("StrictHostKeyChecking" in word or "ConnectTimeout" in word for word in argv)
+
+
+def test_connecting_takes_no_longer_than_starting_may(fake_ssh):
+    assert "-oConnectTimeout=5" in Ssh(program=fake_ssh("")).agent_argv(NODE, 5.5)
+
+
+def test_port_key_and_further_words_come_before_the_host(fake_ssh):
+    ssh = Ssh(port=2222, identity_file="/my key", args=("-J", "jump"), program=fake_ssh(""))
+    argv = ssh.agent_argv(NODE, 60)
+    host = argv.index("user@node1")
+    assert argv[host - 7 : host] == ["-p", "2222", "-i", "/my key", "-J", "jump", "--"]
+    assert len(argv) == host + 2
+
+
+def test_nothing_after_the_two_dashes_is_an_option_for_ssh_whoever_wrote_them(fake_ssh):
+    for args in ((), ("-4", "--")):
+        argv = Ssh(args=args, program=fake_ssh("")).agent_argv(NODE, 60)
+        assert argv[-3:-1] == ["--", "user@node1"]
+        assert argv.count("--") == 1
+
+
+def test_a_cut_link_is_noticed_within_15_seconds_before_the_agent_speaks_too(fake_ssh):
+    argv = Ssh(program=fake_ssh("")).agent_argv(NODE, 60)
+    options = dict(word[2:].split("=", 1) for word in argv if word.startswith("-o"))
+    # ssh gives up an interval after the last question.
+    assert int(options["ServerAliveInterval"]) * (int(options["ServerAliveCountMax"]) + 1) < 15
+
+
+def test_a_program_in_place_of_ssh_gets_a_host_and_a_command_and_no_option_of_ssh():
+    argv = Ssh(program="/etc/mpi/kubexec.sh").agent_argv(Host("pod-1"), 60)
+    assert argv[:2] == ["/etc/mpi/kubexec.sh", "pod-1"]
+    assert len(argv) == 3
+
+
+def _run_as_login_shell(command, shell="/bin/sh", **kwargs):
+    return subprocess.run([shell, "-c", command], capture_output=True, check=False, timeout=30, **kwargs)
+
+
+def test_the_first_interpreter_that_exists_is_taken_whatever_its_name_holds(tmp_path):
+    python = tmp_path / 'it\'s a "python" $HOME'
+    python.symlink_to(sys.executable)
+    command = Ssh(program="no-ssh", remote_python=str(python)).agent_argv(NODE, 60)[-1]
+    run = _run_as_login_shell(command.replace("-m hvdlite_launcher.host.remote_parent", "--version"), cwd=tmp_path)
+    assert run.stdout.startswith(b"Python 3."), run
+
+
+def test_an_interpreter_in_the_home_directory_is_found(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "py").symlink_to("/bin/echo")
+    command = Ssh(program="no-ssh", remote_python="~/bin/py").agent_argv(NODE, 60)[-1]
+    run = _run_as_login_shell(command, env={"HOME": str(tmp_path), "PATH": "/bin:/usr/bin"})
+    assert run.stdout == b"-m hvdlite_launcher.host.remote_parent\n"
+
+
+def test_an_interpreter_that_is_nowhere_is_told_by_the_word_for_it():
+    command = Ssh(program="no-ssh", remote_python="/no/such/python").agent_argv(NODE, 60)[-1]
+    run = _run_as_login_shell(command)
+    assert (run.returncode, run.stderr) == (127, b"no such python: /no/such/python\n")
+    assert "--remote-python" in explain(NODE, Ssh(), run.returncode, run.stderr.decode())
+
+
+@pytest.mark.parametrize(
+    ("words", "step"),
+    [
+        ("user@node1: Permission denied (publickey).", "ssh-copy-id user@node1"),
+        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "ssh-keygen -R node1"),
+        ("No ED25519 host key is known for node1\nHost key verification failed.", "ssh user@node1 true"),
+        ("ssh: Could not resolve hostname node1: Name or service not known", "/etc/hosts"),
+        ("ssh: connect to host node1 port 22: Connection refused", "-p says which"),
+        ("ssh: connect to host node1 port 22: Connection timed out", "is it up"),
+        ("ssh: connect to host node1 port 22: No route to host", "is it up"),
+        ("/usr/bin/python3: No module named hvdlite_launcher", "pip install"),
+        ("ModuleNotFoundError: No module named 'hvdlite_launcher.host'", "another version of hvdlite"),
+        ("ModuleNotFoundError: No module named 'psutil'", "pip install"),
+        ("Fatal Python error: init_fs_encoding: failed to get the Python codec\n\n<no Python frame>", "PYTHONHOME"),
+        ("kex_exchange_identification: Connection closed by remote host", "its log says why"),
+    ],
+)
+def test_a_failure_is_told_in_sshs_words_with_the_next_step(words, step):
+    told = explain(NODE, Ssh(), 255, f"Welcome to node1\n{words}\n")
+    assert words.splitlines()[0].strip("@ ") in told or words.splitlines()[-1] in told
+    assert step in told
+    assert "\n" not in told
+
+
+def test_any_other_failure_is_told_by_its_last_line_and_how_to_see_it_by_hand():
+    ssh = Ssh(port=2222, identity_file="/my key", args=("-J", "jump"))
+    told = explain(NODE, ssh, 3, "first\nsomething new\n\n")
+    by_hand = "ssh -p 2222 -i '/my key' -J jump user@node1 true"
+    assert told == f"something new (ssh ended with exit code 3; try by hand: {by_hand})"
+
+
+@pytest.mark.parametrize(
+    ("returncode", "cause"),
+    [
+        (-9, "our ssh client was killed by SIGKILL"),
+        (137, "its agent was killed by SIGKILL"),
+        (255, "its agent ended unexpectedly (ssh ended with exit code 255; try by hand: ssh user@node1 true)"),
+    ],
+)
+def test_who_was_killed_is_told_and_not_what_ssh_says_of_every_new_host(returncode, cause):
+    words = "Warning: Permanently added 'node1' (ED25519) to the list of known hosts.\r\n"
+    assert explain(NODE, Ssh(), returncode, words) == cause

@@ -1,0 +1,35 @@
+"""How many workers `auto` is."""
+
+import pytest
+from hvdlite_launcher.system.machine import slots_by_hardware, usable_cores
+
+
+@pytest.fixture
+def four_gpus(tmp_path):
+    for bus in range(4):
+        (tmp_path / "gpus" / f"0000:0{bus}:00.0").mkdir(parents=True)
+    return str(tmp_path / "gpus")
+
+
+def test_there_is_a_slot_for_each_gpu(four_gpus):
+    assert slots_by_hardware({}, four_gpus) == 4
+
+
+@pytest.mark.parametrize(
+    ("devices", "seen"), [("0", 1), ("2,3", 2), ("0, GPU-1f,-1,2", 2), ("0,1,2,3,4,5", 4), ("0,,1", 1)]
+)
+def test_a_gpu_that_workers_do_not_see_has_no_slot(four_gpus, devices, seen):
+    assert slots_by_hardware({"CUDA_VISIBLE_DEVICES": devices}, four_gpus) == seen
+
+
+def test_where_the_driver_lists_none_nvidia_smi_is_asked(tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA A (UUID: GPU-1)'; echo '  MIG 1g'; echo 'GPU 1: NVIDIA A'\n")
+    smi.chmod(0o755)
+    assert slots_by_hardware({"PATH": f"{tmp_path}:/bin:/usr/bin"}, str(tmp_path / "none")) == 2
+
+
+@pytest.mark.parametrize("devices", ["", "-1"])
+def test_without_a_gpu_there_is_a_slot_for_each_usable_core(four_gpus, devices, tmp_path):
+    assert slots_by_hardware({"CUDA_VISIBLE_DEVICES": devices}, four_gpus) == usable_cores()
+    assert slots_by_hardware({"PATH": str(tmp_path)}, str(tmp_path / "none")) == usable_cores()

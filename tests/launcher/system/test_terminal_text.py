@@ -1,0 +1,46 @@
+"""What a terminal must not take for a command."""
+
+import io
+import re
+
+from hvdlite_launcher.system.terminal_text import one_line, say, visible, visible_bytes
+from hypothesis import given
+from hypothesis import strategies as st
+
+COLOUR = rb"\x1b\[[0-9;:]*m"
+ODD = [b"\x1b[", b"\x1b]0;", b"\x9b", b"\xc2\x9b", b"\x07", b"\b", b"\xe0\x80\x9b", b"\xc2", b"31m", b"\n"]
+
+
+@given(st.lists(st.binary(max_size=4) | st.sampled_from(ODD)).map(b"".join))
+def test_no_command_passes_however_the_bytes_are_put_together(data):
+    shown = re.sub(COLOUR, b"", visible_bytes(data))
+    assert not re.search(rb"[\x00-\x07\x0b\x0c\x0e-\x1f\x7f]", shown)
+    # In UTF-8, and as a terminal has it that knows none.
+    assert not re.search("[\x80-\x9f]", shown.decode(errors="replace"))
+    assert not re.search(rb"(?<![\x80-\xff])[\x80-\x9f]", shown)
+
+
+@given(st.text(alphabet=st.characters(blacklist_categories=("Cc", "Cs"))))
+def test_text_of_any_language_is_as_it_was(text):
+    assert visible_bytes(text.encode()) == text.encode()
+    assert visible(text) == text
+
+
+@given(st.text())
+def test_what_another_host_says_is_one_line_that_can_be_read(text):
+    assert one_line(text).isprintable()
+
+
+def test_a_word_without_end_is_cut():
+    assert len(one_line("x" * 10_000_000)) < 5000
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_line_is_as_it_is_in_a_file_and_harmless_on_a_terminal():
+    for stream, shown in ((io.StringIO(), "a\x1b[2J\r\n"), (Terminal(), "a\\x1b[2J\\x0d\n")):
+        say("a\x1b[2J\r\n", stream)
+        assert stream.getvalue() == shown

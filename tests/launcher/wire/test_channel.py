@@ -1,0 +1,103 @@
+"""The agent's end of the wire: beats, silence, and what the launcher does not read."""
+
+import os
+import selectors
+
+import pytest
+from hvdlite_launcher.wire.channel import BEAT_S, SILENCE_S, Channel
+from hvdlite_launcher.wire.frames import Decoder, encode
+from hvdlite_launcher.wire.messages import Beat, Output, SignalRanks
+
+
+class Wire:
+    """A channel, the launcher's two ends of it, and a clock."""
+
+    def __init__(self):
+        self.now = 100.0
+        commands, self.to_agent = os.pipe()
+        self.from_agent, events = os.pipe()
+        self._ends = commands, events
+        self.selector = selectors.DefaultSelector()
+        self.channel = Channel(commands, events, self.selector, lambda: self.now)
+
+    def heard(self):
+        self.channel.flush()
+        os.set_blocking(self.from_agent, False)
+        try:
+            return list(Decoder().feed(os.read(self.from_agent, 1 << 20)))
+        except BlockingIOError:
+            return []
+
+    def pass_time(self, seconds):
+        self.now += seconds
+        self.channel.tick()
+
+    def close(self):
+        self.selector.close()
+        for fd in (*self._ends, self.to_agent, self.from_agent):
+            os.close(fd)
+
+
+@pytest.fixture
+def wire():
+    wire = Wire()
+    yield wire
+    wire.close()
+
+
+def test_messages_come_and_go(wire):
+    os.write(wire.to_agent, encode(SignalRanks((1,), 15)))
+    assert list(wire.channel.receive()) == [SignalRanks((1,), 15)]
+    wire.channel.send(Output(1, "stdout", b"x"))
+    assert wire.heard() == [Output(1, "stdout", b"x")]
+
+
+def test_nobody_beats_who_was_not_asked_to(wire):
+    assert wire.channel.time_left_s() is None
+    wire.pass_time(1000)
+    assert (wire.heard(), wire.channel.closed) == ([], False)
+
+
+def test_beats_are_sent_as_long_as_the_launcher_is_heard(wire):
+    wire.channel.beat()
+    for _ in range(20):
+        assert wire.channel.time_left_s() <= BEAT_S
+        wire.pass_time(BEAT_S)
+        os.write(wire.to_agent, encode(Beat()))
+        list(wire.channel.receive())
+        assert wire.heard() == [Beat()]
+    assert not wire.channel.closed
+
+
+def test_a_launcher_that_is_silent_for_too_long_is_gone(wire):
+    wire.channel.beat()
+    silence_s = 0.0
+    while not wire.channel.closed:
+        wire.pass_time(BEAT_S)
+        silence_s += BEAT_S
+    assert SILENCE_S < silence_s <= SILENCE_S + BEAT_S
+
+
+def test_who_reads_nothing_is_sent_no_beats_on_top(wire):
+    wire.channel.beat()
+    wire.channel.send(Output(0, "stdout", b"x" * (1 << 20)))
+    wire.channel.flush()
+    assert wire.channel.full
+    for _ in range(3):
+        wire.pass_time(BEAT_S)
+    data = b""
+    os.set_blocking(wire.from_agent, False)
+    while True:
+        wire.channel.flush()
+        try:
+            data += os.read(wire.from_agent, 1 << 20)
+        except BlockingIOError:
+            break
+    assert list(Decoder().feed(data)) == [Output(0, "stdout", b"x" * (1 << 20))]
+
+
+def test_the_end_of_the_commands_closes_the_channel(wire):
+    os.close(wire.to_agent)
+    wire.to_agent = os.dup(wire.from_agent)  # so that there is something to close
+    assert list(wire.channel.receive()) == []
+    assert wire.channel.closed

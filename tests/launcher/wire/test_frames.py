@@ -1,0 +1,196 @@
+"""Frames: what goes in comes out, however it is cut; what is none is told at once."""
+
+import json
+import struct
+from itertools import pairwise
+
+import pytest
+from hvdlite_launcher.errors import ProtocolError
+from hvdlite_launcher.wire.frames import FROM_AGENT, FROM_LAUNCHER, MAX_PAYLOAD_BYTES, Decoder, encode
+from hvdlite_launcher.wire.messages import (
+    Beat,
+    Exited,
+    GaveUp,
+    Greet,
+    Hello,
+    Input,
+    InputWanted,
+    Joined,
+    Joining,
+    Output,
+    OutputTaken,
+    Refused,
+    SignalRanks,
+    Started,
+    StartJob,
+)
+from hvdlite_launcher.wire.store_messages import Answer, Ask, Drop, Dropped, Have, Want
+from hypothesis import given
+from hypothesis import strategies as st
+
+RANKS = st.integers(0, 10**6)
+NUMBERS = st.integers(0, 2**32 - 1)
+PIDS, CODES, SIGNALS = st.integers(1, 2**31 - 1), st.integers(1, 255), st.integers(1, 64)
+ADDRESSES = st.ip_addresses().map(str)
+# Arguments and variables are bytes on Unix: those that are no UTF-8 are lone surrogates in a str.
+WORDS = st.binary(max_size=20).map(lambda word: word.replace(b"\0", b"").decode(errors="surrogateescape"))
+ENVIRONMENTS = st.dictionaries(WORDS.map(lambda name: name.replace("=", "")), WORDS, max_size=4)
+MESSAGES = st.one_of(
+    st.builds(Output, RANKS, st.sampled_from(["stdout", "stderr"]), st.binary()),
+    st.builds(Input, RANKS, st.binary()),
+    st.builds(InputWanted, RANKS),
+    st.builds(Started, RANKS, PIDS),
+    st.builds(Joining, RANKS),
+    st.builds(Joined, RANKS),
+    st.builds(GaveUp, RANKS),
+    st.one_of(st.builds(of, st.binary()) for of in (Want, Drop, Dropped)),
+    st.builds(Have, st.binary(), st.binary()),
+    st.one_of(st.builds(of, RANKS, st.integers(0, 255), st.binary()) for of in (Ask, Answer)),
+    st.builds(Exited, RANKS, st.integers(-255, 255), st.booleans()),
+    st.builds(Refused, WORDS, CODES),
+    st.builds(Hello, WORDS, st.none() | CODES, st.none() | ADDRESSES, CODES, st.none() | WORDS),
+    st.just(Beat()),
+    st.builds(OutputTaken, NUMBERS),
+    st.builds(Greet, WORDS, st.booleans(), st.booleans(), st.none() | WORDS),
+    st.builds(SignalRanks, st.lists(RANKS).map(tuple), SIGNALS),
+    st.builds(
+        StartJob,
+        st.from_regex(r"[0-9a-z-]+", fullmatch=True),
+        st.lists(WORDS, min_size=1).map(tuple),
+        WORDS,
+        ENVIRONMENTS,
+        st.booleans(),
+        st.lists(ADDRESSES).map(tuple),
+        st.booleans(),
+        st.booleans(),
+        st.dictionaries(RANKS, ENVIRONMENTS, max_size=3),
+    ),
+)
+
+
+@given(st.lists(MESSAGES, max_size=6), st.lists(st.integers(0, 400)))
+def test_messages_come_out_as_they_went_in_however_the_bytes_are_cut(messages, cuts):
+    wire = b"".join(map(encode, messages))
+    decoder = Decoder()
+    ends = sorted({0, len(wire), *(min(cut, len(wire)) for cut in cuts)})
+    assert [m for a, b in pairwise(ends) for m in decoder.feed(wire[a:b])] == messages
+
+
+@given(st.binary())
+def test_any_bytes_are_messages_or_the_begin_of_one_or_an_error(garbage):
+    try:
+        list(Decoder().feed(garbage))
+    except ProtocolError as error:
+        assert "\n" not in str(error)  # noqa: PT017  # either outcome is right
+
+
+FIELDS = st.sampled_from(
+    ["rank", "pid", "returncode", "peer_lost", "left", "ranks", "signum", "token", "command", "workers"]
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner),
+)
+
+
+def _frame(kind: int, payload: bytes) -> bytes:
+    return struct.pack(">BII", kind, 0, len(payload)) + payload
+
+
+@given(st.sampled_from([*range(3, 11), 14, 16, 17, 19]), JSON)
+def test_any_json_in_a_frame_is_one_message_or_an_error(kind, value):
+    try:
+        messages = list(Decoder().feed(_frame(kind, json.dumps(value).encode())))
+    except ProtocolError:
+        return
+    assert len(messages) == 1
+
+
+@pytest.mark.parametrize("payload", [b"", b"{", b"\xff", b"[" * 100_000, b"1e999999", b'{"rank": true, "pid": 1}'])
+def test_a_payload_that_is_not_what_its_kind_says_is_an_error(payload):
+    with pytest.raises(ProtocolError):
+        list(Decoder().feed(_frame(3, payload)))
+
+
+@given(st.sampled_from([11, 12, 13, 20, 21, 22]), st.integers(0, 2**32 - 1), st.binary())
+def test_any_bytes_in_a_frame_of_the_store_are_one_message_or_an_error(kind, number, payload):
+    try:
+        messages = list(Decoder().feed(struct.pack(">BII", kind, number, len(payload)) + payload))
+    except ProtocolError:
+        return
+    assert len(messages) == 1
+
+
+@pytest.mark.parametrize("header", [(99, 0, 0), (1, 0, MAX_PAYLOAD_BYTES + 1)])
+def test_a_bad_header_is_told_before_its_payload_is_waited_for(header):
+    with pytest.raises(ProtocolError, match="not a frame of hvdlite's"):
+        list(Decoder().feed(struct.pack(">BII", *header)))
+
+
+def test_messages_before_the_garbage_still_come_out():
+    messages = Decoder().feed(encode(Started(0, 1)) + b"Welcome to this host!\n")
+    assert next(messages) == Started(0, 1)
+    with pytest.raises(ProtocolError):
+        next(messages)
+
+
+# Of each kind in JSON: a payload that is right, and for each field values that are wrong.
+RIGHT = {
+    3: {"rank": 0, "pid": 1},
+    4: {"rank": 0, "returncode": -9, "peer_lost": False, "left": False},
+    5: {"why": "no", "exit_code": 1},
+    7: {"version": "1", "slots": None, "address": "10.0.0.1", "port": 1, "machine": None},
+    17: {"ranks": [0], "signum": 15},
+    19: {"version": "1", "beats": True, "count_slots": False, "interface": None},
+    23: {"count": 0},
+}
+START = {"token": "0f-1", "command": ["true"], "cwd": "/", "environment": {}, "inherits": True, "peers": ["::1"]}
+RIGHT[16] = {**START, "in_python": False, "as_horovod": False, "workers": {"0": {}}}
+HUGE = 10**4000
+WRONG = {
+    **dict.fromkeys(["rank", "pid", "returncode", "exit_code", "port", "count", "signum"], (HUGE, -300, 1.0, True)),
+    **dict.fromkeys(["why", "version", "cwd", "token", "interface"], ("\0", "\ud800", 1, ["x"])),
+    **dict.fromkeys(["beats", "left", "inherits", "peer_lost", "count_slots", "in_python", "as_horovod"], (0, "true")),
+    "slots": [0, HUGE, "1"],
+    "address": ["", "host", "1.2.3", "10.0.0.1; id", 7],
+    "machine": ["\ud800", 1],
+    "ranks": [None, [HUGE], [-1], "12", {"0": 1}],
+    "command": [[], "true", [1], ["\ud800"]],
+    "environment": [[], {"A=B": "x"}, {"A": 1}, {"A": "\0"}],
+    "peers": [["a" * 300], "::1", [None]],
+    "workers": [{"x": {}}, {"0": []}, {str(HUGE): {}}, {"-1": {}}],
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_a_field_that_is_missing_or_not_what_it_counts_is_an_error_and_no_other_is(kind):
+    def read(payload):
+        return list(Decoder().feed(_frame(kind, json.dumps(payload).encode())))
+
+    assert len(read(RIGHT[kind])) == 1
+    for name in RIGHT[kind]:
+        for wrong in WRONG[name]:
+            with pytest.raises(ProtocolError, match="does not hold what it should"):
+                read({**RIGHT[kind], name: wrong})
+        with pytest.raises(ProtocolError):
+            read({other: value for other, value in RIGHT[kind].items() if other != name})
+
+
+def test_bytes_of_a_name_that_are_no_text_are_kept():
+    start = json.loads(json.dumps({**RIGHT[16], "environment": {"A": "\udcff"}}))
+    (message,) = Decoder().feed(_frame(16, json.dumps(start).encode()))
+    assert message.environment == {"A": "\udcff"}
+
+
+def test_each_end_reads_only_what_the_other_may_say_and_no_long_words_of_an_agent():
+    for kind in {*range(1, 24)} - {2, 15}:
+        for kinds, is_read in ((FROM_AGENT, kind in FROM_AGENT), (FROM_LAUNCHER, kind in FROM_LAUNCHER)):
+            header = struct.pack(">BII", kind, 0, 1 << 20)
+            if is_read:
+                assert list(Decoder(kinds).feed(header)) == []
+            else:
+                with pytest.raises(ProtocolError):
+                    list(Decoder(kinds).feed(header))
+    with pytest.raises(ProtocolError):  # of many small values, which are large ones here
+        list(Decoder(FROM_AGENT).feed(struct.pack(">BII", 5, 0, (1 << 20) + 1)))
+    assert {8} == FROM_AGENT & FROM_LAUNCHER
