@@ -45,7 +45,12 @@ class InFlight:
         if not exchange.carries_counts:
             counts = bucket.tail.to(torch.int32)
             self._counting = counts, links.all.all_reduce(counts, f"the counts of the {self._gradients.what}")
-        self._begun = exchange.begin(self._gradients, links)
+        try:
+            self._begun = exchange.begin(self._gradients, links)
+        except BaseException:
+            # Something may have been launched before.
+            bucket.abandon()
+            raise
         # The exchange may have used the gradients' own memory.
         bucket.hold()
         if self._begun.works and self._begun.wire is not None:

@@ -297,3 +297,33 @@ def test_ranks_with_different_exchanges_are_told():
             wrap(group, make_model(), exchange=(Looking, ScaledSigns)[group.rank])
 
     run_ranks(2, rank)
+
+
+def test_what_an_exchange_has_launched_before_it_failed_writes_into_no_later_gradient():
+    launched: dict[int, Tensor] = {}
+
+    class Failing(Looking):
+        fails = True
+
+        def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.Begun:
+            begun = super().begin(gradients, links)
+            if self.fails:
+                launched[links.all.rank] = gradients.flat
+                raise ArithmeticError("in the midst of it")
+            return begun
+
+    def rank(group: Group) -> list[float]:
+        param = nn.Parameter(torch.zeros(2))
+        inner = torch.optim.SGD([param], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), exchange=Failing)
+        param.grad = torch.ones(2)
+        with pytest.raises(ArithmeticError, match="in the midst"):
+            optimizer.step()
+        optimizer._reducer.exchange.fails = False
+        optimizer.zero_grad()
+        (param * 3.0).sum().backward()
+        launched[group.rank].fill_(float("nan"))
+        optimizer.step()
+        return param.tolist()
+
+    assert run_ranks(2, rank) == [[-3.0, -3.0]] * 2
