@@ -5,7 +5,7 @@ The table of environment variables: the name of each, how it is read, what count
     READ_ELSEWHERE   what `hvdlite-run` and `rendezvous.secret` read
     SET_FOR_WORKERS  what `hvdlite-run` sets for each worker
 
-A new variable is one entry in one of these. Reading, error messages, the warning about misspelt names (`ignored`) and
+A new variable is one entry in one of these. Reading, error messages, the warning of misspelt names (`ignored`) and
 the README's list follow from the entry (tests/test_environment.py compares the list). A variable has up to three names:
 HVDLITE_ and a short one, HVDLITE_ and the name, HOROVOD_ and Horovod's name. The first that is set counts; an empty
 value is none. What other launchers set is in `rendezvous.launchers`.
@@ -137,7 +137,7 @@ class Variable:
     """A row of the table.
 
     ``name`` and ``short`` stand after HVDLITE_, ``horovods`` after HOROVOD_ (None: Horovod has no such variable).
-    ``default`` says for the documentation what counts where it is not set, ``meaning`` what the value is.
+    ``default`` and ``meaning`` are for the documentation: what counts where it is not set, and what the value says.
     """
 
     name: str
@@ -190,18 +190,20 @@ class Environment:
             "FUSION_THRESHOLD",
             BYTES,
             "16777216",
-            "of gradients that travel at once, unless `bucket_cap_mb` is given; 0: each parameter by itself",
+            "how much of the gradients travels at once, unless `bucket_cap_mb` is given; 0: each parameter by itself",
         ),
     )
     autotune: bool = field(
         default=False, metadata=_shared("AUTOTUNE", SWITCH, "0", "1: measure how much should travel at once")
     )
     autotune_log: str | None = field(
-        default=None, metadata=_shared("AUTOTUNE_LOG", FILE, "–", "to which rank 0 adds what was measured")
+        default=None, metadata=_shared("AUTOTUNE_LOG", FILE, "–", "rank 0 adds to it what was measured")
     )
     timeline: str | None = field(
         default=None,
-        metadata=_shared("TIMELINE", TIMELINE, "–", "for the timeline; with `DYNAMIC` the program starts it"),
+        metadata=_shared(
+            "TIMELINE", TIMELINE, "–", "the timeline is written to it; with `DYNAMIC` the program says when"
+        ),
     )
     stall_check: bool = field(
         default=True,
@@ -213,7 +215,7 @@ class Environment:
             "STALL_CHECK_TIME_SECONDS",
             SECONDS,
             "60",
-            "until a warning names the ranks that others wait for",
+            "how long ranks are waited for until a warning names them",
             short="STALL_CHECK_TIME_S",
         ),
     )
@@ -223,7 +225,7 @@ class Environment:
             "STALL_SHUTDOWN_TIME_SECONDS",
             SECONDS_OR_NEVER,
             "0",
-            "until waiting for them ends the job; 0: never",
+            "how long they are waited for until the job is ended; 0: for ever",
             short="STALL_SHUTDOWN_S",
         ),
     )
@@ -233,7 +235,7 @@ class Environment:
             "LOG_LEVEL",
             LEVEL,
             "–",
-            "from which on the log goes to stderr (`debug`: with whole tracebacks)",
+            "the log goes to stderr, from this level on (`debug`: with whole tracebacks)",
         ),
     )
     log_hide_time: bool = field(
@@ -259,15 +261,15 @@ class Environment:
     )
     check: bool = field(
         default=True,
-        metadata=_own("CHECK", SWITCH, "1", "0: collectives start before ranks compare what each of them asks for"),
+        metadata=_own("CHECK", SWITCH, "1", "0: collectives start without a comparison of what each rank asks for"),
     )
     check_parameters: bool | int = field(
         default=True,
         metadata=_own(
             "CHECK_PARAMETERS",
             STEPS,
-            "the first step",
-            "N: ranks compare parameters at every N-th step after the first too; 0: they never do",
+            "at the first step",
+            "N: ranks compare parameters at an optimizer's first step and every N-th after it; 0: never",
         ),
     )
     shm: bool = field(
@@ -286,24 +288,26 @@ READ_BY_INIT: Mapping[str, Variable] = MappingProxyType(
 """The variables of `Environment`, by field."""
 
 _START_TIMEOUT = "`hvdlite-run --start-timeout`, unless that is given"
-_SECRET = "of all ranks, by which they know each other; under torchrun and a plain srun [set one](docs/security.md)"
+_SECRET = (
+    "all ranks have the same, and know each other by it; under torchrun and a plain srun [set one](docs/security.md)"
+)
 READ_ELSEWHERE = (
     Variable("START_TIMEOUT", SECONDS, "60", _START_TIMEOUT, horovods="START_TIMEOUT"),
     Variable("SECRET", Kind("a secret"), "–", _SECRET),
-    Variable("SECRET_FILE", FILE, "–", "with that secret"),
+    Variable("SECRET_FILE", FILE, "–", "the secret is in it"),
 )
 """What the user may set besides, for `hvdlite-run` and `rendezvous.secret`."""
 
 SET_FOR_WORKERS = (
-    Variable("RANK", NUMBER, "–", "of the worker, among all", horovods="RANK"),
-    Variable("SIZE", NUMBER, "–", "of workers", horovods="SIZE"),
-    Variable("LOCAL_RANK", NUMBER, "–", "of the worker, on its host", horovods="LOCAL_RANK"),
-    Variable("LOCAL_SIZE", NUMBER, "–", "of workers on its host", horovods="LOCAL_SIZE"),
-    Variable("CROSS_RANK", NUMBER, "–", "of its host, among those with this local rank", horovods="CROSS_RANK"),
-    Variable("CROSS_SIZE", NUMBER, "–", "of hosts with this local rank", horovods="CROSS_SIZE"),
-    Variable("HOST", Kind("a name"), "–", "of its host, as the user wrote it", horovods="HOSTNAME"),
-    Variable("STORE", Kind("a URL"), "–", "of the store in which workers meet"),
-    Variable("JOB_DIR", Kind("a directory"), "–", "of the job on this host, private and removed at its end"),
+    Variable("RANK", NUMBER, "–", "the worker's rank among all", horovods="RANK"),
+    Variable("SIZE", NUMBER, "–", "the number of workers", horovods="SIZE"),
+    Variable("LOCAL_RANK", NUMBER, "–", "the worker's rank among those on its host", horovods="LOCAL_RANK"),
+    Variable("LOCAL_SIZE", NUMBER, "–", "the number of workers on its host", horovods="LOCAL_SIZE"),
+    Variable("CROSS_RANK", NUMBER, "–", "its host's rank among the hosts with this local rank", horovods="CROSS_RANK"),
+    Variable("CROSS_SIZE", NUMBER, "–", "the number of hosts with this local rank", horovods="CROSS_SIZE"),
+    Variable("HOST", Kind("a name"), "–", "its host, as the user wrote it", horovods="HOSTNAME"),
+    Variable("STORE", Kind("a URL"), "–", "the store in which workers meet"),
+    Variable("JOB_DIR", Kind("a directory"), "–", "private to the job on this host, and removed at its end"),
 )
 """What hvdlite-run tells each worker of its place. Read in `rendezvous` and where a rank ends."""
 

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import horovod_names
 import pytest
 import torch
 from hvdlite_launcher.plan.worker_environment import OWN_VARIABLES
@@ -14,10 +15,23 @@ from torch import nn
 from worlds import run_worlds
 
 import hvdlite as hvd
-from hvdlite.environment import KNOWN, TRACE, Environment, read_environment
+from hvdlite.environment import (
+    KNOWN,
+    OF_USERS,
+    READ_BY_INIT,
+    SET_FOR_WORKERS,
+    TRACE,
+    Environment,
+    Given,
+    Variable,
+    read_environment,
+)
 from hvdlite.ignored import IGNORED, remarks_of_ignored
 from hvdlite.log import log, open_log
+from hvdlite.optim.optimizer import DEFAULT_BUCKET_CAP_BYTES
 from hvdlite.runtime.world import current_world
+
+ROOT = Path(__file__).parents[1]
 
 MEANINGS = [
     ("FUSION_THRESHOLD", "1048576", {"fusion_threshold_bytes": 1 << 20}),
@@ -167,9 +181,38 @@ def test_horovods_prefix_on_a_variable_that_hvdlite_alone_has_is_named_with_the_
     assert read_environment({name: "1"}).remarks == (said,)
 
 
+def row_of_readme(variable: Variable) -> str:
+    ours = ", ".join(f"`{name}`" for name in reversed(variable.names) if name.startswith("HVDLITE_"))
+    in_horovod = "–" if variable.horovods is None else "✓"
+    return f"| {ours} | {in_horovod} | {variable.kind.allowed} | {variable.default} | {variable.meaning} |"
+
+
+def test_the_readme_lists_what_a_user_may_set_as_the_table_has_it():
+    section = (ROOT / "README.md").read_text().partition("\n## Environment variables\n")[2].partition("\n## ")[0]
+    assert re.findall(r"(?m)^\| `.*$", section) == [row_of_readme(variable) for variable in OF_USERS]
+
+
+def test_a_default_that_is_written_as_a_value_is_the_one_that_counts():
+    unset = replace(Environment(), fusion_threshold_bytes=DEFAULT_BUCKET_CAP_BYTES)
+    written = {field: each for field, each in READ_BY_INIT.items() if each.default.isdigit()}
+    assert len(written) == 10
+    for field, variable in written.items():
+        assert variable.read(Given(variable.name, variable.default)) == getattr(unset, field), field
+
+
+def test_all_variables_of_horovods_are_in_the_table_and_none_besides():
+    horovods = {f"HOROVOD_{each.name}" for each in IGNORED} | {name for name in KNOWN if name.startswith("HOROVOD_")}
+    of_building = {"HOROVOD_GPU_OPERATIONS", "HOROVOD_WITH_PYTORCH"}
+    assert horovods | of_building == set(horovod_names.VARIABLES)
+
+
+def test_every_name_in_the_table_is_there_once():
+    names = [name for each in (*OF_USERS, *SET_FOR_WORKERS) for name in each.names]
+    assert len(names) == len(set(names)) == len(KNOWN)
+
+
 def test_every_variable_that_source_and_readme_name_is_known():
-    root = Path(__file__).parents[1]
-    texts = [root / "README.md", *(root / "hvdlite").rglob("*.py"), *(root / "launcher").rglob("*.py")]
+    texts = [ROOT / "README.md", *(ROOT / "hvdlite").rglob("*.py"), *(ROOT / "launcher").rglob("*.py")]
     names = {name for path in texts for name in re.findall(r"\bHVDLITE_[A-Z][A-Z_]*[A-Z]\b", path.read_text())}
     assert len(names) > 20
     for name in names:

@@ -91,7 +91,7 @@ def test_the_library_imports_torch_and_the_standard_library_alone():
         "worker_main": {"cloudpickle"},
         "ops.replicate": {"cloudpickle"},
         "compression.kernels": {"cupy"},
-        "bench.memory_left": {"psutil"},
+        "bench.ranks": {"psutil"},
     }
     for module, tree in library().items():
         allowed = {"torch", *exceptions.get(module, ())}

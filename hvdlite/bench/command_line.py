@@ -1,5 +1,5 @@
 """
-What the words of `python -m hvdlite.bench` ask for: a command that is ready to measure.
+The command line of `python -m hvdlite.bench`: its help, and the command that it asks for.
 """
 
 from __future__ import annotations
@@ -7,42 +7,42 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from .allreduce import AllReduce
-from .calibration import read_calibration
-from .errors import UsageError
-from .flags import PROGRAM, make_parser
-from .memory import MEASURED, Memory
-from .progress import Progress
-from .ranks import Ranks
-from .report import Files, Report
-from .scale import Measured, Remembered
+from .arguments import DEVICE, Flag, UsageError
+from .memory import Memory
+from .report import Command, Files
+from .scale import Scale
 from .step import Step
-from .variants import USUAL
-from .workloads import WORKLOADS
+
+PROGRAM = "hvdlite.bench"
+_EPILOG = """\
+Run it where you train, by any launcher, and alone for a single rank:
+
+  hvdlite-run -np 2 python -m hvdlite.bench allreduce
+  hvdlite-run --hostfile hosts python -m hvdlite.bench step --models mlp,gpt --json step.json --plot step.png
+  torchrun --nproc-per-node 4 -m hvdlite.bench memory
+
+What is compared takes turns in one process; tables are of medians with quartiles, of the slowest rank. Ctrl-C keeps
+what has been measured by then. hvdlite/bench/README.md says what each figure means.
+"""
+_COMMANDS: tuple[type[Command], ...] = (AllReduce, Step, Memory, Scale)
+# Of every command.
+_FLAGS = (
+    DEVICE,
+    Flag("--json", Path, "FILE", "write all figures and samples there"),
+    Flag("--plot", Path, "FILE.png", "draw them there (needs matplotlib)"),
+)
 
 
-class Command(Protocol):
-    """What measures. `prepare` raises UsageErrors; both it and `run` are called by all ranks, `report` at any time."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def turns(self) -> int: ...
-    def prepare(self, ranks: Ranks) -> None: ...
-    def run(self, ranks: Ranks, progress: Progress) -> None: ...
-    def report(self) -> Report: ...
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked for; ``device_type`` is cpu or cuda."""
+class Request(NamedTuple):
+    """What the command line asks for. ``device_type`` is cpu or cuda, ``options`` are the flags for JSON."""
 
     command: Command
     files: Files
@@ -50,78 +50,39 @@ class Request:
     options: dict[str, str]
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message.removeprefix('argument ')}")
+
+
 def parse(words: Sequence[str] | None, *, quiet: bool) -> Request:
-    """What the command line asks for, or a UsageError; ``quiet`` ranks leave the help to rank 0, and exit alike."""
+    """What the command line asks for; raises UsageError. A ``quiet`` rank prints no help."""
+    parser = _Parser(
+        prog=PROGRAM,
+        description="How fast hvdlite is on this cluster, beside what else there is.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
+    for each in _COMMANDS:
+        command = parsers.add_parser(each.name, help=each.help, description=each.help, allow_abbrev=False)
+        command.set_defaults(make=each)
+        for flag in (*each.flags, *_FLAGS):
+            command.add_argument(flag.name, type=flag.read, default=flag.default, metavar=flag.metavar, help=flag.help)
     with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
-        given = make_parser().parse_args(words)
+        given = vars(parser.parse_args(words))
+    options = {name: str(value) for name, value in given.items() if value is not None and name != "make"}
+    make, name, files = given.pop("make"), given.pop("command"), Files(given.pop("json"), given.pop("plot"))
     try:
-        return Request(
-            _COMMANDS[given.command](given),
-            Files(given.json, given.plot),
-            _device_type(given.device),
-            {name: str(value) for name, value in vars(given).items() if value is not None},
-        )
+        device_type = _device_type(given.pop("device"))
+        return Request(make(**given), files, device_type, options)
     except UsageError as error:
-        raise UsageError(f"{PROGRAM} {given.command}: {error}") from None
+        raise UsageError(f"{PROGRAM} {name}: {error}") from None
 
 
-def _make_allreduce(given: argparse.Namespace) -> Command:
-    return AllReduce(given.sizes, given.dtypes, given.rounds)
-
-
-def _make_step(given: argparse.Namespace) -> Command:
-    return Step(
-        [WORKLOADS[name] for name in given.models or WORKLOADS],
-        given.variants or USUAL,
-        given.batch,
-        given.steps,
-        named_models=given.models is not None,
-        named_variants=given.variants is not None,
-    )
-
-
-def _make_memory(given: argparse.Namespace) -> Command:
-    return Memory(
-        WORKLOADS[_only(given.model, "--model") or "mlp"], given.variants or MEASURED, given.batch, given.rounds
-    )
-
-
-def _make_scale(given: argparse.Namespace) -> Command:
-    if given.calibration is not None:
-        for flag in ("model", "batch", "compression"):
-            if getattr(given, flag) is not None:
-                raise UsageError(f"--calibration has a {flag} of its own: leave out --{flag}")
-        return Remembered(read_calibration(given.calibration), given.threshold)
-    return Measured(
-        WORKLOADS[_only(given.model, "--model") or "mlp"],
-        given.batch,
-        _only(given.compression, "--compression") or "none",
-        rounds=given.rounds,
-        steps=given.steps,
-        least_added=given.threshold,
-    )
-
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace], Command]] = {
-    "allreduce": _make_allreduce,
-    "step": _make_step,
-    "memory": _make_memory,
-    "scale": _make_scale,
-}
-
-
-def _only(names: tuple[str, ...] | None, flag: str) -> str | None:
-    if names is None:
-        return None
-    if len(names) > 1:
-        raise UsageError(f"{flag}: one at a time, and not {','.join(names)}")
-    return names[0]
-
-
-def _device_type(names: tuple[str, ...]) -> str:
-    name = _only(names, "--device")
-    assert name is not None, "it has a default"
+def _device_type(device: str) -> str:
     has_cuda = torch.cuda.is_available() and dist.is_nccl_available()
-    if name == "cuda" and not has_cuda:
+    if device == "cuda" and not has_cuda:
         raise UsageError("--device cuda: there is no CUDA device here, or torch has no NCCL")
-    return ("cuda" if has_cuda else "cpu") if name == "auto" else name
+    return ("cuda" if has_cuda else "cpu") if device == "auto" else device

@@ -1,132 +1,177 @@
 """
-`memory`: the most that a training takes above its model, in several ways that take turns.
+`memory`: the most memory that training takes above its model, in several ways that take turns.
+
+On a GPU PyTorch's allocator counts it. On a CPU it is Linux's peak of resident memory, less libraries, and less the
+part of shared memory that belongs to the other processes which have it too (as in a proportional set size).
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
-from collections.abc import Sequence
-from typing import Any
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-from .memory_left import why_too_large
+import torch
+
+from .arguments import BATCH, count_flag, variants_flag
 from .plot import Bar, Bars, Chart, is_own
-from .progress import Progress
-from .quantities import show_ratio, show_size
-from .ranks import Ranks
-from .report import Report
-from .setting import Setting
-from .spread import Spread, ratio_of
-from .step import bytes_of
-from .table import Table
-from .turns import Samples
-from .usage import Usage
+from .ranks import Job, Ranks
+from .report import Case, Columns, Command, Quartiles, Report, Row, Table, ratio_of
+from .units import show_difference, show_ratio, show_size
 from .variants import VARIANTS
-from .workloads import Workload
+from .workloads import MODEL, WORKLOADS, bytes_of
 
 REFERENCE = "ddp-view"
-MEASURED = ("none", "ddp", "ddp-view", "ddp-fp16", "hvdlite", "hvdlite-fp16", "hvdlite-bf16")
+_USUAL = ("none", "ddp", "ddp-view", "ddp-fp16", "hvdlite", "hvdlite-fp16", "hvdlite-bf16")
 _STEPS = 4
+# A parameter, its gradient, a bucket and a wire.
 _COPIES = 4
+_CLEAR_REFS, _STATUS, _ROLLUP = (Path("/proc/self", name) for name in ("clear_refs", "status", "smaps_rollup"))
+_COLUMNS: Columns = {
+    "variant": lambda row: row["variant"],
+    "above the model": lambda row: show_size(row["median_bytes"]),
+    "quartiles": lambda row: f"{show_size(row['low_bytes'])} … {show_size(row['high_bytes'])}",
+    "in models": lambda row: show_ratio(row["in_models"]),
+    f"less {REFERENCE}": lambda row: show_difference(row["above_reference_bytes"]),
+    f"× {REFERENCE}": lambda row: show_ratio(row["times_reference"]),
+    "times": lambda row: str(row["count"]),
+}
+_RESET_PEAK = "5"
+_M_MMAP_THRESHOLD, _THRESHOLD_BYTES = -3, 64 * 2**10
 
 
-class Memory:
-    """The command. ``samples`` are bytes per rank, in the mean of all, by variant."""
+def _problem(device: torch.device) -> str | None:
+    """Why memory cannot be measured here, if it cannot."""
+    if device.type == "cuda":
+        return None
+    if not sys.platform.startswith("linux") or not _ROLLUP.exists() or "Pss_Shmem:" not in _ROLLUP.read_text():
+        return "the memory of a CPU's ranks is measured by Linux's /proc/self/smaps_rollup, which is not here"
+    try:
+        _CLEAR_REFS.write_text(_RESET_PEAK)
+    except OSError as error:
+        return f"the memory of a CPU's ranks needs {_CLEAR_REFS}: {error.strerror}"
+    return None
+
+
+def reset_peak(device: torch.device) -> int:
+    """Begin to count the most memory of this process anew; returns the bytes in use now."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    libc = ctypes.CDLL(None)
+    # Large blocks go back to the system as soon as they are freed, so that what is resident is in use.
+    libc.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
+    libc.malloc_trim(0)
+    _CLEAR_REFS.write_text(_RESET_PEAK)
+    return (_kilobytes(_STATUS, "RssAnon") + _kilobytes(_ROLLUP, "Pss_Shmem")) * 1024
+
+
+def peak(device: torch.device) -> int:
+    """The most bytes since `reset_peak`. Call it while all shared memory made since is still there."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
+    # The share of libraries depends on what else the machine runs, so they are left out.
+    of_others = _kilobytes(_STATUS, "RssShmem") - _kilobytes(_ROLLUP, "Pss_Shmem")
+    return (_kilobytes(_STATUS, "VmHWM") - _kilobytes(_STATUS, "RssFile") - of_others) * 1024
+
+
+def _kilobytes(path: Path, field: str) -> int:
+    line = next(line for line in path.read_text().splitlines() if line.startswith(f"{field}:"))
+    return int(line.split()[1])
+
+
+class Memory(Command):
+    """The command, of one case. Samples are bytes per rank, as the mean over ranks, by variant."""
 
     name = "memory"
+    help = "the most memory that training takes above the model, beside DDP's"
+    flags = (
+        MODEL,
+        variants_flag([name for name in VARIANTS if name != "horovod"], _USUAL),
+        BATCH,
+        count_flag("--rounds", 3, "turns of each"),
+    )
 
-    def __init__(self, workload: Workload, variants: Sequence[str], rows: int | None, rounds: int) -> None:
-        self._workload = workload
-        self._rows = rows or workload.rows
+    def __init__(self, model: str | None, variants: Sequence[str] | None, batch: int | None, rounds: int) -> None:
+        self._workload = WORKLOADS[model or "mlp"]
         self._rounds = rounds
-        self._setting = Setting()
-        self._usage: Usage | None = None
-        self._model_bytes = 0
-        self._skipped: str | None = None
-        self.samples: Samples = {name: [] for name in variants}
-
-    @property
-    def turns(self) -> int:
-        """How many turns all of it takes."""
-        return self._rounds * len(self.samples)
+        about = {"model": self._workload.name, "batch": batch or self._workload.rows, "model_bytes": 0}
+        self._case = Case(about, {name: [] for name in variants or _USUAL})
+        self.turns = rounds * len(self._case.samples)
 
     def prepare(self, ranks: Ranks) -> None:
-        """Raise a UsageError where memory cannot be measured."""
-        self._usage = Usage(ranks.device)
+        ranks.require(_problem(ranks.device))
 
-    def run(self, ranks: Ranks, progress: Progress) -> None:
-        """Measure; every rank must call it."""
-        self._setting = ranks.setting
-        model = self._workload.make(ranks.device)
-        self._model_bytes = bytes_of(model)
-        del model
-        self._skipped = why_too_large(ranks, _COPIES * self._model_bytes)
-        if self._skipped is not None:
+    def run(self, ranks: Ranks) -> None:
+        self.job = ranks.job
+        model_bytes = self._case.about["model_bytes"] = bytes_of(self._workload.make(ranks.device))
+        self._case.skipped = ranks.why_too_large(_COPIES * model_bytes)
+        if self._case.skipped is not None:
             return
-        # What a process needs once, however it trains, is taken before.
-        for name in self.samples:
-            progress.begin(f"{name}, once before")
-            self._most_above_model(name, ranks)
+        # What a process allocates once, however it trains, is allocated by then.
+        for name in self._case.samples:
+            ranks.progress(f"{name}, once before")
+            self._peak_above_model(name, ranks)
         for _ in range(self._rounds):
-            for name, samples in self.samples.items():
-                progress.begin(name)
-                by_rank = ranks.gather(self._most_above_model(name, ranks))
-                samples.append(sum(by_rank) / len(by_rank))
-                progress.advance()
+            for name, samples in self._case.samples.items():
+                ranks.progress(name)
+                samples.append(ranks.mean(self._peak_above_model(name, ranks)))
+                ranks.progress(name, 1)
 
-    def _most_above_model(self, name: str, ranks: Ranks) -> int:
-        assert self._usage is not None, "prepared before"
+    def _peak_above_model(self, name: str, ranks: Ranks) -> int:
         model = self._workload.make(ranks.device)
-        batch = self._workload.batch(self._rows, 1 + ranks.rank, ranks.device)
-        before = self._usage.begin()
+        batch = self._workload.batch(self._case.about["batch"], 1 + ranks.rank, ranks.device)
+        before = reset_peak(ranks.device)
         ranks.barrier()
         training = VARIANTS[name](ranks, model)
         for _ in range(_STEPS):
             training.step(batch)
         ranks.barrier()
-        most = self._usage.most() - before
-        # Nobody gives back shared memory that another has still to count.
+        above = peak(ranks.device) - before
+        # Shared memory must not be freed before every rank has counted it.
         ranks.barrier()
         training.close()
         del training, model
         gc.collect()
-        return most
+        return above
 
     def report(self) -> Report:
-        """What has been measured by now."""
-        return report_of(self._workload.name, self._rows, self._model_bytes, self.samples, self._setting, self._skipped)
+        return report_of(self._case, self.job)
 
 
-def report_of(
-    model: str, batch: int, model_bytes: int, samples: Samples, setting: Setting, skipped: str | None = None
-) -> Report:
+def report_of(case: Case, job: Job) -> Report:
     """The report of what has been measured of a model by now."""
-    rows = _rows(samples, model_bytes)
-    header = ["variant", "above the model", "quartiles", "in models", f"less {REFERENCE}", f"× {REFERENCE}", "times"]
-    lines = [
-        [
-            *(row["variant"], show_size(row["median_bytes"])),
-            f"{show_size(row['low_bytes'])} … {show_size(row['high_bytes'])}",
-            show_ratio(row["in_models"]),
-            "–" if row["above_reference_bytes"] is None else _signed(row["above_reference_bytes"]),
-            *(show_ratio(row["times_reference"]), str(row["count"])),
-        ]
-        for row in rows
-    ]
-    title = f"peak memory of each of {setting}, {model} of {show_size(model_bytes)}, batch {batch}"
-    data: dict[str, Any] = {"model": model, "batch": batch, "model_bytes": model_bytes, "rows": rows}
-    notes = [] if skipped is None else [f"skipped: {model}: {skipped}"]
-    if skipped is not None:
-        data["skipped"] = [{"model": model, "why": skipped}]
-    notes.append("Gradients, buckets, wires and activations; shared memory is counted once among the ranks of a host.")
-    return Report([Table(header, lines, title=title)], data, _chart_of(rows, title), notes)
+
+    def describe(name: str, found: Mapping[str, Quartiles]) -> Row:
+        most, reference = found[name], found.get(REFERENCE)
+        return {
+            "variant": name,
+            "in_models": most.median / case.about["model_bytes"] if case.about["model_bytes"] else None,
+            "above_reference_bytes": None if reference is None else most.median - reference.median,
+            "times_reference": ratio_of(most, reference),
+        }
+
+    rows = case.rows("bytes", describe)
+    model, batch = case.about["model"], case.about["batch"]
+    title = f"peak memory of each of {job}, {model} of {show_size(case.about['model_bytes'])}, batch {batch}"
+    notes = ["Gradients, buckets, wires and activations; shared memory is counted once among the ranks of a host."]
+    data = {**case.about, "rows": rows}
+    if case.skipped is not None:
+        data["skipped"] = [{"model": model, "why": case.skipped}]
+        notes.insert(0, f"skipped: {model}: {case.skipped}")
+    return Report([Table(rows, _COLUMNS, 1, title)], data, _chart_of(rows, title), notes)
 
 
-def _chart_of(rows: Sequence[dict[str, Any]], title: str) -> Chart:
-    def megabytes(row: dict[str, Any]) -> Spread:
-        low, middle, high = (row[key] / 2**20 for key in ("low_bytes", "median_bytes", "high_bytes"))
-        return Spread(middle, low, high, row["count"])
-
-    bars = [Bar(row["variant"], megabytes(row), show_size(row["median_bytes"]), is_own(row["variant"])) for row in rows]
+def _chart_of(rows: Sequence[Row], title: str) -> Chart:
+    bars = []
+    for row in rows:
+        median, low, high = (row[f"{key}_bytes"] / 2**20 for key in ("median", "low", "high"))
+        bars.append(Bar(row["variant"], median, low, high, show_size(row["median_bytes"])))
     own = next((row for row in rows if is_own(row["variant"])), None)
     sentence = "The most memory that training takes above the model"
     if own is not None and own["in_models"] is not None:
@@ -134,26 +179,3 @@ def _chart_of(rows: Sequence[dict[str, Any]], title: str) -> Chart:
         if own["times_reference"] is not None:
             sentence += f", {show_ratio(own['times_reference'])} times what {REFERENCE} takes"
     return Chart(sentence, f"{title}. Medians; whiskers are quartiles.", [Bars("", "MB above the model", bars)])
-
-
-def _rows(samples: Samples, model_bytes: int) -> list[dict[str, Any]]:
-    spreads = {name: spread for name, each in samples.items() if (spread := Spread.of(each)) is not None}
-    reference = spreads.get(REFERENCE)
-    return [
-        {
-            "variant": name,
-            "median_bytes": spread.median,
-            "low_bytes": spread.low,
-            "high_bytes": spread.high,
-            "count": spread.count,
-            "in_models": spread.median / model_bytes if model_bytes else None,
-            "above_reference_bytes": None if reference is None else spread.median - reference.median,
-            "times_reference": ratio_of(spread, reference),
-            "samples_bytes": samples[name],
-        }
-        for name, spread in spreads.items()
-    ]
-
-
-def _signed(nbytes: float) -> str:
-    return ("-" if nbytes < 0 else "+") + show_size(abs(nbytes))

@@ -1,9 +1,9 @@
 """
-Charts, drawn by matplotlib into a file. What is drawn is a value; matplotlib is looked for when one is asked for.
+Charts, drawn by matplotlib into a file. A chart is a plain value; matplotlib is imported when one is drawn.
 
-    Chart ── panels side by side, all of bars or all of lines ── Figure ── file
+    Chart ── panels side by side, of bars or of lines ── Figure ── file
 
-What is hvdlite's, by its name, has the one strong colour; all else is grey.
+What is hvdlite's has the one strong colour; everything else is grey.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import importlib
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import log
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from .errors import UsageError
-from .spread import Spread
+from .arguments import UsageError
 
 SUFFIXES = (".png", ".pdf", ".svg")
 OWN, OTHER = "#d9480f", "#8b939c"
@@ -30,28 +30,22 @@ _STYLES: dict[str, dict[str, Any]] = {
 }
 
 
-class Point(NamedTuple):
-    """What was measured at one place of the horizontal axis."""
-
-    x: float
-    y: Spread
-
-
 @dataclass(frozen=True)
 class Line:
-    """Measured values have markers, with or without a line between them; what a model says is a line alone."""
+    """``points`` are (x, y); ``band`` has the quartiles (low, high) of each point, which are shaded."""
 
     name: str
-    points: Sequence[Point]
+    points: Sequence[tuple[float, float]]
     is_own: bool
     look: Literal["measured", "only points", "modelled", "beyond"] = "measured"
+    band: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True)
 class Lines:
-    """A panel of lines over two logarithmic axes; ``show_x`` and ``show_y`` are what is written at their ticks.
+    """A panel of lines over two logarithmic axes; ``show_x`` and ``show_y`` write the labels of their ticks.
 
-    Each line has its name at its end, and a legend explains looks where they differ.
+    Each line has its name at its end, or in a legend where the looks of lines differ.
     """
 
     title: str
@@ -62,19 +56,19 @@ class Lines:
     lines: Sequence[Line]
 
 
-@dataclass(frozen=True)
-class Bar:
-    """``text`` is written at its end."""
+class Bar(NamedTuple):
+    """A bar with whiskers from ``low`` to ``high``; ``text`` is written at its end."""
 
     name: str
-    length: Spread
+    median: float
+    low: float
+    high: float
     text: str
-    is_own: bool
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A panel of horizontal bars, which begin at ``base``; whiskers are quartiles."""
+    """A panel of horizontal bars, which begin at ``base``."""
 
     title: str
     label: str
@@ -92,7 +86,7 @@ class Chart:
 
 
 def require_matplotlib() -> None:
-    """Raise a UsageError that says what to install, where matplotlib is not there."""
+    """Raise UsageError with what to install where matplotlib is missing."""
     try:
         importlib.import_module("matplotlib.figure")
     except ImportError:
@@ -100,15 +94,15 @@ def require_matplotlib() -> None:
 
 
 def draw(chart: Chart, path: Path) -> None:
-    """Write the chart; the suffix says in which format."""
+    """Write the chart in the format that the path's suffix names."""
     figure_of(chart).savefig(path, dpi=150)
 
 
 def figure_of(chart: Chart) -> Any:
     """The chart as matplotlib's Figure."""
     columns = min(2, max(1, len(chart.panels)))
-    rows = -(-len(chart.panels) // columns)
-    heights = [max(map(_height_in, chart.panels[row * columns :][:columns])) for row in range(rows)]
+    needed = [0.9 + 0.32 * len(panel.bars) if isinstance(panel, Bars) else 4.0 for panel in chart.panels]
+    heights = [max(needed[start:][:columns]) for start in range(0, len(needed), columns)]
     size = (_WIDTH_IN * (1.3 if columns > 1 else 1), max(2.0, sum(heights)) + 1)
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
     figure.get_layout_engine().set(h_pad=0.1, w_pad=0.1)
@@ -118,7 +112,7 @@ def figure_of(chart: Chart) -> Any:
     figure.supxlabel(caption, x=0.01, ha="left", fontsize="small", color="dimgrey")
     if not chart.panels:
         return figure
-    grid = figure.subplots(rows, columns, squeeze=False, height_ratios=heights).ravel()
+    grid = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights).ravel()
     for number, panel in enumerate(chart.panels):
         axes = grid[number]
         axes.set_title(panel.title, fontsize="medium", loc="left")
@@ -129,42 +123,40 @@ def figure_of(chart: Chart) -> Any:
             _draw_lines(axes, panel, heights[number // columns])
     for axes in grid[len(chart.panels) :]:
         axes.set_axis_off()
-    # Panels of the same measure are read against each other.
-    bars = [panel for panel in chart.panels if isinstance(panel, Bars)]
-    if bars and bars[0].base:
-        limits = [axes.get_xlim() for axes in grid[: len(bars)]]
-        for axes in grid[: len(bars)]:
+    if isinstance(chart.panels[0], Bars) and chart.panels[0].base:
+        # Ratios are compared between panels.
+        limits = [axes.get_xlim() for axes in grid[: len(chart.panels)]]
+        for axes in grid[: len(chart.panels)]:
             axes.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
     return figure
 
 
 def is_own(name: str) -> bool:
-    """Whether what has that name is hvdlite's, to be singled out."""
+    """Whether what has this name is hvdlite's."""
     return name.startswith("hvdlite")
 
 
-def _height_in(panel: Bars | Lines) -> float:
-    return 0.9 + 0.32 * len(panel.bars) if isinstance(panel, Bars) else 4.0
+def _label_style(own: bool, other_color: str) -> dict[str, Any]:
+    style = {"color": OWN, "weight": "bold"} if own else {"color": other_color}
+    return {"va": "center", "fontsize": _LABEL_PT, **style}
 
 
 def _draw_bars(axes: Any, panel: Bars) -> None:
-    for place, bar in enumerate(panel.bars):
-        length, color = bar.length, OWN if bar.is_own else OTHER
-        whiskers = [[length.median - length.low], [length.high - length.median]]
+    for row, bar in enumerate(panel.bars):
         axes.barh(
-            place, length.median - panel.base, 0.66, left=panel.base, color=color, xerr=whiskers,
+            row, bar.median - panel.base, 0.66, left=panel.base, color=OWN if is_own(bar.name) else OTHER,
+            xerr=[[bar.median - bar.low], [bar.high - bar.median]],
             error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#343a40"},
         )  # fmt: skip
-        axes.annotate(
-            bar.text, (max(length.high, panel.base), place), xytext=(5, 0), textcoords="offset points", va="center",
-            fontsize=_LABEL_PT, color=OWN if bar.is_own else "black", weight="bold" if bar.is_own else None,
-        )  # fmt: skip
+        end = (max(bar.high, panel.base), row)
+        style = _label_style(is_own(bar.name), "black")
+        axes.annotate(bar.text, end, xytext=(5, 0), textcoords="offset points", **style)
     axes.set_yticks(range(len(panel.bars)), [bar.name for bar in panel.bars])
     for label, bar in zip(axes.get_yticklabels(), panel.bars, strict=True):
-        label.set_color(OWN if bar.is_own else "black")
+        label.set_color(OWN if is_own(bar.name) else "black")
     axes.set_ylim(len(panel.bars) - 0.4, -0.6)
-    low = min([panel.base, *(bar.length.low for bar in panel.bars)])
-    high = max([panel.base, *(bar.length.high for bar in panel.bars)])
+    low = min([panel.base, *(bar.low for bar in panel.bars)])
+    high = max([panel.base, *(bar.high for bar in panel.bars)])
     span = max(high - low, 0.1 * panel.base) or 1.0
     axes.set_xlim(low - (0.05 * span if low < panel.base else 0), high + 0.2 * span)
     axes.axvline(panel.base, color="black", linewidth=1)
@@ -177,18 +169,15 @@ def _draw_bars(axes: Any, panel: Bars) -> None:
 def _draw_lines(axes: Any, panel: Lines, height_in: float) -> None:
     lines = [line for line in panel.lines if line.points]
     for line in lines:
-        places = [point.x for point in line.points]
+        xs, ys = zip(*line.points, strict=True)
         color, width = (OWN, 2.2) if line.is_own else (OTHER, 1.4)
-        axes.plot(
-            places, [point.y.median for point in line.points], color=color, linewidth=width, label=line.name,
-            **_STYLES[line.look],
-        )  # fmt: skip
-        low, high = [point.y.low for point in line.points], [point.y.high for point in line.points]
-        if low != high:
-            axes.fill_between(places, low, high, color=color, alpha=0.15, linewidth=0)
+        axes.plot(xs, ys, color=color, linewidth=width, label=line.name, **_STYLES[line.look])
+        if line.band:
+            axes.fill_between(xs, *zip(*line.band, strict=True), color=color, alpha=0.15, linewidth=0)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    _show_ticks(axes, lines, panel)
+    if lines:
+        _show_ticks(axes, panel, [point for line in lines for point in line.points])
     axes.set_xlabel(panel.x_label)
     axes.set_ylabel(panel.y_label)
     axes.grid(visible=True, alpha=0.3)
@@ -196,50 +185,41 @@ def _draw_lines(axes: Any, panel: Lines, height_in: float) -> None:
         axes.legend(fontsize=_LABEL_PT, frameon=False, loc="upper left")
         return
     bottom, top = (log(limit) for limit in axes.get_ylim())
-    wanted = [(log(line.points[-1].y.median) - bottom) / (top - bottom) for line in lines]
-    for place, line in zip(_apart(wanted, 1.4 * _LABEL_PT / 72 / height_in), lines, strict=True):
-        axes.text(
-            1.01, place, line.name, transform=axes.transAxes, va="center", fontsize=_LABEL_PT,
-            color=OWN if line.is_own else "dimgrey", weight="bold" if line.is_own else None,
-        )  # fmt: skip
+    wanted = [(log(line.points[-1][1]) - bottom) / (top - bottom) for line in lines]
+    for height, line in zip(_apart(wanted, 1.4 * _LABEL_PT / 72 / height_in), lines, strict=True):
+        axes.text(1.01, height, line.name, transform=axes.transAxes, **_label_style(line.is_own, "dimgrey"))
 
 
-def _show_ticks(axes: Any, lines: Sequence[Line], panel: Lines) -> None:
+def _show_ticks(axes: Any, panel: Lines, points: Sequence[tuple[float, float]]) -> None:
     ticker = importlib.import_module("matplotlib.ticker")
-    places = sorted({point.x for line in lines for point in line.points})
-    values = [point.y.median for line in lines for point in line.points]
-    if not places:
-        return
-    ticks = thinned(places, _MOST_TICKS)
+    ticks = thinned(sorted({x for x, _ in points}), _MOST_TICKS)
     axes.set_xticks(ticks, [panel.show_x(tick) for tick in ticks])
-    is_wide = max(values) >= 300 * min(values)
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0,) if is_wide else (1.0, 2.0, 5.0)))
+    ys = [y for _, y in points]
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0,) if max(ys) >= 300 * min(ys) else (1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: panel.show_y(value)))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_locator(ticker.NullLocator())
 
 
-def thinned(places: Sequence[float], most: int) -> list[float]:
-    """About so many of the positive, growing places, the first and the last among them, and none near another.
-
-    Near is what it would be on a logarithmic axis.
-    """
-    least = log(places[-1] / places[0]) / most * (1 - 1e-9)
-    kept = [places[0]]
-    for place in places[1:-1]:
-        if log(place / kept[-1]) >= least and log(places[-1] / place) >= least:
-            kept.append(place)
-    return list(dict.fromkeys([*kept, places[-1]]))
+def thinned(values: Sequence[float], most: int) -> list[float]:
+    """About ``most`` of the growing values, spread on a logarithmic axis, with the first and the last among them."""
+    least = log(values[-1] / values[0]) / most * (1 - 1e-9)
+    kept = [values[0]]
+    for value in values[1:-1]:
+        if log(value / kept[-1]) >= least and log(values[-1] / value) >= least:
+            kept.append(value)
+    return list(dict.fromkeys([*kept, values[-1]]))
 
 
 def _apart(wanted: Sequence[float], least: float) -> list[float]:
-    """The places nearest to those wanted, from below, of which no two are nearer than ``least``."""
+    """Heights near those wanted, of which no two are nearer to each other than ``least``."""
     order = sorted(range(len(wanted)), key=lambda number: wanted[number])
-    found = [0.0] * len(wanted)
-    below = -1.0
-    for number in order:
-        below = found[number] = max(wanted[number], below + least)
-    above = max(1.0, *wanted, 0.0) + least if wanted else 0.0
+    found = list(wanted)
+    for lower, upper in pairwise(order):
+        found[upper] = max(found[upper], found[lower] + least)
+    # What was pushed above the axes moves down again, with what is below it.
+    limit = max(1.0, *wanted, 0.0)
     for number in reversed(order):
-        above = found[number] = min(found[number], above - least)
+        found[number] = min(found[number], limit)
+        limit = found[number] - least
     return found

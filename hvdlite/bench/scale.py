@@ -1,161 +1,394 @@
 """
-`scale`: what 2 to 4,096 ranks would bring, by the model of `prediction` and a run of some, and where it stops paying.
+`scale`: what 2 to 4,096 ranks would bring, by a latency-bandwidth model that is fitted to a run of some.
+
+`FORMULA` is the model: α is the latency of one message in seconds, β the seconds of a byte.
+
+    Scale measures ── Calibration (kept in JSON) ── fit ── StepModel predicts ── Report
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import json
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
+from pathlib import Path
 from statistics import median
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from ..optim.plan import ParamSpec, plan_buckets
-from .allreduce import Case, block_of, hvdlite_actions
-from .calibration import Calibration
-from .errors import UsageError
-from .memory_left import why_too_large
-from .outlook import report_of
-from .plot import Chart
-from .progress import Progress
-from .quantities import show_size, show_time
-from .ranks import Ranks
-from .report import Report
-from .setting import Setting
-from .step import WARM_UPS, bytes_of
-from .table import Table
-from .trainings import Parts
-from .turns import Samples, take_turns, timed
-from .variants import VARIANTS
-from .workloads import Batch, Workload
+from .allreduce import DTYPES, block_of, case_of, hvdlite_actions
+from .arguments import BATCH, Flag, UsageError, count_flag, one_of, read_share
+from .plot import Chart, Line, Lines
+from .ranks import Job, Ranks, Samples
+from .report import Columns, Command, Report, Row, Table
+from .step import WARM_UPS
+from .units import show_ranks, show_round_time, show_size, show_time
+from .variants import VARIANTS, Training
+from .workloads import MODEL, WORKLOADS, Batch, bytes_of
 
-COMPRESSIONS = {"none": ("hvdlite", torch.float32), "fp16": ("hvdlite-fp16", torch.float16)}
-COMPRESSIONS["bf16"] = ("hvdlite-bf16", torch.bfloat16)
+# The variant and the dtype of the wire.
+COMPRESSIONS = {
+    "none": ("hvdlite", "float32"),
+    "fp16": ("hvdlite-fp16", "float16"),
+    "bf16": ("hvdlite-bf16", "bfloat16"),
+}
+FORMULA = (
+    "all-reduce of S bytes on n ranks: T(n, S) = 2(n-1)·α + 2(n-1)/n·S·β\n"
+    "bucket i is ready at r(i) = forward + backward × its share of the bytes so far, averaged at "
+    "e(i) = max(r(i), e(i-1)) + T\n"
+    "step = max(forward + backward, e(last)) + update; efficiency = step alone / step; a rank keeps its batch"
+)
+_COLUMNS: Columns = {
+    "ranks": lambda row: str(row["ranks"]),
+    "step": lambda row: show_time(row["step_s"]),
+    "efficiency": lambda row: f"{row['efficiency']:.1%}",
+    "throughput": lambda row: f"{row['throughput']:.1f}",
+    "one more adds": lambda row: f"{row['added']:.2f}",
+}
+_FIT_COLUMNS: Columns = {
+    "size": lambda row: show_size(row["bytes"]),
+    "measured": lambda row: show_time(row["measured_s"]),
+    "model": lambda row: show_time(row["modelled_s"]),
+    "off by": lambda row: f"{row['measured_s'] / row['modelled_s'] - 1:+.0%}",
+}
+_MOST_RANKS = 4096
+_COUNTS = tuple(2**power for power in range(1, 13))
 _SWEEP_BYTES = tuple(2**10 * 4**power for power in range(9))  # 1 KB to 64 MB
 
 
-class Measured:
-    """The command that measures first: all-reduces for α and β, and steps of a model with and without them."""
+class Parts(NamedTuple):
+    """Seconds of the parts of a step; ``update`` is everything after backward."""
+
+    forward: float
+    backward: float
+    update: float
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """``alpha_s`` seconds for a message, ``beta_s`` for each byte."""
+
+    alpha_s: float
+    beta_s: float
+
+    def all_reduce_s(self, ranks: int, nbytes: float) -> float:
+        """Seconds of an all-reduce between so many ranks."""
+        return 2 * (ranks - 1) * self.alpha_s + 2 * (ranks - 1) / ranks * nbytes * self.beta_s
+
+
+def fit(points: Sequence[tuple[int, float]], ranks: int) -> Link:
+    """The link that explains times (bytes, seconds) of all-reduces between 2 ranks or more.
+
+    Least squares of relative errors; neither α nor β is negative.
+    """
+    sizes, times = torch.tensor(points, dtype=torch.float64).T
+    # T = constant + slope × S, each point divided by its T.
+    columns = torch.stack([1 / times, sizes / times], dim=1)
+
+    def solve(*chosen: int) -> list[float]:
+        solution = torch.linalg.lstsq(columns[:, chosen], torch.ones(len(points), 1, dtype=torch.float64)).solution
+        return [float(value) for value in solution.ravel()]
+
+    constant, slope = solve(0, 1) if len(points) > 1 else (0.0, -1.0)
+    if slope < 0:
+        (constant,), slope = solve(0), 0.0
+    elif constant < 0:
+        (slope,), constant = solve(1), 0.0
+    return Link(constant / (2 * (ranks - 1)), slope / (2 * (ranks - 1) / ranks))
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """The model of a step: its parts on one rank, and the bytes of its buckets on the wire in the order they fill."""
+
+    parts: Parts
+    bucket_bytes: tuple[int, ...]
+    link: Link
+
+    def step_s(self, ranks: int) -> float:
+        """Seconds of a step."""
+        forward, backward, update = self.parts
+        total, full, averaged_at = sum(self.bucket_bytes), 0, 0.0
+        for nbytes in self.bucket_bytes:
+            full += nbytes
+            ready_at = forward + backward * full / total
+            averaged_at = max(ready_at, averaged_at) + self.link.all_reduce_s(ranks, nbytes)
+        return max(forward + backward, averaged_at) + update
+
+    def throughput(self, ranks: int) -> float:
+        """Samples per second, relative to one rank alone."""
+        return ranks * sum(self.parts) / self.step_s(ranks)
+
+    def predict(self, ranks: int) -> Row:
+        """A row of the report; ``added`` is the throughput that one more rank would add."""
+        here = self.throughput(ranks)
+        added = self.throughput(ranks + 1) - here
+        seconds = self.step_s(ranks)
+        return {"ranks": ranks, "step_s": seconds, "efficiency": here / ranks, "throughput": here, "added": added}
+
+    def stops_paying_at(self, least_added: float) -> int | None:
+        """The number of ranks from which on one more always adds less; None if it adds more up to 4,096."""
+        values = [self.throughput(ranks) for ranks in range(1, _MOST_RANKS + 2)]
+        pays = [ranks for ranks in range(1, _MOST_RANKS + 1) if values[ranks] - values[ranks - 1] >= least_added]
+        last = max(pays, default=0)
+        return None if last == _MOST_RANKS else last + 1
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The medians of a run: all-reduces as (bytes, seconds), and the steps of a model."""
+
+    job: Job
+    model: str
+    batch: int
+    compression: str
+    points: tuple[tuple[int, float], ...]
+    parts: Parts
+    bucket_bytes: tuple[int, ...]
+    measured_step_s: float
+
+    def fitted(self) -> StepModel:
+        """The model of a step, with the link that explains the all-reduces."""
+        return StepModel(self.parts, self.bucket_bytes, fit(self.points, self.job.ranks))
+
+    def to_json(self) -> dict[str, Any]:
+        """What `read_calibration` reads."""
+        found = asdict(self)
+        return {"setting": found.pop("job"), **found, "parts": self.parts._asdict()}
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Read what ``scale --json`` has written; a UsageError if it is something else."""
+    try:
+        found = json.loads(path.read_text())["calibration"]
+        calibration = Calibration(
+            Job(**found["setting"]),
+            str(found["model"]),
+            int(found["batch"]),
+            str(found["compression"]),
+            points=tuple((int(nbytes), float(seconds)) for nbytes, seconds in found["points"]),
+            parts=Parts(**{name: float(found["parts"][name]) for name in Parts._fields}),
+            bucket_bytes=tuple(int(nbytes) for nbytes in found["bucket_bytes"]),
+            measured_step_s=float(found["measured_step_s"]),
+        )
+    except OSError as error:
+        raise UsageError(f"--calibration: {str(path)!r} cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"--calibration: {str(path)!r} is not what a whole run of `scale --json` has written ({error!r})"
+        ) from None
+    if calibration.job.ranks < 2 or not calibration.points or not calibration.bucket_bytes:
+        raise UsageError(f"--calibration: {str(path)!r} was measured on fewer than 2 ranks")
+    return calibration
+
+
+class Scale(Command):
+    """The command: all-reduces for α and β, and steps of a model with and without communication."""
 
     name = "scale"
+    help = "expected step time and efficiency of 2 to 4096 ranks, from a run of some"
+    flags = (
+        MODEL,
+        BATCH,
+        Flag(
+            "--compression",
+            one_of(COMPRESSIONS, "a compression"),
+            "NAME",
+            f"one of {', '.join(COMPRESSIONS)} (none)",
+        ),
+        count_flag("--rounds", 15, "turns of each all-reduce"),
+        count_flag("--steps", 20, "steps"),
+        Flag(
+            "--threshold",
+            read_share,
+            "SHARE",
+            "a rank more pays if it adds this much of what one does alone (0.5)",
+            0.5,
+        ),
+        Flag("--calibration", Path, "FILE.json", "measure nothing: that run's --json says what there was"),
+    )
 
     def __init__(
-        self, workload: Workload, rows: int | None, compression: str, *, rounds: int, steps: int, least_added: float
+        self,
+        model: str | None,
+        batch: int | None,
+        compression: str | None,
+        rounds: int,
+        steps: int,
+        threshold: float,
+        calibration: Path | None,
     ) -> None:
-        """``least_added`` is what a rank more must add to pay, of what one does alone."""
-        try:
-            workload.require()
-        except UsageError as error:
-            raise UsageError(f"--model: {error}") from None
-        self._workload = workload
-        self._rows = rows or workload.rows
-        self._compression = compression
-        self._rounds, self._steps, self._least_added = rounds, steps, least_added
-        self._setting = Setting()
+        self._calibration: Calibration | None = None
+        self._threshold = threshold
+        self.turns = 0
+        if calibration is not None:
+            for flag, value in (("model", model), ("batch", batch), ("compression", compression)):
+                if value is not None:
+                    raise UsageError(f"--calibration has a {flag} of its own: leave out --{flag}")
+            self._calibration = read_calibration(calibration)
+            return
+        self._workload = WORKLOADS[model or "mlp"]
+        missing = self._workload.missing()
+        if missing is not None:
+            raise UsageError(f"--model: {missing}")
+        self._batch = batch or self._workload.rows
+        self._compression = compression or "none"
+        self._rounds, self._steps = rounds, steps
         self._sweep: dict[int, list[float]] = {}
         self._parts: list[Parts] = []
-        self._buckets: tuple[int, ...] = ()
-        self._stepped: Samples = {"none": [], "hvdlite": []}
-
-    @property
-    def turns(self) -> int:
-        """How many turns all of it takes."""
-        return len(_SWEEP_BYTES) * self._rounds + self._steps
+        self._step_samples: Samples = {"none": [], "hvdlite": []}
+        self.turns = len(_SWEEP_BYTES) * rounds + steps
 
     def prepare(self, ranks: Ranks) -> None:
-        """Raise a UsageError where there is nobody to communicate with, or no room; every rank must call it."""
         if ranks.size < 2:
             raise UsageError("1 rank has nobody to communicate with: start 2 at least, or pass --calibration FILE")
-        why = why_too_large(ranks, 8 * bytes_of(self._workload.make(torch.device("meta"))))
+        why = ranks.why_too_large(8 * bytes_of(self._workload.make(torch.device("meta"))))
         if why is not None:
             raise UsageError(f"--model: {self._workload.name} {why}")
 
-    def run(self, ranks: Ranks, progress: Progress) -> None:
-        """Measure; every rank must call it."""
-        self._setting = ranks.setting
-        _, dtype = COMPRESSIONS[self._compression]
+    def run(self, ranks: Ranks) -> None:
+        self.job = ranks.job
+        variant, dtype = COMPRESSIONS[self._compression]
         for nbytes in _SWEEP_BYTES:
-            progress.begin(f"all-reduce of {show_size(nbytes)}")
-            with ranks.channel() as group:
-                # The first is what gradients do.
-                name, action = next(iter(hvdlite_actions(ranks, group, Case(nbytes // dtype.itemsize, dtype)).items()))
-                samples: Samples = {name: []}
-                self._sweep[nbytes] = samples[name]
-                take_turns(ranks, {name: block_of(ranks, action)}, self._rounds, samples, progress)
-        progress.begin(self._workload.name)
-        self._run_steps(ranks, progress)
-
-    def _run_steps(self, ranks: Ranks, progress: Progress) -> None:
-        variant, _ = COMPRESSIONS[self._compression]
+            self._sweep[nbytes] = []
+            with closing(ranks.group.duplicate()) as group:
+                # The first is of a tensor such as gradients are.
+                name, action = next(iter(hvdlite_actions(ranks, group, case_of(nbytes, dtype)).items()))
+                what, blocks = f"all-reduce of {show_size(nbytes)}", {name: block_of(ranks, action)}
+                ranks.take_turns(what, blocks, self._rounds, {name: self._sweep[nbytes]})
+        ranks.progress(self._workload.name)
         model = self._workload.make(ranks.device)
-        self._buckets = _wire_bytes(model, self._compression, ranks.bucket_cap_bytes)
-        batch = self._workload.batch(self._rows, 1 + ranks.rank, ranks.device)
+        specs = [ParamSpec.of(name, param) for name, param in model.named_parameters()]
+        buckets = plan_buckets(specs, cap_bytes=ranks.bucket_cap_bytes)
+        self._bucket_bytes = tuple(bucket.numel * DTYPES[dtype].itemsize for bucket in buckets)
+        batch = self._workload.batch(self._batch, 1 + ranks.rank, ranks.device)
         alone = VARIANTS["none"](ranks, copy.deepcopy(model))
         together = VARIANTS[variant](ranks, model)
         for _ in range(WARM_UPS):
             alone.step(batch)
             together.step(batch)
-
-        def in_parts(batch: Batch) -> float:
-            self._parts.append(alone.step_in_parts(batch, ranks))
-            return sum(self._parts[-1])
-
-        blocks: dict[str, Callable[[], float]] = {
-            "none": partial(in_parts, batch),
-            "hvdlite": partial(timed, ranks, partial(together.step, batch)),
+        blocks = {
+            "none": partial(self._step_in_parts, alone, batch, ranks),
+            "hvdlite": partial(ranks.timed, partial(together.step, batch)),
         }
-        take_turns(ranks, blocks, self._steps, self._stepped, progress)
+        ranks.take_turns(self._workload.name, blocks, self._steps, self._step_samples)
         together.close()
 
-    def calibration(self) -> Calibration | None:
-        """What has been found out; None until the steps have been measured."""
-        if not self._stepped["hvdlite"] or not self._parts:
-            return None
-        return Calibration(
-            setting=self._setting,
-            model=self._workload.name,
-            batch=self._rows,
-            compression=self._compression,
-            points=tuple((nbytes, median(samples)) for nbytes, samples in self._sweep.items() if samples),
-            parts=Parts(*(median(each) for each in zip(*self._parts, strict=True))),
-            bucket_bytes=self._buckets,
-            measured_step_s=median(self._stepped["hvdlite"]),
-        )
+    def _step_in_parts(self, training: Training, batch: Batch, ranks: Ranks) -> float:
+        times: list[float] = []
+
+        def on_part() -> None:
+            ranks.synchronize()
+            times.append(time.perf_counter())
+
+        training.step(batch, on_part)
+        self._parts.append(Parts(*(later - earlier for earlier, later in pairwise(times))))
+        return sum(self._parts[-1])
 
     def report(self) -> Report:
-        """What has been measured by now, and what follows from it."""
-        calibration = self.calibration()
-        if calibration is None:
-            rows = [[show_size(nbytes), show_time(median(each))] for nbytes, each in self._sweep.items() if each]
-            table = Table(["all-reduce", "measured"], rows, title=f"all-reduces between {self._setting}")
+        if self._calibration is not None:
+            return report_of(self._calibration, self._threshold)
+        if not self._step_samples["hvdlite"] or not self._parts:
+            rows = [{"bytes": nbytes, "measured_s": median(each)} for nbytes, each in self._sweep.items() if each]
+            columns = {name: _FIT_COLUMNS[name] for name in ("size", "measured")}
+            table = Table(rows, columns, 0, f"all-reduces between {self.job}")
             return Report([table], {"rows": []}, Chart("No step was measured", "", []), ["no step was measured"])
-        return report_of(calibration, self._least_added)
+        calibration = Calibration(
+            self.job,
+            self._workload.name,
+            self._batch,
+            self._compression,
+            points=tuple((nbytes, median(samples)) for nbytes, samples in self._sweep.items()),
+            parts=Parts(*(median(each) for each in zip(*self._parts, strict=True))),
+            bucket_bytes=self._bucket_bytes,
+            measured_step_s=median(self._step_samples["hvdlite"]),
+        )
+        return report_of(calibration, self._threshold)
 
 
-class Remembered:
-    """The command that measures nothing: another run has."""
+def report_of(run: Calibration, least_added: float) -> Report:
+    """The report of what follows from a run, with where the run leaves the model."""
+    model, ranks = run.fitted(), run.job.ranks
+    link, rows = model.link, [model.predict(count) for count in _COUNTS]
+    fitted: list[Row] = [
+        {"bytes": nbytes, "measured_s": seconds, "modelled_s": link.all_reduce_s(ranks, nbytes)}
+        for nbytes, seconds in run.points
+    ]
+    stops_at, modelled_s = model.stops_paying_at(least_added), model.step_s(ranks)
+    bandwidth = "beyond measure" if link.beta_s == 0 else f"{1e-9 / link.beta_s:.3g} GB/s"
+    verdict = f"Up to {_MOST_RANKS} ranks one more adds {least_added:.0%} at least of what one does alone."
+    if stops_at is not None:
+        start = "Even a second rank" if stops_at == 1 else f"From {show_ranks(stops_at)} on, one more"
+        verdict = f"{start} adds less than {least_added:.0%} of what one does alone."
+    what = f"{run.model}, batch {run.batch} a rank, wire {run.compression}"
+    return Report(
+        [
+            Table(rows, _COLUMNS, 0, f"expected of {what}; {show_time(sum(run.parts))} alone"),
+            Table(fitted, _FIT_COLUMNS, 0, f"where the run leaves the model: all-reduces between {ranks} ranks"),
+        ],
+        {
+            "calibration": run.to_json(),
+            "alpha_s": link.alpha_s,
+            "beta_s_per_byte": link.beta_s,
+            "modelled_step_s": modelled_s,
+            "least_added": least_added,
+            "stops_paying_at": stops_at,
+            "rows": rows,
+        },
+        _chart_of(run, model, fitted, verdict),
+        [
+            FORMULA,
+            f"α = {show_time(link.alpha_s)} a message, 1/β = {bandwidth}, as between the {ranks} ranks of this "
+            "run: run it across the links that more ranks would use.",
+            f"The step of this run, on {ranks} ranks: {show_time(run.measured_step_s)} measured, "
+            f"{show_time(modelled_s)} by the model, {run.measured_step_s / modelled_s - 1:+.0%}.",
+            verdict,
+        ],
+        opening=_opening_of(run.job),
+    )
 
-    name = "scale"
-    turns = 0
 
-    def __init__(self, calibration: Calibration, least_added: float) -> None:
-        self._calibration = calibration
-        self._least_added = least_added
-
-    def prepare(self, ranks: Ranks) -> None:
-        """Nothing."""
-
-    def run(self, ranks: Ranks, progress: Progress) -> None:
-        """Nothing."""
-
-    def report(self) -> Report:
-        """What follows from that run."""
-        return report_of(self._calibration, self._least_added)
+def _opening_of(job: Job) -> str:
+    if job.hosts == 1:
+        return (
+            f"All {job.ranks} ranks of this run shared one host ({job.wire}): what follows is about more ranks "
+            "on a\nhost like it, with a core or a GPU for each, and says nothing of a network. For that, run it with "
+            "one\nrank on each of two hosts or more: hvdlite-run -H node1,node2 python -m hvdlite.bench scale"
+        )
+    return f"The ranks of this run were {job}: what follows is about more ranks with such links between them."
 
 
-def _wire_bytes(model: nn.Module, compression: str, cap_bytes: int) -> tuple[int, ...]:
-    specs = [ParamSpec.of(name, param) for name, param in model.named_parameters()]
-    _, wire_dtype = COMPRESSIONS[compression]
-    return tuple(bucket.numel * wire_dtype.itemsize for bucket in plan_buckets(specs, cap_bytes=cap_bytes))
+def _chart_of(run: Calibration, model: StepModel, fitted: Sequence[Row], verdict: str) -> Chart:
+    here = run.job.ranks
+    within = [1, *(ranks for ranks in _COUNTS if ranks < here), here]
+    beyond = [here, *(ranks for ranks in _COUNTS if ranks > here)]
+    predicted = {ranks: model.throughput(ranks) for ranks in (*within, *beyond)}
+    measured = [(1, 1.0), (here, here * sum(run.parts) / run.measured_step_s)]
+    steps = [
+        Line("measured", measured, True, "only points"),
+        Line("predicted", [(ranks, predicted[ranks]) for ranks in within], True, "modelled"),
+        Line("predicted beyond what was measured", [(ranks, predicted[ranks]) for ranks in beyond], True, "beyond"),
+        Line("if communication took no time", [(ranks, ranks) for ranks in (1, *beyond)], False, "modelled"),
+    ]
+    modelled = [(row["bytes"], row["modelled_s"]) for row in fitted]
+    reduces = [
+        Line("measured", run.points, True, "only points"),
+        Line("by the model, fitted to these", modelled, True, "modelled"),
+    ]
+    number, throughput = "{:g}".format, "throughput, in what one rank does alone"
+    return Chart(
+        verdict,
+        f"{run.model}, batch {run.batch} of each rank, wire {run.compression}; measured with {run.job}"
+        + (", so nothing of a network is in it." if run.job.hosts == 1 else "."),
+        [
+            Lines("a training step", "ranks", throughput, number, number, steps),
+            Lines(f"an all-reduce between {here} ranks", "size", "time", show_size, show_round_time, reduces),
+        ],
+    )

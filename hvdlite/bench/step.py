@@ -1,206 +1,160 @@
 """
-`step`: whole training steps of some models, each trained in several ways that take turns, step by step.
+`step`: whole training steps of some models, each trained in several ways that take turns step by step.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from torch import nn
 
-from .errors import UsageError
-from .memory_left import why_too_large
+from .arguments import BATCH, Flag, UsageError, count_flag, some_of, variants_flag
 from .plot import Bar, Bars, Chart, is_own
-from .progress import Progress
-from .quantities import show_ratio, show_ratios, show_time
-from .ranks import Ranks
-from .report import Report
-from .setting import Setting
-from .spread import Spread, ratio_of
-from .table import Table
-from .turns import Samples, take_turns, timed
-from .variants import VARIANTS, require_horovod
-from .workloads import Workload
+from .ranks import Job, Ranks
+from .report import Case, Columns, Command, Quartiles, Report, Row, Table, grouped, ratio_of
+from .units import show_ratio, show_ratios, show_time
+from .variants import VARIANTS, horovod_problem
+from .workloads import WORKLOADS, bytes_of
 
-# Autograd, allocators and DDP, which orders its buckets anew after the first step, have settled by then.
+# After these autograd and the allocators have settled, and DDP has rebuilt its buckets.
 WARM_UPS = 3
-# A parameter, its gradient, a bucket or a wire.
+_USUAL = tuple(name for name in VARIANTS if name not in ("hvdlite-tuned", "hvdlite-arrival"))
+# A parameter, its gradient, a bucket and a wire.
 _COPIES = 4
+_COLUMNS: Columns = {
+    "model": lambda row: row["model"],
+    "variant": lambda row: row["variant"],
+    "batch": lambda row: str(row["batch"]),
+    "step": lambda row: show_time(row["median_s"]),
+    "quartiles": lambda row: f"{show_time(row['low_s'])} … {show_time(row['high_s'])}",
+    "× none": lambda row: show_ratio(row["times_none"]),
+    "× ddp": lambda row: show_ratio(row["times_ddp"]),
+    "steps": lambda row: str(row["count"]),
+}
 
 
-@dataclass
-class Race:
-    """One model; ``samples`` are seconds of a step by variant, unless it was ``skipped`` for a reason."""
-
-    workload: Workload
-    rows: int
-    samples: Samples = field(default_factory=dict)
-    skipped: str | None = None
-
-
-class Step:
-    """The command. Variants and models that were not asked for by name are left out where they cannot be had."""
+class Step(Command):
+    """The command. Each model is a case. What is not named by a flag is left out where it cannot be measured."""
 
     name = "step"
+    help = "a training step with hvdlite, DDP, Horovod, and without any communication"
+    flags = (
+        Flag("--models", some_of(WORKLOADS, "a model"), "NAME,…", f"of {', '.join(WORKLOADS)} (all)"),
+        variants_flag(VARIANTS, _USUAL),
+        BATCH,
+        count_flag("--steps", 20, "steps of each"),
+    )
 
     def __init__(
-        self,
-        workloads: Sequence[Workload],
-        variants: Sequence[str],
-        rows: int | None,
-        steps: int,
-        *,
-        named_models: bool,
-        named_variants: bool,
+        self, models: Sequence[str] | None, variants: Sequence[str] | None, batch: int | None, steps: int
     ) -> None:
-        """``rows`` is the batch of each rank, the workload's own if None."""
-        self.races = [Race(workload, rows or workload.rows) for workload in workloads]
-        self._variants = list(variants)
+        self._cases = [Case({"model": name, "batch": batch or WORKLOADS[name].rows}) for name in models or WORKLOADS]
+        self._variants = list(variants or _USUAL)
+        self._named_variants = variants is not None
         self._steps = steps
-        self._named_variants = named_variants
         self._notes: list[str] = []
-        self._setting = Setting()
-        for race in self.races:
-            try:
-                race.workload.require()
-            except UsageError as error:
-                if named_models:
-                    raise UsageError(f"--models: {error}") from None
-                race.skipped = str(error)
-
-    @property
-    def turns(self) -> int:
-        """How many turns all of it takes."""
-        return len(self.races) * self._steps
+        self.turns = len(self._cases) * steps
+        for case in self._cases:
+            case.skipped = WORKLOADS[case.about["model"]].missing()
+            if models is not None and case.skipped is not None:
+                raise UsageError(f"--models: {case.skipped}")
 
     def prepare(self, ranks: Ranks) -> None:
-        """Look for what only the ranks together can know; every rank must call it. Raises UsageErrors."""
-        if "horovod" in self._variants:
-            try:
-                require_horovod(ranks)
-            except UsageError as error:
-                if self._named_variants:
-                    raise UsageError(f"--variants: {error}") from None
-                self._variants.remove("horovod")
-                self._notes.append(f"left out: {error}")
+        problem = horovod_problem(ranks) if "horovod" in self._variants else None
+        if problem is not None:
+            if self._named_variants:
+                raise UsageError(f"--variants: {problem}")
+            self._variants.remove("horovod")
+            self._notes.append(f"left out: {problem}")
 
-    def run(self, ranks: Ranks, progress: Progress) -> None:
-        """Measure; every rank must call it."""
-        self._setting = ranks.setting
-        for race in self.races:
-            progress.begin(race.workload.name)
-            # A model may be missing on one host alone.
-            race.skipped = ranks.first(race.skipped)
-            if race.skipped is None:
-                model = race.workload.make(ranks.device)
-                race.skipped = why_too_large(ranks, _COPIES * len(self._variants) * bytes_of(model))
-            if race.skipped is None:
-                self._run(race, model, ranks, progress)
+    def run(self, ranks: Ranks) -> None:
+        self.job = ranks.job
+        for case in self._cases:
+            # torchvision may be missing on one host alone.
+            case.skipped = ranks.first(case.skipped)
+            if case.skipped is None:
+                model = WORKLOADS[case.about["model"]].make(ranks.device)
+                case.skipped = ranks.why_too_large(_COPIES * len(self._variants) * bytes_of(model))
+            if case.skipped is None:
+                self._measure(case, model, ranks)
             else:
-                progress.advance(self._steps)
+                ranks.progress(case.about["model"], self._steps)
             gc.collect()
 
-    def _run(self, race: Race, model: nn.Module, ranks: Ranks, progress: Progress) -> None:
-        batch = race.workload.batch(race.rows, 1 + ranks.rank, ranks.device)
+    def _measure(self, case: Case, model: nn.Module, ranks: Ranks) -> None:
+        name = case.about["model"]
+        ranks.progress(name)
+        batch = WORKLOADS[name].batch(case.about["batch"], 1 + ranks.rank, ranks.device)
         with ExitStack() as stack:
-            steps = {}
-            for name in self._variants:
-                training = VARIANTS[name](ranks, copy.deepcopy(model))
+            blocks = {}
+            for variant in self._variants:
+                training = VARIANTS[variant](ranks, copy.deepcopy(model))
                 stack.callback(training.close)
-                steps[name] = partial(training.step, batch)
                 for _ in range(WARM_UPS):
-                    steps[name]()
-            race.samples = {name: [] for name in steps}
-            blocks = {name: partial(timed, ranks, step) for name, step in steps.items()}
-            take_turns(ranks, blocks, self._steps, race.samples, progress)
+                    training.step(batch)
+                blocks[variant] = partial(ranks.timed, partial(training.step, batch))
+            case.samples = {variant: [] for variant in blocks}
+            ranks.take_turns(name, blocks, self._steps, case.samples)
 
     def report(self) -> Report:
-        """What has been measured by now."""
-        return report_of(self.races, self._setting, self._notes)
+        return report_of(self._cases, self.job, self._notes)
 
 
-def bytes_of(model: nn.Module) -> int:
-    """Those of the parameters."""
-    return sum(param.numel() * param.dtype.itemsize for param in model.parameters())
-
-
-def report_of(races: Sequence[Race], setting: Setting, notes: Sequence[str] = ()) -> Report:
-    """The report of races, as far as they have got."""
-    rows = [row for race in races for row in _rows(race)]
-    header = ["model", "variant", "batch", "step", "quartiles", "× none", "× ddp", "steps"]
-    lines = [
+def report_of(cases: Sequence[Case], job: Job, notes: Sequence[str] = ()) -> Report:
+    """The report of models, as far as they have been measured."""
+    rows = [row for case in cases for row in case.rows("s", _describe)]
+    skipped = {case.about["model"]: case.skipped for case in cases if case.skipped}
+    return Report(
+        [Table(rows, _COLUMNS, 2, f"a training step on {job}, of the slowest rank")],
+        {"rows": rows, "skipped": [{"model": name, "why": why} for name, why in skipped.items()]},
+        _chart_of(rows, job),
         [
-            *(row["model"], row["variant"], str(row["batch"]), show_time(row["median_s"])),
-            f"{show_time(row['low_s'])} … {show_time(row['high_s'])}",
-            *(show_ratio(row["times_none"]), show_ratio(row["times_ddp"]), str(row["count"])),
-        ]
-        for row in rows
-    ]
-    skipped = [{"model": race.workload.name, "why": race.skipped} for race in races if race.skipped]
-    all_notes = [*(f"skipped: {each['model']}: {each['why']}" for each in skipped), *notes]
-    all_notes.append("× none, × ddp: how many times as long as that variant's step; below 1 is faster.")
-    title = f"a training step on {setting}, of the slowest rank"
-    table = Table(header, lines, words=2, title=title)
-    return Report([table], {"rows": rows, "skipped": skipped}, _chart_of(rows, setting), all_notes)
+            *(f"skipped: {name}: {why}" for name, why in skipped.items()),
+            *notes,
+            "× none, × ddp: how many times as long as that variant's step; below 1 is faster.",
+        ],
+    )
 
 
-def _chart_of(rows: Sequence[dict[str, Any]], setting: Setting) -> Chart:
-    """Ratios to "none", or times where it was not measured with every model."""
+def _describe(name: str, found: Mapping[str, Quartiles]) -> Row:
+    return {
+        "variant": name,
+        "times_none": ratio_of(found[name], found.get("none")),
+        "times_ddp": ratio_of(found[name], found.get("ddp")),
+    }
+
+
+def _chart_of(rows: Sequence[Row], job: Job) -> Chart:
+    """Ratios to "none", or milliseconds where it was not measured with every model."""
     in_ratios = all(row["times_none"] for row in rows)
+    label = "× the step without communication" if in_ratios else "ms"
     panels = []
-    for model in dict.fromkeys(row["model"] for row in rows):
+    for model, of_model in grouped(rows, "model").items():
         bars = []
-        for row in rows:
-            if row["model"] != model:
-                continue
+        for row in of_model:
             unit = row["median_s"] / row["times_none"] if in_ratios else 1e-3
-            length = Spread(row["median_s"] / unit, row["low_s"] / unit, row["high_s"] / unit, row["count"])
             text = show_ratio(row["times_none"]) if in_ratios else show_time(row["median_s"])
-            bars.append(Bar(row["variant"], length, text, is_own(row["variant"])))
-        label = "× the step without communication" if in_ratios else "ms"
-        batch = next(row["batch"] for row in rows if row["model"] == model)
-        panels.append(Bars(f"{model}, batch {batch} of each rank", label, bars, 1.0 if in_ratios else 0.0))
+            bars.append(Bar(row["variant"], row["median_s"] / unit, row["low_s"] / unit, row["high_s"] / unit, text))
+        panels.append(Bars(f"{model}, batch {of_model[0]['batch']} of each rank", label, bars, float(in_ratios)))
     count = max((row["count"] for row in rows), default=0)
-    caption = f"{setting}. Medians, of the slowest rank; whiskers are quartiles; {count} turns of each."
-    sentence = _sentence_of(rows) if rows and in_ratios else "How long a training step takes"
-    return Chart(sentence, caption, panels)
+    caption = f"{job}. Medians, of the slowest rank; whiskers are quartiles; {count} turns of each."
+    return Chart(_sentence_of(rows) if rows and in_ratios else "How long a training step takes", caption, panels)
 
 
-def _sentence_of(rows: Sequence[dict[str, Any]]) -> str:
-    ratios: dict[str, list[float]] = {}
-    for row in rows:
-        if row["variant"] != "none":
-            ratios.setdefault(row["variant"], []).append(row["times_none"])
-    # hvdlite itself, or one of its kinds, and DDP; whatever there is without them.
-    chosen = [name for name in ratios if is_own(name)][:1] + [name for name in ratios if name == "ddp"]
-    found = [(name, show_ratios(ratios[name])) for name in chosen or list(ratios)[:1]]
-    if not found:
+def _sentence_of(rows: Sequence[Row]) -> str:
+    ratios = {
+        name: show_ratios(row["times_none"] for row in each)
+        for name, each in grouped(rows, "variant").items()
+        if name != "none"
+    }
+    if not ratios:
         return "A training step without communication"
-    (name, much), *others = found
-    more = "".join(f", and {much} with {name}" for name, much in others)
-    return f"A training step takes {much} times as long with {name} as without communication{more}"
-
-
-def _rows(race: Race) -> list[dict[str, Any]]:
-    spreads = {name: spread for name, each in race.samples.items() if (spread := Spread.of(each)) is not None}
-    return [
-        {
-            "model": race.workload.name,
-            "variant": name,
-            "batch": race.rows,
-            "median_s": spread.median,
-            "low_s": spread.low,
-            "high_s": spread.high,
-            "count": spread.count,
-            "times_none": ratio_of(spread, spreads.get("none")),
-            "times_ddp": ratio_of(spread, spreads.get("ddp")),
-            "samples_s": race.samples[name],
-        }
-        for name, spread in spreads.items()
-    ]
+    # The first of hvdlite's and DDP; the first of all where neither was measured.
+    chosen = [*[name for name in ratios if is_own(name)][:1], *(name for name in ratios if name == "ddp")]
+    first, *others = chosen or list(ratios)[:1]
+    more = "".join(f", and {ratios[name]} with {name}" for name in others)
+    return f"A training step takes {ratios[first]} times as long with {first} as without communication{more}"

@@ -1,93 +1,71 @@
 """
-The models whose steps are measured, with a batch for each.
-
-    mlp           25 M parameters in six square layers           gpt        about 10 M, as nanoGPT's smallest
-    resnet-small  0.2 to 2 M in hundreds of small tensors        resnet50   torchvision's
+The models whose training is measured, with a batch of random data for each. README.md has a table of them.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .errors import UsageError
+from .arguments import Flag, one_of
 
+# Inputs and targets.
 Batch = tuple[Tensor, Tensor]
 
 
-class Block(nn.Module):
-    """A transformer's: attention to what came before, then two layers."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.before_attention, self.before_layers = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention_in, self.attention_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.layers = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(batch, time, width) to the same."""
-        rows, time, width = x.shape
-        parts = self.attention_in(self.before_attention(x)).view(rows, time, 3, self.heads, width // self.heads)
-        query, key, value = parts.permute(2, 0, 3, 1, 4)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention_out(seen.transpose(1, 2).reshape(rows, time, width))
-        out: Tensor = x + self.layers(self.before_layers(x))
-        return out
-
-
 class Gpt(nn.Module):
-    """Characters in, the next one's logits out."""
+    """A causal language model over characters."""
 
-    def __init__(
-        self, vocabulary: int = 256, time: int = 128, width: int = 384, depth: int = 6, heads: int = 6
-    ) -> None:
+    def __init__(self, vocabulary: int = 256, time: int = 128, width: int = 384, depth: int = 6) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(time, width)
-        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
-        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False))
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(time, width)
+        block = nn.TransformerEncoderLayer(
+            width, nhead=6, dim_feedforward=4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(block, depth, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, time) of tokens to (batch × time, vocabulary)."""
-        places = torch.arange(x.shape[1], device=x.device)
-        out: Tensor = self.head(self.blocks(self.tokens(x) + self.places(places)))
+        """Logits (batch × time, vocabulary) of tokens (batch, time)."""
+        time = x.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(time, device=x.device)
+        embedded = self.tokens(x) + self.positions(torch.arange(time, device=x.device))
+        out: Tensor = self.head(self.blocks(embedded, mask, is_causal=True))
         return out.flatten(0, 1)
 
 
 class Residual(nn.Module):
-    """Two convolutions beside what they add to; a stride of 2 halves the image."""
+    """A residual block of two convolutions; a stride of 2 halves height and width."""
 
-    def __init__(self, before: int, width: int, stride: int) -> None:
+    def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()
-        self.first, self.second = (
-            nn.Sequential(nn.Conv2d(inputs, width, 3, step, 1, bias=False), nn.BatchNorm2d(width))
-            for inputs, step in ((before, stride), (width, 1))
+        self.convolutions = nn.Sequential(
+            *_convolution(channels, width, 3, stride), nn.ReLU(), *_convolution(width, width, 3)
         )
-        self.beside: nn.Module = nn.Identity()
-        if stride != 1:
-            self.beside = nn.Sequential(nn.Conv2d(before, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+        self.shortcut = nn.Identity() if stride == 1 else nn.Sequential(*_convolution(channels, width, 1, stride))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, before, height, width) to what the stride makes of it."""
-        out: Tensor = functional.relu(self.second(functional.relu(self.first(x))) + self.beside(x))
-        return out
+        """(batch, channels, height, width) to (batch, width, height / stride, width / stride)."""
+        return functional.relu(self.convolutions(x) + self.shortcut(x))
+
+
+def _convolution(channels: int, width: int, kernel: int, stride: int = 1) -> list[nn.Module]:
+    return [nn.Conv2d(channels, width, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(width)]
 
 
 def small_resnet(blocks: int = 18) -> nn.Module:
-    """As for CIFAR-10, of 6 × blocks + 2 layers in three widths."""
-    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
-    before = 16
+    """A ResNet for 32 × 32 images, of 6 × blocks + 2 layers in three widths."""
+    layers: list[nn.Module] = [*_convolution(3, 16, 3), nn.ReLU()]
+    channels = 16
     for width in (16, 32, 64):
         for number in range(blocks):
-            layers.append(Residual(before, width, 2 if width > 16 and number == 0 else 1))
-            before = width
+            layers.append(Residual(channels, width, 2 if width > 16 and number == 0 else 1))
+            channels = width
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
@@ -97,22 +75,26 @@ def _mlp(width: int = 2048, depth: int = 6) -> nn.Module:
 
 
 def _resnet50() -> nn.Module:
-    model: nn.Module = _torchvision().resnet50()
+    model: nn.Module = importlib.import_module("torchvision.models").resnet50()
     return model
 
 
-def _torchvision() -> Any:
+def _images(rows: int) -> Tensor:
+    return torch.randn(rows, 3, 224, 224)
+
+
+def _missing_torchvision() -> str | None:
     try:
-        return importlib.import_module("torchvision.models")
-    # Where it was built for another torch, it is no ImportError.
+        importlib.import_module("torchvision.models")
+    # A torchvision that was built for another torch raises RuntimeError.
     except (ImportError, RuntimeError) as error:
-        reason = str(error).partition("\n")[0]
-        raise UsageError(f"resnet50 needs torchvision, which cannot be imported: {reason}") from None
+        return "resnet50 needs torchvision, which cannot be imported: " + str(error).partition("\n")[0]
+    return None
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A model, and what it is trained on. ``rows`` is the batch of each rank, unless the user gives one."""
+    """A model and its data. ``rows`` is the batch of each rank, unless the user gives one."""
 
     name: str
     rows: int
@@ -120,11 +102,11 @@ class Workload:
     inputs: Callable[[int], Tensor]
     classes: int
     targets_per_row: int = 1
-    require: Callable[[], object] = lambda: None
-    """Raises a UsageError where the model cannot be had here."""
+    missing: Callable[[], str | None] = lambda: None
+    """What the model needs and is not installed here."""
 
     def batch(self, rows: int, seed: int, device: torch.device) -> Batch:
-        """Noise, and what it is to be taken for."""
+        """Random inputs and targets."""
         torch.manual_seed(seed)
         targets = torch.randint(self.classes, (rows * self.targets_per_row,))
         return self.inputs(rows).to(device), targets.to(device)
@@ -135,14 +117,20 @@ class Workload:
         return self.build().to(device)
 
 
-WORKLOADS: Mapping[str, Workload] = MappingProxyType(
-    {
-        workload.name: workload
-        for workload in (
-            Workload("mlp", 16, _mlp, lambda rows: torch.randn(rows, 2048), 2048),
-            Workload("gpt", 4, Gpt, lambda rows: torch.randint(256, (rows, 128)), 256, targets_per_row=128),
-            Workload("resnet-small", 8, small_resnet, lambda rows: torch.randn(rows, 3, 32, 32), 10),
-            Workload("resnet50", 8, _resnet50, lambda rows: torch.randn(rows, 3, 224, 224), 1000, require=_torchvision),
-        )
-    }
-)
+def bytes_of(model: nn.Module) -> int:
+    """The bytes of a model's parameters."""
+    return sum(param.numel() * param.dtype.itemsize for param in model.parameters())
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("mlp", 16, _mlp, lambda rows: torch.randn(rows, 2048), 2048),
+        Workload("gpt", 4, Gpt, lambda rows: torch.randint(256, (rows, 128)), 256, targets_per_row=128),
+        Workload("resnet-small", 8, small_resnet, lambda rows: torch.randn(rows, 3, 32, 32), 10),
+        Workload(
+            "resnet50", 8, _resnet50, lambda rows: torch.randn(rows, 3, 224, 224), 1000, missing=_missing_torchvision
+        ),
+    )
+}
+MODEL = Flag("--model", one_of(WORKLOADS, "a model"), "NAME", f"one of {', '.join(WORKLOADS)} (mlp)")

@@ -13,10 +13,9 @@ They are the public contract between hvdlite-run and hvdlite (or any other progr
 A worker that ends only because it lost a peer leaves an empty file ``rank.<rank>.peer-lost`` in HVDLITE_JOB_DIR
 before it does, and is then not taken for the cause.
 
-A program that knows torch.distributed alone finds what torchrun would tell it: RANK, WORLD_SIZE, LOCAL_RANK,
-LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR and MASTER_PORT, a port kept free on rank 0's host until rank 0 listens.
-One that was written for Horovod finds what horovodrun would tell it: HOROVOD_RANK, HOROVOD_SIZE, HOROVOD_LOCAL_RANK,
-HOROVOD_LOCAL_SIZE, HOROVOD_CROSS_RANK, HOROVOD_CROSS_SIZE and HOROVOD_HOSTNAME. With --horovod, PYTHONPATH begins with
+A program that knows torch.distributed alone finds what torchrun would tell it, with a MASTER_PORT that is kept free
+on rank 0's host until rank 0 listens. One that was written for Horovod finds what horovodrun would tell it. The table
+below has them all; tests/e2e/test_contract.py compares it with the library's. With --horovod, PYTHONPATH begins with
 where that host's hvdlite has a `horovod`. What else flags set for all workers is in `horovodrun_flags`.
 
 Set too unless the user did: OMP_NUM_THREADS (the cores of the host shared out among its workers),
@@ -31,18 +30,43 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from .slots import Slot
 
-OWN_VARIABLES = frozenset(
+_PLACE: Mapping[str, str] = MappingProxyType(
     {
-        *("HVDLITE_RANK", "HVDLITE_SIZE", "HVDLITE_LOCAL_RANK", "HVDLITE_LOCAL_SIZE", "HVDLITE_CROSS_RANK"),
-        *("HVDLITE_CROSS_SIZE", "HVDLITE_HOST", "HVDLITE_STORE", "HVDLITE_JOB_DIR"),
-        *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK"),
-        *("HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME"),
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
+        "HVDLITE_RANK": "rank",
+        "HVDLITE_SIZE": "size",
+        "HVDLITE_LOCAL_RANK": "local rank",
+        "HVDLITE_LOCAL_SIZE": "local size",
+        "HVDLITE_CROSS_RANK": "cross rank",
+        "HVDLITE_CROSS_SIZE": "cross size",
+        "HVDLITE_HOST": "host",
+        # As horovodrun
+        "HOROVOD_RANK": "rank",
+        "HOROVOD_SIZE": "size",
+        "HOROVOD_LOCAL_RANK": "local rank",
+        "HOROVOD_LOCAL_SIZE": "local size",
+        "HOROVOD_CROSS_RANK": "cross rank",
+        "HOROVOD_CROSS_SIZE": "cross size",
+        "HOROVOD_HOSTNAME": "host",
+        # As torchrun
+        "RANK": "rank",
+        "WORLD_SIZE": "size",
+        "LOCAL_RANK": "local rank",
+        "LOCAL_WORLD_SIZE": "local size",
+        "GROUP_RANK": "node",
+        "MASTER_ADDR": "master address",
+        "MASTER_PORT": "master port",
     }
 )
+"""The variables of a worker's place, and what each of them has."""
+
+_STORE, _JOB_DIR = "HVDLITE_STORE", "HVDLITE_JOB_DIR"
+
+OWN_VARIABLES = frozenset({*_PLACE, _STORE, _JOB_DIR})
+"""What hvdlite-run alone sets: a user's value never counts."""
 
 # The longest name of a socket, and what of it comes after the temporary directory: /hvdlite-, a token, /store.
 _SOCKET_BYTES = 107 if sys.platform == "linux" else 103
@@ -52,26 +76,18 @@ _JOB_BYTES = 36
 def slot_environment(slot: Slot, size: int, *, master_address: str, master_port: int) -> dict[str, str]:
     """The variables that say which of ``size`` workers this one is, and where rank 0 may listen."""
     place = {
-        "RANK": str(slot.rank),
-        "SIZE": str(size),
-        "LOCAL_RANK": str(slot.local_rank),
-        "LOCAL_SIZE": str(slot.local_size),
-        "CROSS_RANK": str(slot.cross_rank),
-        "CROSS_SIZE": str(slot.cross_size),
+        "rank": str(slot.rank),
+        "size": str(size),
+        "local rank": str(slot.local_rank),
+        "local size": str(slot.local_size),
+        "cross rank": str(slot.cross_rank),
+        "cross size": str(slot.cross_size),
+        "host": slot.host.label,
+        "node": str(slot.node),
+        "master address": master_address,
+        "master port": str(master_port),
     }
-    return {
-        **{f"HVDLITE_{name}": value for name, value in place.items()},
-        "HVDLITE_HOST": slot.host.label,
-        **{f"HOROVOD_{name}": value for name, value in place.items()},
-        "HOROVOD_HOSTNAME": slot.host.label,
-        "RANK": str(slot.rank),
-        "WORLD_SIZE": str(size),
-        "LOCAL_RANK": str(slot.local_rank),
-        "LOCAL_WORLD_SIZE": str(slot.local_size),
-        "GROUP_RANK": str(slot.node),
-        "MASTER_ADDR": master_address,
-        "MASTER_PORT": str(master_port),
-    }
+    return {name: place[what] for name, what in _PLACE.items()}
 
 
 @dataclass(frozen=True)
@@ -95,7 +111,7 @@ def variables_set(given: Mapping[str, str], own: Mapping[str, str], host: HostFa
         if local_size != int(own["HVDLITE_SIZE"]):
             unless_set["NCCL_SOCKET_IFNAME"] = f"={host.interface}"  # = for this very name, not all that begin so
     defaults = {name: value for name, value in unless_set.items() if name not in given}
-    return {**own, "HVDLITE_STORE": f"unix://{store_socket(host.job_dir)}", "HVDLITE_JOB_DIR": host.job_dir, **defaults}
+    return {**own, _STORE: f"unix://{store_socket(host.job_dir)}", _JOB_DIR: host.job_dir, **defaults}
 
 
 def job_dir(token: str, tmp: str) -> str:

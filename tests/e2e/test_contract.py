@@ -11,7 +11,14 @@ from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.slots import plan_slots
 from hvdlite_launcher.plan.worker_environment import OWN_VARIABLES, HostFacts, slot_environment, variables_set
 
-from hvdlite.environment import DEFAULT_STALL_WARNING_S, DEFAULT_TIMEOUT_S, Environment, read_environment
+from hvdlite.environment import (
+    DEFAULT_STALL_WARNING_S,
+    DEFAULT_TIMEOUT_S,
+    READ_BY_INIT,
+    SET_FOR_WORKERS,
+    Environment,
+    read_environment,
+)
 from hvdlite.optim.optimizer import DEFAULT_BUCKET_CAP_BYTES
 from hvdlite.rendezvous.launchers import LAUNCHERS, read_placement
 
@@ -81,6 +88,16 @@ def test_of_other_launchers_variables_no_other_host_is_sent_any_and_workers_see_
         assert chosen.elsewhere == {}, launcher.name
         if launcher.hidden_from_workers:
             assert not {launcher.rank, *launcher.signs} & chosen.here.keys(), launcher.name
+
+
+def test_the_librarys_table_has_what_hvdlite_run_sets_for_workers():
+    names = {name for each in SET_FOR_WORKERS for name in each.names}
+    assert names == {name for name in OWN_VARIABLES if name.startswith(("HVDLITE_", "HOROVOD_"))}
+
+
+def test_what_flags_of_horovodrun_set_is_read_by_the_library():
+    variables = {row.variable for row in horovodrun_flags.ROWS if isinstance(row, horovodrun_flags.Sets)}
+    assert variables - {"NCCL_IB_DISABLE"} <= {name for each in READ_BY_INIT.values() for name in each.names}
 
 
 @pytest.mark.slow

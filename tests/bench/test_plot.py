@@ -5,25 +5,22 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-import torch
 
-from hvdlite.bench import allreduce, memory, outlook, plot, step
-from hvdlite.bench.allreduce import Case
-from hvdlite.bench.calibration import Calibration
+from hvdlite.bench import allreduce, memory, plot, scale, step
 from hvdlite.bench.plot import Chart, figure_of, thinned
-from hvdlite.bench.setting import Setting
-from hvdlite.bench.step import Race
-from hvdlite.bench.trainings import Parts
+from hvdlite.bench.ranks import Job
+from hvdlite.bench.report import Case
+from hvdlite.bench.scale import Calibration, Parts
 from hvdlite.bench.workloads import WORKLOADS
 
 colors = pytest.importorskip("matplotlib.colors")
-SETTING = Setting(4, 2, "shared memory and gloo")
+JOB = Job(4, 2, "shared memory and gloo")
 SAMPLES = {"none": [0.1, 0.1], "ddp": [0.2, 0.2], "hvdlite": [0.14, 0.12], "hvdlite-fp16": [0.09]}
 
 
-def races(*names: str, without: str = "") -> list[Race]:
+def models(*names: str, without: str = "") -> list[Case]:
     samples = {name: each for name, each in SAMPLES.items() if name != without}
-    return [Race(WORKLOADS[name], 16, dict(samples)) for name in names]
+    return [Case({"model": name, "batch": 16}, dict(samples)) for name in names]
 
 
 def texts(axes) -> list[str]:
@@ -40,7 +37,7 @@ def panels_of(figure) -> list:
 
 @pytest.mark.parametrize("names", [["mlp"], ["mlp", "gpt"], ["mlp", "gpt", "resnet-small"], list(WORKLOADS)])
 def test_each_model_has_a_panel_of_ratios_to_no_communication(names):
-    figure = figure_of(step.report_of(races(*names), SETTING).chart)
+    figure = figure_of(step.report_of(models(*names), JOB).chart)
     panels = panels_of(figure)
     assert [axes.get_title(loc="left").partition(",")[0] for axes in panels] == names
     assert len({axes.get_xlim() for axes in panels}) == 1
@@ -56,16 +53,16 @@ def test_each_model_has_a_panel_of_ratios_to_no_communication(names):
 
 
 def test_hvdlite_has_the_one_strong_colour_and_its_rivals_are_grey():
-    (bars,) = panels_of(figure_of(step.report_of(races("mlp"), SETTING).chart))
+    (bars,) = panels_of(figure_of(step.report_of(models("mlp"), JOB).chart))
     assert [color_of(bar.get_facecolor()) for bar in bars.patches] == [plot.OTHER, plot.OTHER, plot.OWN, plot.OWN]
-    (lines,) = panels_of(figure_of(allreduce.report_of([case(64), case(2**20)], SETTING).chart))
+    (lines,) = panels_of(figure_of(allreduce.report_of([case(64), case(2**20)], JOB).chart))
     assert {line.get_label(): color_of(line.get_color()) for line in lines.lines} == {
         "hvdlite any": plot.OWN, "gloo": plot.OTHER, "memcpy": plot.OTHER,
     }  # fmt: skip
 
 
 def test_milliseconds_are_drawn_where_there_is_no_step_without_communication():
-    (axes,) = panels_of(figure_of(step.report_of(races("mlp", without="none"), SETTING).chart))
+    (axes,) = panels_of(figure_of(step.report_of(models("mlp", without="none"), JOB).chart))
     assert axes.get_xlabel() == "ms"
     assert texts(axes) == ["200 ms", "130 ms", "90.0 ms"]
     assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [
@@ -75,22 +72,22 @@ def test_milliseconds_are_drawn_where_there_is_no_step_without_communication():
 
 @pytest.mark.parametrize("ratio", [1e-6, 1.0, 1e4])
 def test_what_is_written_at_a_bar_has_room_beside_it(ratio):
-    race = Race(WORKLOADS["mlp"], 1, {"none": [0.1], "hvdlite": [0.1 * ratio]})
-    figure = figure_of(step.report_of([race], SETTING).chart)
+    model = Case({"model": "mlp", "batch": 1}, {"none": [0.1], "hvdlite": [0.1 * ratio]})
+    figure = figure_of(step.report_of([model], JOB).chart)
     figure.draw_without_rendering()
     (axes,) = panels_of(figure)
     for text in axes.texts:
         assert text.get_window_extent().x1 <= axes.get_window_extent().x1 + 1
 
 
-def case(nbytes: int, dtype: torch.dtype = torch.float32) -> Case:
+def case(nbytes: int, dtype: str = "float32") -> Case:
     times = {"hvdlite any": [1e-5 + nbytes * 1e-9], "gloo": [2e-5 + nbytes * 2e-9], "memcpy": [0.9e-5 + nbytes * 1e-9]}
-    return Case(nbytes // dtype.itemsize, dtype, times)
+    return Case({"bytes": nbytes, "dtype": dtype}, times)
 
 
 def test_sizes_are_written_as_people_say_them_and_lines_have_their_names_at_their_ends():
     sizes = [4, 2**10, 2**18, 100 * 2**20]
-    figure = figure_of(allreduce.report_of([case(size) for size in sizes], SETTING).chart)
+    figure = figure_of(allreduce.report_of([case(size) for size in sizes], JOB).chart)
     (axes,) = panels_of(figure)
     assert [label.get_text() for label in axes.get_xticklabels()] == ["4 B", "1 KB", "256 KB", "100 MB"]
     assert list(axes.get_xticks()) == sizes
@@ -104,8 +101,8 @@ def test_sizes_are_written_as_people_say_them_and_lines_have_their_names_at_thei
 
 
 def test_each_dtype_has_a_panel():
-    cases = [case(64, dtype) for dtype in (torch.float32, torch.float16, torch.int8)]
-    panels = panels_of(figure_of(allreduce.report_of(cases, SETTING).chart))
+    cases = [case(64, dtype) for dtype in ("float32", "float16", "int8")]
+    panels = panels_of(figure_of(allreduce.report_of(cases, JOB).chart))
     assert [axes.get_title(loc="left") for axes in panels] == ["float32", "float16", "int8"]
 
 
@@ -116,14 +113,14 @@ def test_of_many_sizes_some_are_written_the_first_and_the_last_among_them():
     assert thinned([4, 5], 8) == [4, 5]
 
 
-def calibration(setting: Setting) -> Calibration:
+def calibration(job: Job) -> Calibration:
     points = ((1024, 1e-4), (2**20, 1e-3))
-    return Calibration(setting, "mlp", 16, "none", points, Parts(0.03, 0.05, 0.01), (2**20, 2**20), 0.12)
+    return Calibration(job, "mlp", 16, "none", points, Parts(0.03, 0.05, 0.01), (2**20, 2**20), 0.12)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 64, 5000])
 def test_what_was_measured_is_set_apart_from_what_is_predicted_and_that_beyond_it_once_more(ranks):
-    steps, reduces = panels_of(figure_of(outlook.report_of(calibration(Setting(ranks, 2, "gloo")), 0.5).chart))
+    steps, reduces = panels_of(figure_of(scale.report_of(calibration(Job(ranks, 2, "gloo")), 0.5).chart))
     looks = {line.get_label(): line for line in steps.lines}
     measured, predicted = looks["measured"], looks["predicted"]
     assert list(measured.get_xdata()) == [1, ranks]
@@ -137,16 +134,20 @@ def test_what_was_measured_is_set_apart_from_what_is_predicted_and_that_beyond_i
 
 
 def test_scale_says_first_that_all_ranks_shared_a_host():
-    shared = str(outlook.report_of(calibration(Setting(2, 1, "shared memory")), 0.5))
+    shared = str(scale.report_of(calibration(Job(2, 1, "shared memory")), 0.5))
     assert shared.startswith("All 2 ranks of this run shared one host (shared memory): what follows is about ")
     assert "nothing of a network" in shared.partition("\n\n")[0]
-    spread = str(outlook.report_of(calibration(SETTING), 0.5))
+    spread = str(scale.report_of(calibration(JOB), 0.5))
     assert spread.startswith("The ranks of this run were 4 ranks on 2 hosts, over shared memory and gloo: ")
+
+
+def trained(model_bytes: int, samples: dict[str, list[float]]) -> Case:
+    return Case({"model": "mlp", "batch": 16, "model_bytes": model_bytes}, samples)
 
 
 def test_memory_is_drawn_from_zero_with_hvdlite_singled_out():
     samples = {"ddp-view": [200.0 * 2**20], "hvdlite": [210.0 * 2**20]}
-    (axes,) = panels_of(figure_of(memory.report_of("mlp", 16, 100 * 2**20, samples, SETTING).chart))
+    (axes,) = panels_of(figure_of(memory.report_of(trained(100 * 2**20, samples), JOB).chart))
     assert texts(axes) == ["200 MB", "210 MB"]
     assert [bar.get_x() for bar in axes.patches] == [0.0, 0.0]
     assert [color_of(bar.get_facecolor()) for bar in axes.patches] == [plot.OTHER, plot.OWN]
@@ -154,9 +155,9 @@ def test_memory_is_drawn_from_zero_with_hvdlite_singled_out():
 
 def test_a_run_that_was_stopped_before_its_first_sample_is_drawn_too(tmp_path):
     for report in (
-        step.report_of([], Setting()),
-        allreduce.report_of([], Setting()),
-        memory.report_of("mlp", 1, 1, {}, Setting()),
+        step.report_of([], Job()),
+        allreduce.report_of([], Job()),
+        memory.report_of(trained(1, {}), Job()),
     ):
         plot.draw(report.chart, tmp_path / "empty.svg")
         assert "<svg" in (tmp_path / "empty.svg").read_text()

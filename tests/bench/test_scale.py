@@ -6,14 +6,11 @@ import json
 
 import pytest
 
-from hvdlite.bench.calibration import Calibration, read_calibration
-from hvdlite.bench.outlook import report_of
-from hvdlite.bench.prediction import Link, Workstep, fit, predict, step_s, stops_paying_at, throughput
-from hvdlite.bench.setting import Setting
-from hvdlite.bench.trainings import Parts
+from hvdlite.bench.ranks import Job
+from hvdlite.bench.scale import Calibration, Link, Parts, StepModel, fit, read_calibration, report_of
 
 RUN = Calibration(
-    setting=Setting(2, 1, "shared memory"),
+    job=Job(2, 1, "shared memory"),
     model="mlp",
     batch=16,
     compression="none",
@@ -42,32 +39,34 @@ def test_the_fit_finds_the_link_that_made_the_times(ranks):
 def test_the_fit_never_goes_below_nothing():
     assert fit([(1000, 1e-6), (1_000_000, 2e-3)], 2).alpha_s == 0
     assert fit([(1000, 2e-3), (1_000_000, 1e-3)], 2).beta_s == 0
-    assert fit([(1000, 2e-3)], 2) == Link(1e-3, 0.0)
+    only = fit([(1000, 2e-3)], 2)
+    assert (only.alpha_s, only.beta_s) == (pytest.approx(1e-3), 0.0)
 
 
 def test_buckets_travel_one_after_the_other_from_when_they_are_full():
     # Two ranks, no latency, 0.01 s a byte: 1 s and 3 s. The first is full at 1 + 4 / 4 = 2 and averaged at 3, the
     # second is full at 5 and averaged at 8; the update takes half a second more.
-    step = Workstep(Parts(1.0, 4.0, 0.5), (100, 300))
-    assert step_s(step, Link(0.0, 0.01), 2) == pytest.approx(8.5)
-    assert predict(step, Link(0.0, 0.01), 2).efficiency == pytest.approx(5.5 / 8.5)
+    step = StepModel(Parts(1.0, 4.0, 0.5), (100, 300), Link(0.0, 0.01))
+    assert step.step_s(2) == pytest.approx(8.5)
+    assert step.predict(2)["efficiency"] == pytest.approx(5.5 / 8.5)
 
 
 def test_what_fits_beside_backward_but_for_the_last_bucket_costs_only_that():
-    step = Workstep(Parts(1.0, 4.0, 0.5), (300, 100))
-    assert step_s(step, Link(0.0, 1e-3), 2) == pytest.approx(5.5 + 0.1)
-    assert step_s(step, Link(1.0, 1.0), 1) == pytest.approx(5.5)
+    parts, buckets = Parts(1.0, 4.0, 0.5), (300, 100)
+    assert StepModel(parts, buckets, Link(0.0, 1e-3)).step_s(2) == pytest.approx(5.5 + 0.1)
+    assert StepModel(parts, buckets, Link(1.0, 1.0)).step_s(1) == pytest.approx(5.5)
 
 
 def test_it_stops_paying_where_one_rank_more_adds_too_little():
     # A second of backward, one bucket, 0.05 s a message: n ranks are worth n / (0.9 + 0.1 n) of one, and one more adds
     # 0.9 / ((0.9 + 0.1 n) (1 + 0.1 n)): 0.577 at three, 0.495 at four.
-    step, link = Workstep(Parts(0.0, 1.0, 0.0), (1,)), Link(0.05, 0.0)
-    assert throughput(step, link, 11) == pytest.approx(11 / 2)
-    assert predict(step, link, 4).added == pytest.approx(0.9 / (1.3 * 1.4))
-    assert stops_paying_at(step, link, 0.5) == 4
-    assert stops_paying_at(step, link, 0.9) == 1
-    assert stops_paying_at(step, Link(0.0, 0.0), 0.5) is None
+    parts = Parts(0.0, 1.0, 0.0)
+    step = StepModel(parts, (1,), Link(0.05, 0.0))
+    assert step.throughput(11) == pytest.approx(11 / 2)
+    assert step.predict(4)["added"] == pytest.approx(0.9 / (1.3 * 1.4))
+    assert step.stops_paying_at(0.5) == 4
+    assert step.stops_paying_at(0.9) == 1
+    assert StepModel(parts, (1,), Link(0.0, 0.0)).stops_paying_at(0.5) is None
 
 
 def test_a_calibration_is_read_as_it_was_written_and_tells_the_same(tmp_path):

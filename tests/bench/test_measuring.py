@@ -12,38 +12,34 @@ import torch
 
 import hvdlite as hvd
 from hvdlite.bench import allreduce, memory, step, variants, workloads
-from hvdlite.bench.allreduce import AllReduce, Case, bus_factor
-from hvdlite.bench.errors import UsageError
-from hvdlite.bench.memory_left import left_in_cgroup
-from hvdlite.bench.progress import Progress
-from hvdlite.bench.ranks import Ranks
-from hvdlite.bench.setting import Setting
-from hvdlite.bench.spread import Spread, ratio_of
-from hvdlite.bench.step import Race, Step
-from hvdlite.bench.table import Table
+from hvdlite.bench.allreduce import AllReduce, bus_factor, case_of
+from hvdlite.bench.arguments import UsageError
+from hvdlite.bench.ranks import Job, Ranks, free_in_cgroup
+from hvdlite.bench.report import Case, Quartiles, Table, ratio_of
+from hvdlite.bench.step import Step
 from hvdlite.bench.variants import VARIANTS, horovod_module
 from hvdlite.bench.workloads import WORKLOADS, small_resnet
 from hvdlite.runtime.world import current_world
 
 
 def test_quartiles_lie_between_samples_where_they_must():
-    assert Spread.of([4.0, 1.0, 3.0, 2.0]) == Spread(2.5, 1.75, 3.25, 4)
-    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0, 1)
-    assert Spread.of([]) is None
-    assert ratio_of(Spread.of([6.0]), Spread.of([2.0])) == 3.0
-    assert ratio_of(Spread.of([6.0]), None) is None
+    assert Quartiles.of([4.0, 1.0, 3.0, 2.0]) == Quartiles(2.5, 1.75, 3.25, 4)
+    assert Quartiles.of([7.0]) == Quartiles(7.0, 7.0, 7.0, 1)
+    assert ratio_of(Quartiles.of([6.0]), Quartiles.of([2.0])) == 3.0
+    assert ratio_of(Quartiles.of([6.0]), None) is None
 
 
 def test_a_table_has_words_to_the_left_and_numbers_to_the_right():
-    assert str(Table(["what", "time"], [["a", "1 ms"], ["longer", "10 ms"]], title="t")) == (
-        "t\n\nwhat     time\na        1 ms\nlonger  10 ms"
-    )
+    rows = [{"what": "a", "ms": 1}, {"what": "longer", "ms": 10}]
+    columns = {"what": lambda row: row["what"], "time": lambda row: f"{row['ms']} ms"}
+    assert str(Table(rows, columns, words=1, title="t")) == ("t\n\nwhat     time\na        1 ms\nlonger  10 ms")
 
 
 def test_bandwidths_are_as_nccls_tests_define_them():
     assert [bus_factor(ranks) for ranks in (1, 2, 4)] == [0, 1, 1.5]
-    case = Case(1000, torch.float32, {"hvdlite any": [1e-6, 3e-6, 2e-6], "gloo": [8e-6], "memcpy": [1e-6]})
-    rows = {row["what"]: row for row in allreduce.report_of([case], Setting(4)).data["rows"]}
+    samples = {"hvdlite any": [1e-6, 3e-6, 2e-6], "gloo": [8e-6], "memcpy": [1e-6]}
+    case = Case({"bytes": 4000, "dtype": "float32"}, samples)
+    rows = {row["what"]: row for row in allreduce.report_of([case], Job(4)).data["rows"]}
     assert rows["hvdlite any"]["algorithm_Bps"] == pytest.approx(4000 / 2e-6)
     assert rows["hvdlite any"]["bus_Bps"] == pytest.approx(1.5 * 4000 / 2e-6)
     assert rows["hvdlite any"]["times_faster_than_rival"] == pytest.approx(4)
@@ -52,26 +48,29 @@ def test_bandwidths_are_as_nccls_tests_define_them():
 
 
 def test_what_is_measured_so_far_is_reported_and_the_rest_left_out():
-    done, begun = Case(16, torch.float32, {"gloo": [1e-6]}), Case(64, torch.float32, {"gloo": []})
-    large = Case(2**40, torch.int8, skipped="needs 5120 GB, and 1 GB of memory are free on node1")
-    report = allreduce.report_of([done, begun, large, Case(4, torch.int8)], Setting(2))
+    done, begun, large, later = (
+        case_of(*each) for each in ((64, "float32"), (256, "float32"), (2**40, "int8"), (4, "int8"))
+    )
+    done.samples, begun.samples = {"gloo": [1e-6]}, {"gloo": []}
+    large.skipped = "needs 5120 GB, and 1 GB of memory are free on node1"
+    report = allreduce.report_of([done, begun, large, later], Job(2))
     assert [row["bytes"] for row in report.data["rows"]] == [64]
     assert "skipped: 1024 GB int8: needs 5120 GB, and 1 GB of memory are free on node1" in str(report)
-    race = Race(WORKLOADS["mlp"], 16, {"none": [1.0, 2.0], "ddp": [3.0], "hvdlite": []})
-    rows = step.report_of([race, Race(WORKLOADS["gpt"], 4)], Setting(2)).data["rows"]
+    mlp = Case({"model": "mlp", "batch": 16}, {"none": [1.0, 2.0], "ddp": [3.0], "hvdlite": []})
+    rows = step.report_of([mlp, Case({"model": "gpt", "batch": 4})], Job(2)).data["rows"]
     assert [(row["variant"], row["times_none"], row["times_ddp"]) for row in rows] == [
         ("none", 1.0, 0.5), ("ddp", 2.0, 1.0),
     ]  # fmt: skip
-    rows = memory.report_of("mlp", 16, 100, {"ddp-view": [200.0], "hvdlite": [210.0], "none": []}, Setting(2)).data[
-        "rows"
-    ]
+    mlp = Case({"model": "mlp", "batch": 16, "model_bytes": 100})
+    mlp.samples = {"ddp-view": [200.0], "hvdlite": [210.0], "none": []}
+    rows = memory.report_of(mlp, Job(2)).data["rows"]
     assert [(row["variant"], row["above_reference_bytes"], row["in_models"]) for row in rows] == [
         ("ddp-view", 0.0, 2.0), ("hvdlite", 10.0, 2.1),
     ]  # fmt: skip
     for empty in (
-        allreduce.report_of([Case(4, torch.int8)], Setting()),
-        step.report_of([], Setting()),
-        memory.report_of("mlp", 1, 1, {}, Setting()),
+        allreduce.report_of([case_of(4, "int8")], Job()),
+        step.report_of([], Job()),
+        memory.report_of(Case({"model": "mlp", "batch": 1, "model_bytes": 1}), Job()),
     ):
         assert empty.data["rows"] == []
         assert "× " in str(empty)
@@ -81,8 +80,8 @@ def test_one_rank_measures_too_and_its_report_goes_through_json():
     hvd.init()
     ranks = Ranks(current_world(), "cpu")
     try:
-        command = AllReduce([64, 4096], [torch.float32, torch.bfloat16], rounds=2)
-        command.run(ranks, Progress(command.turns, shown=False))
+        command = AllReduce([64, 4096], ["float32", "bfloat16"], rounds=2)
+        command.run(ranks)
         rows = json.loads(json.dumps(dict(command.report().data)))["rows"]
         assert {(row["bytes"], row["dtype"], row["what"], row["count"]) for row in rows} == {
             (nbytes, dtype, what, 2)
@@ -90,8 +89,8 @@ def test_one_rank_measures_too_and_its_report_goes_through_json():
             for dtype in ("float32", "bfloat16")
             for what in ("hvdlite", "gloo", "memcpy")
         }
-        huge = AllReduce([2**50], [torch.float32], rounds=2)
-        huge.run(ranks, Progress(huge.turns, shown=False))
+        huge = AllReduce([2**50], ["float32"], rounds=2)
+        huge.run(ranks)
         assert "of memory are free" in huge.report().data["skipped"][0]["why"]
     finally:
         ranks.close()
@@ -142,12 +141,12 @@ def test_what_a_cgroup_leaves_counts_too(tmp_path):
         (tmp_path / path / "memory.stat").write_text("anon 1\ninactive_file 100\n")
 
     limit("root/job/step", "max", 10)
-    assert left_in_cgroup(own, tmp_path / "root") == math.inf
+    assert free_in_cgroup(own, tmp_path / "root") == math.inf
     limit("root/job", "5000", 1000)
-    assert left_in_cgroup(own, tmp_path / "root") == 4100
+    assert free_in_cgroup(own, tmp_path / "root") == 4100
     limit("root/job/step", "300", 250)
-    assert left_in_cgroup(own, tmp_path / "root") == 150
-    assert left_in_cgroup(tmp_path / "none", tmp_path / "root") == math.inf
+    assert free_in_cgroup(own, tmp_path / "root") == 150
+    assert free_in_cgroup(tmp_path / "none", tmp_path / "root") == math.inf
 
 
 def test_hvdlite_under_the_name_of_horovod_is_not_measured_as_horovod(tmp_path, monkeypatch):
@@ -162,8 +161,8 @@ def test_a_model_that_cannot_be_had_is_an_error_only_where_it_was_named(monkeypa
         raise RuntimeError("operator torchvision::nms does not exist\nand so on")
 
     monkeypatch.setattr(workloads.importlib, "import_module", refuse)
-    model = [WORKLOADS["resnet50"]]
     with pytest.raises(UsageError, match=r"^--models: resnet50 needs torchvision, which cannot be imported: operator"):
-        Step(model, ["none"], None, 1, named_models=True, named_variants=True)
-    left_out = Step(model, ["none"], None, 1, named_models=False, named_variants=True)
-    assert "nms does not exist" in left_out.report().data["skipped"][0]["why"]
+        Step(["resnet50"], ["none"], None, 1)
+    (skipped,) = Step(None, ["none"], None, 1).report().data["skipped"]
+    assert skipped["model"] == "resnet50"
+    assert "nms does not exist" in skipped["why"]

@@ -1,4 +1,4 @@
-"""What is typed: sizes, names and files, and what is said of those that are wrong."""
+"""The command line: sizes, names and files, how quantities are shown, and the errors for what is wrong."""
 
 from __future__ import annotations
 
@@ -8,20 +8,14 @@ import pytest
 import torch
 
 from hvdlite.bench import plot
+from hvdlite.bench.allreduce import DEFAULT_SIZES
+from hvdlite.bench.arguments import UsageError, read_sizes
 from hvdlite.bench.command_line import parse
-from hvdlite.bench.errors import UsageError
-from hvdlite.bench.quantities import (
-    DEFAULT_SIZES,
-    parse_sizes,
-    show_bandwidth,
-    show_ratio,
-    show_size,
-    show_time,
-)
+from hvdlite.bench.units import show_bandwidth, show_ratio, show_size, show_time
 
 
 def test_a_size_is_in_bytes_or_in_units_of_1024():
-    assert parse_sizes("100M,4,4K,1g,4,64B,2KiB") == (4, 64, 2048, 4096, 100 * 2**20, 2**30)
+    assert read_sizes("100M,4,4K,1g,4,64B,2KiB") == (4, 64, 2048, 4096, 100 * 2**20, 2**30)
     assert (DEFAULT_SIZES[0], DEFAULT_SIZES[-1]) == (4, 256 * 2**20)
 
 
