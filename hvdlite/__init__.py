@@ -30,39 +30,37 @@ from .errors import (
     PeerLostError,
 )
 from .launch import run
-from .ops.asynchronous import (
-    allgather_async,
-    allreduce_async,
-    allreduce_async_,
-    alltoall_async,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather_async,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter_async,
-    reducescatter_async,
-    sparse_allreduce_async,
-)
 from .ops.batch_norm import SyncBatchNorm
+from .ops.broadcast import allgather_object, broadcast_object, broadcast_parameters
 from .ops.join import join
 from .ops.operations import (
     allgather,
+    allgather_async,
     allreduce,
     allreduce_,
+    allreduce_async,
+    allreduce_async_,
     alltoall,
+    alltoall_async,
     barrier,
     broadcast,
     broadcast_,
+    broadcast_async,
+    broadcast_async_,
     grouped_allgather,
+    grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
     grouped_reducescatter,
+    grouped_reducescatter_async,
     poll,
     reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
     synchronize,
 )
-from .ops.replicate import allgather_object, broadcast_object, broadcast_parameters
 from .optim.exchange import Begun, Exchange, Gradients, Links
 from .optim.optimizer import DistributedOptimizer
 from .optim.optimizer_state import broadcast_optimizer_state

@@ -1,5 +1,4 @@
-"""Where hvdlite-run begins, which is `python -m hvdlite_launcher` too: signals are answered from the first moment on,
-then the rest is imported and run.
+"""Starts hvdlite-run, also as `python -m hvdlite_launcher`: answers signals at once, then imports the rest.
 
 While a job runs, `launch` has the signals. Before and after that INT, TERM and HUP end this process at once, with one
 line: there is nothing to tidy up. Nothing is imported here that takes time, and so no module `signal` or `threading`:

@@ -89,7 +89,7 @@ def test_the_library_imports_torch_and_the_standard_library_alone():
     exceptions = {
         "launch": {"hvdlite_launcher"},
         "worker_main": {"cloudpickle"},
-        "ops.replicate": {"cloudpickle"},
+        "ops.broadcast": {"cloudpickle"},
         "compression.kernels": {"cupy"},
         "bench.ranks": {"psutil"},
     }

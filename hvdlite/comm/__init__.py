@@ -5,6 +5,6 @@ Ranks that communicate together, and what carries it: groups over `torch.distrib
 
 Modules import only what stands before them:
 
-    gloo < engine < hierarchy < gpu_clock < recorder < reduce_op < flat_bytes < work < reducer_registry < deferred_close
-        < group < engine_selection
+    gloo < flat_bytes < admission < torch_engine < engine < hierarchy < gpu_clock < recorder < reduce_op < work
+        < reducer_registry < deferred_close < group < engine_selection
 """

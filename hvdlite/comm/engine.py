@@ -21,7 +21,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
 
 from ..errors import PeerLostError
+from .admission import Admission
 from .gloo import Connections, Ranks, open_proven, wait_for_all
+from .torch_engine import TorchEngine
 
 
 class PeerGoneError(PeerLostError):
@@ -50,6 +52,27 @@ class Engine(Protocol):
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
     ) -> EngineWork: ...
+    def reduce_scatter_base(
+        self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
+    ) -> EngineWork:
+        """Leave in ``output`` the combination of all ranks' parts for this one.
+
+        ``input`` is flat, of shape ``(sum(counts),)``: a part for each rank, one after the other, of the ``counts``
+        elements that all ranks name alike.
+        """
+        ...
+
+    def revoke(self, reason: str, /) -> None:
+        """End every wait, now and later, with a RevokedError of this reason, and begin nothing more.
+
+        The first reason counts. Waits for nobody, and may be called by any thread. Other ranks of shared memory get
+        the same error; those of gloo and NCCL lose a connection.
+        """
+        ...
+
+    def quiesce(self, reason: str, /) -> None:
+        """Begin nothing more, which is a RevokedError of this reason; return when what is under way is over."""
+        ...
 
 
 @runtime_checkable
@@ -83,22 +106,42 @@ class EngineFactory(Protocol):
 class SingleRankEngine:
     """The engine of a rank that has no others: every collective is done as it begins."""
 
+    def __init__(self) -> None:
+        self._admission = Admission()
+
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
-        return _Done()
+        self._admission.require()
+        return Done()
 
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
-        return _Done()
+        self._admission.require()
+        return Done()
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
+        self._admission.require()
         for output, tensor in zip(outputs, inputs, strict=True):
             output[0].copy_(tensor)
-        return _Done()
+        return Done()
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
     ) -> EngineWork:
+        self._admission.require()
         output.copy_(input)
-        return _Done()
+        return Done()
+
+    def reduce_scatter_base(
+        self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
+    ) -> EngineWork:
+        self._admission.require()
+        output.copy_(input)
+        return Done()
+
+    def revoke(self, reason: str, /) -> None:
+        self._admission.revoke(reason)
+
+    def quiesce(self, reason: str, /) -> None:
+        self._admission.quiesce(reason)
 
 
 class ClosedEngine:
@@ -117,6 +160,17 @@ class ClosedEngine:
         self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
     ) -> EngineWork:
         raise self.error()
+
+    def reduce_scatter_base(
+        self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
+    ) -> EngineWork:
+        raise self.error()
+
+    def revoke(self, reason: str, /) -> None:
+        return
+
+    def quiesce(self, reason: str, /) -> None:
+        return
 
     def error(self) -> RuntimeError:
         """What every operation raises."""
@@ -142,7 +196,9 @@ class SingleRankFactory:
 _BACKEND_TYPES = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.ProcessGroup.BackendType.NCCL}
 
 
-class _Done:
+class Done:
+    """What was over as it began."""
+
     def wait(self) -> None:
         return
 
@@ -163,22 +219,25 @@ def allow_collectives(group: dist.ProcessGroup, timeout: timedelta) -> None:
 class TorchEngineFactory:
     """Process groups of all ranks: first the default one if it is ours, then further ones beside it."""
 
-    def __init__(self, backend: str, ranks: Ranks, unused_default: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, backend: str, ranks: Ranks, unused_default: tuple[dist.ProcessGroup, Connections] | None = None
+    ) -> None:
         self.backend = backend
         self._ranks = ranks
         self._unused_default = unused_default
         self._opened = itertools.count()
-        self._open: list[tuple[dist.ProcessGroup, Connections]] = []
+        self._open: list[tuple[TorchEngine, Connections]] = []
 
     def open(self) -> Engine:
         if self._unused_default is not None:
-            default, self._unused_default = self._unused_default, None
-            return default
+            (default, connections), self._unused_default = self._unused_default, None
+            return TorchEngine(default, has_nccl=_has_nccl(self.backend), cut=connections.cut)
         label = f"group{next(self._opened)}"
         wait_for_all(self._ranks, label)
         group, connections = open_proven(self._make, dist.destroy_process_group, self._ranks, label)
-        self._open.append((group, connections))
-        return group
+        engine = TorchEngine(group, has_nccl=_has_nccl(self.backend), cut=connections.cut)
+        self._open.append((engine, connections))
+        return engine
 
     def _make(self) -> dist.ProcessGroup:
         group = dist.new_group(backend=self.backend, timeout=self._ranks.patience.left())
@@ -187,12 +246,13 @@ class TorchEngineFactory:
         return group
 
     def close(self, engine: Engine, /) -> None:
+        _forget_works(engine)
         # Gone already where the default group has been destroyed, and all others with it.
-        for group, connections in [each for each in list(self._open) if each[0] is engine]:
-            self._open.remove((group, connections))
+        for opened, connections in [each for each in list(self._open) if each[0] is engine]:
+            self._open.remove((opened, connections))
             connections.cut()
             if dist.is_initialized():
-                dist.destroy_process_group(group)
+                dist.destroy_process_group(opened.process_group)
 
     def among(self, places: Sequence[int], place: int, token: str, /) -> EngineFactory:
         if len(places) == 1:
@@ -214,15 +274,16 @@ class SubsetEngineFactory:
         self._backend_of = _backend_by_device(backend)
         self._places = list(places)
         self._opened = itertools.count()
-        self._open: list[tuple[dist.ProcessGroup, Connections]] = []
+        self._open: list[tuple[TorchEngine, Connections]] = []
 
     def open(self) -> Engine:
         label = f"channel{next(self._opened)}"
         wait_for_all(self._ranks, label)
         make = partial(self._make, label)
         group, connections = open_proven(make, lambda group: group.shutdown(), self._ranks, label)
-        self._open.append((group, connections))
-        return group
+        engine = TorchEngine(group, has_nccl=self._backend_of["cuda"] == "nccl", cut=connections.cut)
+        self._open.append((engine, connections))
+        return engine
 
     def _make(self, label: str) -> dist.ProcessGroup:
         store = PrefixStore(label, self._ranks.store)
@@ -236,10 +297,11 @@ class SubsetEngineFactory:
         return group
 
     def close(self, engine: Engine, /) -> None:
-        for group, connections in [each for each in list(self._open) if each[0] is engine]:
-            self._open.remove((group, connections))
+        _forget_works(engine)
+        for opened, connections in [each for each in list(self._open) if each[0] is engine]:
+            self._open.remove((opened, connections))
             connections.cut()
-            group.shutdown()
+            opened.process_group.shutdown()
 
     def among(self, places: Sequence[int], place: int, token: str, /) -> EngineFactory:
         if len(places) == 1:
@@ -257,6 +319,15 @@ class SubsetEngineFactory:
         options._timeout = patience.timeout
         options.global_ranks_in_group = self._places
         return dist.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _forget_works(engine: Engine) -> None:
+    if isinstance(engine, TorchEngine):
+        engine.forget()
+
+
+def _has_nccl(backend: str) -> bool:
+    return backend == "nccl" or "cuda:nccl" in backend.split(",")
 
 
 def _backend_by_device(backend: str) -> dict[str, str]:

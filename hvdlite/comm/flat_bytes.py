@@ -1,10 +1,12 @@
 """
-Tensors as flat bytes, and back: what travels, whatever it means.
+Tensors as flat memory, and back: their bytes, and several of them in one buffer, so that they travel as one.
+
+    tensors ── fused (by dtype and device) ── flat_of ── one flat tensor ── own_memory ── each one's piece again
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -21,3 +23,38 @@ def pieces_of(flat: Tensor, counts: Sequence[int]) -> list[Tensor]:
     """Views of a tensor's elements (or rows), as many as each of the counts says, one after the other."""
     stops = list(accumulate(counts))
     return [flat[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The tensor in contiguous memory that may be read as bytes; its own memory where that is so already."""
+    return tensor.detach().contiguous().resolve_conj().resolve_neg()
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its memory may be written as bytes."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def mark_written(tensors: Iterable[Tensor]) -> None:
+    """Tell autograd that an engine has overwritten them: it refuses to go backward through what it had kept of them."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
+def fused(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """The numbers of the tensors that travel as one: those of a dtype and a device."""
+    fused: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        fused.setdefault((tensor.dtype, tensor.device), []).append(number)
+    yield from fused.values()
+
+
+def flat_of(tensors: Sequence[Tensor], *, may_share: bool = False) -> Tensor:
+    """Tensors one after the other in memory of their own; a lone contiguous one's own memory, if that may be."""
+    if may_share and len(tensors) == 1 and is_plain(tensors[0]):
+        return tensors[0].view(-1)
+    return torch.cat([plain(tensor).view(-1) for tensor in tensors])
+
+
+def own_memory(piece: Tensor, flat: Tensor) -> Tensor:
+    """The piece, which does not keep the memory of its neighbours."""
+    return piece if piece.numel() == flat.numel() else piece.clone()

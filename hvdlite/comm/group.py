@@ -14,7 +14,7 @@ import ctypes
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
-from ..errors import CommunicationError, MismatchError, PeerLostError, WrongTypeError, says_peer_lost
+from ..errors import CommunicationError, PeerLostError, WrongTypeError, says_peer_lost
 from ..signing import TAG_BYTES, Signer, digest
 from ..values import shown, whole_number
+from .admission import RevokedError
 from .engine import ClosedEngine, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError, SingleRankFactory
 from .flat_bytes import as_bytes, pieces_of
 from .recorder import Recorder
@@ -78,8 +79,6 @@ class Group:
         self.set_id = set_id
         self.ranks = tuple(range(size)) if ranks is None else tuple(ranks)
         self.watch = Watch()
-        # How ranks show each other a digest, once there is a controller: (what for, mine) -> everybody's.
-        self.exchange: Callable[[str, str], list[str]] | None = None
         # Backward passes (autograd's numbers) whose gradients some optimizer has stepped with. A GAN's
         # two optimizers share a group: what one generator step leaves behind in the discriminator is
         # recognised by it. A few suffice: gradients do not stay pending for long.
@@ -178,6 +177,24 @@ class Group:
         if self._duplicate_of is not None:
             self._duplicate_of._duplicates.discard(self)
 
+    def revoke(self, reason: str) -> None:
+        """End every wait of these ranks on this one, now and later, its duplicates' too, with a RevokedError.
+
+        The first reason counts. Waits for nobody; any thread may call it.
+        """
+        self.engine.revoke(reason)
+        for duplicate in list(self._duplicates):
+            duplicate.revoke(reason)
+
+    def quiesce(self, reason: str) -> None:
+        """Begin nothing more, which is a RevokedError of this reason; return when what is under way is over.
+
+        So with its duplicates. It ends where the other ranks have begun the same; or where the group is revoked.
+        """
+        self.engine.quiesce(reason)
+        for duplicate in list(self._duplicates):
+            duplicate.quiesce(reason)
+
     def require_open(self, what: str) -> None:
         """Raise a CommunicationError if the group has been left, where no collective would say so."""
         if isinstance(self.engine, ClosedEngine):
@@ -198,6 +215,8 @@ class Group:
     def error_of(self, what: str, error: BaseException) -> CommunicationError:
         """The engine's error as hvdlite's own."""
         where = f"{what} failed on {self.describe_rank(self.rank)}"
+        if isinstance(error, RevokedError):
+            return RevokedError(f"{where}: {error}")
         if "timed out" in str(error).lower():
             return CommunicationError(
                 f"{where} because another rank did not take part in time: it hangs, or the ranks call different "
@@ -303,6 +322,21 @@ class Group:
         self._begun(work, what).wait()
         return pieces_of(output, received_bytes)
 
+    def reduce_scatter(
+        self, output: Tensor, tensor: Tensor, counts: Sequence[int], what: str, op: ReduceOp = Sum
+    ) -> Work:
+        """Leave in ``output`` the combination over all ranks of this rank's part of a flat tensor.
+
+        ``counts`` are the elements of each rank's part, equal on all ranks; dtypes and ops are as of `all_reduce`.
+        """
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = OP_OF_ENGINE[op]
+        try:
+            work = self.engine.reduce_scatter_base(output, tensor, list(counts), options)
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        return self._begun(work, what)
+
     def all_gather_json(self, value: object, what: str) -> list[Any]:
         """Every rank's value, made of JSON's types, in rank order; tuples arrive as lists.
 
@@ -383,25 +417,10 @@ class Group:
         Costs 32 bytes per rank where all agree, which is always but for a mistake.
         """
         own = digest(repr(value).encode())
-        if self.exchange is not None:
-            digests = self.exchange(what, own.hex())
-            all_equal = all(other == digests[0] for other in digests)
-        else:
-            parts = self._all_gather_even(torch.frombuffer(bytearray(own), dtype=torch.uint8), what)
-            all_equal = all(torch.equal(part, parts[0]) for part in parts)
-        if all_equal:
+        parts = self._all_gather_even(torch.frombuffer(bytearray(own), dtype=torch.uint8), what)
+        if all(torch.equal(part, parts[0]) for part in parts):
             return None
         return self.all_gather_json(value, what)
-
-    def require_agreement(self, value: object, what: str, argument: str) -> None:
-        """Raise a MismatchError on every rank unless all of them passed an equal value."""
-        values = self.agree(repr(value), what)
-        if values is not None:
-            other = next(i for i, item in enumerate(values) if item != values[0])
-            raise MismatchError(
-                f"{what}: {argument} is {values[0]} on {self.describe_rank(0)} and {values[other]} on "
-                f"{self.describe_rank(other)}: every rank must pass the same"
-            )
 
     def _all_gather_even(self, tensor: Tensor, what: str) -> list[Tensor]:
         outputs = [torch.empty_like(tensor) for _ in range(self.size)]

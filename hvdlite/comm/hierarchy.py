@@ -1,5 +1,6 @@
 """
 All-reduces in three steps where hosts have several ranks: within each host, between the hosts, within each host.
+Reduce-scatters are the first two.
 
     tensor ── reduce-scatter among a host's ranks ── shard ── all-reduce among the ranks that have the same shard,
            one on each host ── all-gather among the host's ranks ── tensor
@@ -23,7 +24,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
-from .engine import Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError
+from .admission import Admission
+from .engine import Done, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError
+from .flat_bytes import pieces_of
 
 # For less than this one step takes less time than three, whatever the network.
 LEAST_BYTES = 64 * 2**10
@@ -37,16 +40,19 @@ _MOST_KEPT_BYTES = 256 * 2**20
 class HostEngine(Engine, Protocol):
     """What is needed of an engine between the ranks of a host: a process group has it."""
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: dist.ReduceScatterOptions, /) -> EngineWork: ...
     def _allgather_base(self, output: Tensor, input: Tensor, /) -> EngineWork: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Who is on this rank's host, and who, one on each host, has the same place there; in the order of ranks."""
+    """Who is on this rank's host, and who, one on each host, has the same place there; in the order of ranks.
+
+    ``hosts`` are the ranks of each host.
+    """
 
     within: tuple[int, ...]
     across: tuple[int, ...]
+    hosts: tuple[tuple[int, ...], ...]
 
 
 def places_of(rank: int, nodes: Sequence[Hashable]) -> Places | None:
@@ -61,11 +67,15 @@ def places_of(rank: int, nodes: Sequence[Hashable]) -> Places | None:
     if len(members) == 1 or len(within) == 1 or len({len(ranks) for ranks in members.values()}) > 1:
         return None
     place = within.index(rank)
-    return Places(tuple(within), tuple(ranks[place] for ranks in members.values()))
+    hosts = tuple(tuple(ranks) for ranks in members.values())
+    return Places(tuple(within), tuple(ranks[place] for ranks in hosts), hosts)
 
 
 class HierarchicalEngine:
-    """A flat engine, but for all-reduces of tensors that are large enough and on one of some kinds of device."""
+    """A flat engine, but for reductions of tensors that are large enough and on one of some kinds of device.
+
+    Floats of 16 bits are rounded in each step.
+    """
 
     def __init__(
         self,
@@ -73,20 +83,20 @@ class HierarchicalEngine:
         scatter: HostEngine,
         across: Engine,
         gather: HostEngine,
-        within: Sequence[int],
+        places: Places,
         devices: set[str],
     ) -> None:
         """``scatter`` and ``gather`` are between the ranks of a host, ``across`` between those of the same place.
 
         Each is to be an engine of its own: so one tensor's second step does not wait for the next one's first.
-        ``within`` are the host's ranks, by their places in the flat engine; ``devices`` types of device, such as
-        ``cuda``.
+        ``places`` are those in the flat engine; ``devices`` types of device, such as ``cuda``.
         """
         self.flat = flat
         self.parts = (scatter, across, gather)
         self._scatter, self._across, self._gather = self.parts
-        self._within = within
-        self._local_size = len(within)
+        self._places = places
+        self._local_size = len(places.within)
+        self._admission = Admission()
         self.devices = frozenset(devices)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._shards = _Shards()
@@ -97,13 +107,29 @@ class HierarchicalEngine:
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
         (tensor,) = tensors
-        if tensor.device.type not in self.devices or tensor.numel() * tensor.element_size() < LEAST_BYTES:
+        self._admission.require()
+        if not self._takes(tensor):
             return self.flat.allreduce(tensors, opts)
         whole = tensor.view(-1)
         even = whole.numel() - whole.numel() % self._local_size
         # The few elements that cannot be shared out take the flat way meanwhile.
         rest = self.flat.allreduce([whole[even:]], opts) if even < whole.numel() else None
-        way = _Way(self._across, self._gather, whole[:even], self._local_size, rest, opts, self._shards)
+        return self._go(
+            _AllReduceWay(self._across, self._gather, whole[:even], self._local_size, rest, opts, self._shards), tensor
+        )
+
+    def reduce_scatter_base(
+        self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
+    ) -> EngineWork:
+        self._admission.require()
+        if not self._takes(input):
+            return self.flat.reduce_scatter_base(output, input, counts, opts)
+        return self._go(_ReduceScatterWay(self._across, output, input, counts, self._places, opts, self._shards), input)
+
+    def _takes(self, tensor: Tensor) -> bool:
+        return tensor.device.type in self.devices and tensor.numel() * tensor.element_size() >= LEAST_BYTES
+
+    def _go(self, way: _Way, tensor: Tensor) -> EngineWork:
         way.begin(self._scatter)
         if tensor.is_cuda:
             # The wait of a CUDA engine holds up the stream that it is called in: not the program's, but this one.
@@ -111,7 +137,7 @@ class HierarchicalEngine:
                 way.cross()
                 return _Holding(way.gather(), way)
         if self._follower is None:
-            self._follower = _Follower(self._within)
+            self._follower = _Follower(self._places.within)
         return self._follower.follow(way)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -130,6 +156,18 @@ class HierarchicalEngine:
     ) -> EngineWork:
         return self.flat.alltoall_base(output, input, output_counts, input_counts, opts)
 
+    def revoke(self, reason: str, /) -> None:
+        self._admission.revoke(reason)
+        for engine in (self.flat, *self.parts):
+            engine.revoke(reason)
+
+    def quiesce(self, reason: str, /) -> None:
+        self._admission.quiesce(reason)
+        if self._follower is not None:
+            self._follower.settle()
+        for engine in (self.flat, *self.parts):
+            engine.quiesce(reason)
+
     def close(self) -> None:
         """Follow nothing further; the engines themselves belong to who made them."""
         if self._follower is not None:
@@ -137,8 +175,28 @@ class HierarchicalEngine:
             self._follower = None
 
 
-class _Way:
-    """One tensor's three steps."""
+class _Way(Protocol):
+    """One tensor's steps, each of which begins when the one before is over."""
+
+    def begin(self, scatter: HostEngine, /) -> None:
+        """Begin the first step, within the host."""
+        ...
+
+    def cross(self) -> None:
+        """Begin the second step, between hosts; waits for the first, or has the current stream wait for it."""
+        ...
+
+    def gather(self) -> EngineWork:
+        """Wait in the same manner for the second step, and begin the third; the one whose end is the end of all."""
+        ...
+
+    def finish(self) -> None:
+        """All steps are over: memory may be used again."""
+        ...
+
+
+class _AllReduceWay:
+    """Reduce-scatter within the host, all-reduce of the shard between hosts, all-gather within the host."""
 
     def __init__(
         self,
@@ -163,16 +221,15 @@ class _Way:
     def begin(self, scatter: HostEngine) -> None:
         options = dist.ReduceScatterOptions()
         options.reduceOp = self._opts.reduceOp
-        self._scattered = scatter._reduce_scatter_base(self._shard, self._main, options)
+        counts = [self._shard.numel()] * (self._main.numel() // self._shard.numel())
+        self._scattered = scatter.reduce_scatter_base(self._shard, self._main, counts, options)
 
     def cross(self) -> None:
-        """Begin the second step; waits for the first, or has the current stream wait for it."""
         assert self._scattered is not None, "begun before"
         self._scattered.wait()
         self._crossing = self._across.allreduce([self._shard], self._opts)
 
     def gather(self) -> EngineWork:
-        """Begin the third step, whose end is the end of all; waits in the same manner for the second."""
         assert self._crossing is not None, "begun before"
         self._crossing.wait()
         if self._rest is not None:
@@ -180,7 +237,49 @@ class _Way:
         return self._gather._allgather_base(self._main, self._shard)
 
     def finish(self) -> None:
-        """The third step is over: the shard's memory may be used again."""
+        self._shards.give_back(self._shard)
+
+
+class _ReduceScatterWay:
+    """Reduce-scatter within the host of what the ranks of each place there are to get, and then among those."""
+
+    def __init__(
+        self,
+        across: Engine,
+        output: Tensor,
+        input: Tensor,
+        counts: Sequence[int],
+        places: Places,
+        opts: dist.ReduceScatterOptions,
+        shards: _Shards,
+    ) -> None:
+        self._across = across
+        self._output = output
+        self._opts = opts
+        self._shards = shards
+        # By place within a host, the ranks that have it.
+        columns = list(zip(*places.hosts, strict=True))
+        parts = pieces_of(input, counts)
+        self._sent = torch.cat([parts[rank] for column in columns for rank in column])
+        self._counts_within = [sum(counts[rank] for rank in column) for column in columns]
+        self._counts_across = [counts[rank] for rank in places.across]
+        self._shard = shards.take(sum(self._counts_across), input)
+        self._scattered: EngineWork | None = None
+        self._crossing: EngineWork | None = None
+
+    def begin(self, scatter: HostEngine) -> None:
+        self._scattered = scatter.reduce_scatter_base(self._shard, self._sent, self._counts_within, self._opts)
+
+    def cross(self) -> None:
+        assert self._scattered is not None, "begun before"
+        self._scattered.wait()
+        self._crossing = self._across.reduce_scatter_base(self._output, self._shard, self._counts_across, self._opts)
+
+    def gather(self) -> EngineWork:
+        assert self._crossing is not None, "begun before"
+        return self._crossing
+
+    def finish(self) -> None:
         self._shards.give_back(self._shard)
 
 
@@ -258,6 +357,10 @@ class _Follower:
         self._scattered.put((way, done))
         return _Followed(done)
 
+    def settle(self) -> None:
+        """Return when all that was followed by now is over, whether it has failed or not."""
+        self.follow(_NoWay()).wait()
+
     def close(self) -> None:
         """Let the threads end, and with them their hold on engines: at once, unless a rank has gone in midst of it."""
         self._scattered.put(None)
@@ -293,6 +396,22 @@ class _Follower:
 
 
 _Step: TypeAlias = tuple[_Way, "torch.futures.Future[None]"]
+
+
+class _NoWay:
+    """Nothing, that comes after all before it."""
+
+    def begin(self, scatter: HostEngine) -> None:
+        return
+
+    def cross(self) -> None:
+        return
+
+    def gather(self) -> EngineWork:
+        return Done()
+
+    def finish(self) -> None:
+        return
 
 
 class _Followed:
@@ -343,7 +462,7 @@ class HierarchicalEngineFactory:
             scatter, gather = (cast("HostEngine", self._open_of(self._within, undo)) for _ in range(2))
             across = self._open_of(self._across, undo)
             undo.pop_all()
-        return HierarchicalEngine(flat, scatter, across, gather, self._places.within, self._devices)
+        return HierarchicalEngine(flat, scatter, across, gather, self._places, self._devices)
 
     @staticmethod
     def _open_of(engine_factory: EngineFactory, undo: contextlib.ExitStack) -> Engine:

@@ -5,7 +5,7 @@ What a bucket looks like on the wire: `Compression.none`, `.fp16`, `.bf16`.
 
 A wire of 16 bits carries what has been scaled before, in the bucket's own precision: an average of values that fit the
 wire does not overflow it, and each value is rounded once. The sum of wider ones is divided. Compressions of a user's
-own are behind `own`. Parameters and optimizer state keep their dtype; only what travels is smaller.
+own are in `custom`. Parameters and optimizer state keep their dtype; only what travels is smaller.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..values import shown
-from .custom import OwnCompression
+from .custom import CustomCompression
 from .horovod_compressors import BF16Compressor, FP16Compressor, NoneCompressor
 from .horovod_compressors import Compressor as HorovodCompressor
 from .kernels import scale_cast
@@ -107,7 +107,7 @@ class Compression:
 
 
 # How tensors travel, once it is known what the user has passed.
-Travels: TypeAlias = NoCompression | CastCompression | OwnCompression
+Travels: TypeAlias = NoCompression | CastCompression | CustomCompression
 
 
 def check_compression(compression: object) -> Travels:
@@ -124,7 +124,7 @@ def check_compression(compression: object) -> Travels:
     if compression is BF16Compressor:
         return Compression.bf16
     if isinstance(compression, Compressor):
-        return OwnCompression(compression, takes_each=isinstance(compression, (type, HorovodCompressor)))
+        return CustomCompression(compression, takes_each=isinstance(compression, (type, HorovodCompressor)))
     raise TypeError(
         f"compression={shown(compression)} is not a compression: use hvd.Compression.none, hvd.Compression.fp16 "
         "or hvd.Compression.bf16, an object with compress(buffer) and decompress(wire, out), or a class in Horovod's "

@@ -30,7 +30,7 @@ class Packed:
     is_as_it_was: bool = False
 
 
-class OwnCompression:
+class CustomCompression:
     """Calls a compression of a user's own, in either manner."""
 
     def __init__(self, given: Any, *, takes_each: bool) -> None:

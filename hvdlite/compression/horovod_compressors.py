@@ -4,7 +4,7 @@ Compressions in Horovod's manner: a class whose two static methods take one tens
     tensor ── compress ── (wire, context) ── ... ── decompress(wire, context) ── tensor
 
 For programs that were written for Horovod, and that wrote such classes themselves or call these methods. Where a
-compression is wanted these classes will do too: see `compression`, and `own` for those that are not known here.
+compression is wanted these classes will do too: see `casts`, and `custom` for those that are not known here.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """
 How ranks come to do the same at the same time: they ask, rank 0 gives all of them one order, or tells them why not.
 
-    Request ── Controller (ControlClient ── Coordinator ── Negotiation; Executor) ── Execution ── Handle
+    Operation ── Controller (ControlClient ── Coordinator ── Negotiation; Executor) ── Execution ── Handle
 
 Modules import only what stands before them:
 
-    handle < request < controller < mismatch < executor < unchecked < frames < handshake < mailbox < thread_labels
+    handle < operation < controller < mismatch < executor < unchecked < frames < handshake < mailbox < thread_labels
         < pending < stall < joined_steps < callers < call_sites < heartbeat < endings < negotiation < incoming
         < acceptor < coordinator < control_client < connect
 """

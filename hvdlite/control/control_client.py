@@ -1,7 +1,7 @@
 """
 The controller that asks: one rank's end of the connection to rank 0, and the thread that listens to it.
 
-    submit ── ask ──► coordinator ──► go ── the executor: body(turn), in the order of the goes ── handle
+    submit ── ask ──► coordinator ──► go ── the executor: run(turn), in the order of the goes ── handle
                                       no ── the handle's error
 
 What is said over the connection is listed in `coordinator`; the order of the goes is the same on all ranks, which
@@ -30,14 +30,14 @@ from ..errors import CommunicationError, HvdliteError, MismatchError, PeerLostEr
 from ..log import log
 from .call_sites import places_of_threads
 from .callers import Callers
-from .controller import Body, SitOut, StandIn
+from .controller import SitOut, StandIn
 from .coordinator import Coordinator
 from .executor import Agreed, Executor
 from .frames import FrameError
 from .handle import Handle
 from .heartbeat import LOOK_S, Heartbeat, Silence
 from .mailbox import Mailbox
-from .request import Execution, Request
+from .operation import Execution, Kind, Operation, Run, kind_named
 from .stall import JOIN, Blocked, StallRules
 from .thread_labels import ThreadLabels
 
@@ -72,7 +72,7 @@ class Welcome:
 @dataclass(frozen=True, slots=True)
 class _Asked:
     handle: Handle
-    body: Body
+    run: Run
     group: Group
     name: _Name | None = None
     since_ns: int = field(default_factory=time.monotonic_ns)
@@ -144,29 +144,22 @@ class ControlClient:
         self._groups[group.set_id] = group
         self._engine_factory[group.set_id] = group.duplicate()
 
-        def exchange(what: str, digest: str) -> list[str]:
-            owns: list[str] = self.submit(group, Request(what, own=digest), lambda execution: execution.owns).wait()
-            return owns
-
-        group.exchange = exchange
-
     def close_channel(self, group: Group) -> None:
-        group.exchange = None
         del self._groups[group.set_id]
         self._engine_factory.pop(group.set_id).close()
 
     # -- from any thread
 
-    def submit(self, group: Group, request: Request, body: Body) -> Handle:
-        what = request.describe()
+    def submit(self, group: Group, operation: Operation) -> Handle:
+        what = operation.describe()
         handle = Handle(what)
         if group.size == 1:
-            Agreed(handle, body, Execution(group, what, [request.own], 1)).carry_out()
+            Agreed(handle, operation.run, Execution(group, what, [operation.own], 1)).carry_out()
             return handle
-        name = None if request.name is None else (group.set_id, request.kind, request.name)
+        name = None if operation.name is None else (group.set_id, operation.kind.name, operation.name)
         caller = None
-        if request.name is None or not request.has_users_name:
-            caller = self._labels.of_call((group.set_id, request.kind, request.name)).pack()
+        if operation.name is None or not operation.has_users_name:
+            caller = self._labels.of_call((group.set_id, operation.kind.name, operation.name)).pack()
         with self._lock:
             if name in self._names:
                 # Horovod's words.
@@ -177,13 +170,14 @@ class ControlClient:
                 )
             if name is not None:
                 self._names.add(name)
-            self._asked[int(handle)] = _Asked(handle, body, group, name)
+            self._asked[int(handle)] = _Asked(handle, operation.run, group, name)
             handle.while_waiting = partial(self._callers.blocked_in, int(handle))
             self._callers.called()
         members = None if group.set_id == 0 else group.ranks
-        same, own = request.same, request.own
         try:
-            self._say(["ask", int(handle), group.set_id, request.kind, request.name, what, members, same, own, caller])
+            same, own = operation.same, operation.own
+            head = ["ask", int(handle), group.set_id, operation.kind.name, operation.name]
+            self._say([*head, what, members, same, own, caller])
         except ValueError as error:
             self._pop(int(handle)).handle.fail(CommunicationError(f"{what} cannot be asked for: {error}"))
         return handle
@@ -345,9 +339,9 @@ class ControlClient:
             case ["go", ticket, owns, divisor]:
                 asked = self._pop(ticket)
                 execution = Execution(self._engine_factory[asked.group.set_id], asked.handle.what, owns, divisor)
-                self._executor.put(Agreed(asked.handle, asked.body, execution, asked.since_ns))
+                self._executor.put(Agreed(asked.handle, asked.run, execution, asked.since_ns))
             case ["stand_in", set_id, owns, divisor, kind, what, same]:
-                self._stand_in(Execution(self._engine_factory[set_id], what, owns, divisor), kind, same)
+                self._stand_in(Execution(self._engine_factory[set_id], what, owns, divisor), kind_named(kind), same)
             case ["no", ticket, error, words]:
                 self._pop(ticket).handle.fail(_ERRORS[error](words))
             case ["pin", int(), int()] | ["where"]:
@@ -368,15 +362,15 @@ class ControlClient:
             case _:
                 raise FrameError(f"{str(message)[:200]} is no word of rank 0's")
 
-    def _stand_in(self, execution: Execution, kind: str, same: Mapping[str, Any]) -> None:
+    def _stand_in(self, execution: Execution, kind: Kind, same: Mapping[str, Any]) -> None:
         assert self._joining is not None, "only who has joined is told of what it has not asked for"
         stand_in = self._joining.stand_in
 
-        def body(execution: Execution) -> Any:
+        def run(execution: Execution) -> Any:
             # Made only here: if that is an error, it is the operation's.
             return stand_in(kind, same)(execution)
 
-        self._executor.put(Agreed(Handle(execution.what), body, execution))
+        self._executor.put(Agreed(Handle(execution.what), run, execution))
 
     def _pop(self, ticket: int) -> _Asked:
         with self._lock:

@@ -1,7 +1,7 @@
 """
 Who sees to it that all ranks carry out the same operations in the same order.
 
-    submit(group, request, body) ── Handle ── ... all ranks of the group have asked for the same ... ── body(turn)
+    submit(group, operation) ── Handle ── ... all ranks of the group have asked for the same ... ── run(execution)
 
 The seam. Behind it: `unchecked`, which trusts the program, and `control_client`, which asks.
 """
@@ -14,12 +14,10 @@ from typing import Any, Protocol
 from ..comm.group import Group
 from ..comm.reducer_registry import SitsOut
 from .handle import Handle
-from .request import Execution, Request
-
-Body = Callable[[Execution], Any]
+from .operation import Kind, Operation, Run
 
 # For a rank that has joined: what it does in an operation of this kind, with what is the same on all ranks.
-StandIn = Callable[[str, Mapping[str, Any]], Body]
+StandIn = Callable[[Kind, Mapping[str, Any]], Run]
 
 # For a rank that has joined: begins to sit out the steps of an optimizer, and returns. The handle is the join's.
 SitOut = Callable[[SitsOut, Handle], None]
@@ -36,11 +34,10 @@ class Controller(Protocol):
         """No more operations among these ranks; every one of them must call it."""
         ...
 
-    def submit(self, group: Group, request: Request, body: Body) -> Handle:
-        """Ask for an operation among the ranks of ``group``; ``body`` is called when all of them have.
+    def submit(self, group: Group, operation: Operation) -> Handle:
+        """Ask for an operation among the ranks of ``group``; it runs when all of them have.
 
-        The body may use any collective of ``turn.group``, and nothing else that waits. What it returns is what the
-        handle's `wait` returns, and what it raises is raised there.
+        What ``operation.run`` returns is what the handle's `wait` returns, and what it raises is raised there.
         """
         ...
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from ..comm.recorder import OPERATIONS
-from .controller import Body
 from .handle import Handle
-from .request import Execution
+from .operation import Execution, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class Agreed:
     """An operation that is to be carried out now."""
 
     handle: Handle
-    body: Body
+    run: Run
     execution: Execution
     since_ns: int = field(default_factory=time.monotonic_ns)
 
@@ -38,7 +37,7 @@ class Agreed:
             recorder.note_waiting(execution.what, self.since_ns, time.monotonic_ns())
         try:
             with recorder.span(OPERATIONS, execution.what):
-                result = self.body(execution)
+                result = self.run(execution)
             # Only now: whoever waits may end the timeline next.
             self.handle.succeed(result)
         except BaseException as error:  # noqa: BLE001 - it is raised by whoever waits for the handle

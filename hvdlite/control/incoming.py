@@ -11,6 +11,7 @@ from typing import Any
 
 from .call_sites import LONGEST
 from .negotiation import Negotiation
+from .operation import kind_named
 from .pending import Ask
 from .stall import Blocked
 from .thread_labels import Caller
@@ -43,7 +44,9 @@ def handle_message(
                 raise MessageError(f"it asks for number {ticket} twice")
             members = _members(message[6], rank, set_id, everybody)
             negotiation.ask(
-                rank, Ask(ticket, set_id, kind, message[4], what, members, same, own, _caller(caller)), now_s
+                rank,
+                Ask(ticket, set_id, kind_named(kind), message[4], what, members, same, own, _caller(caller)),
+                now_s,
             )
         case ["wait", int(ticket), dict(begun)]:
             negotiation.wait(rank, ticket, _begun(begun))

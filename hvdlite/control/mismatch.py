@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .operation import ALLREDUCE, REDUCESCATTER, Kind
+
 Hosts = Sequence[str] | Mapping[int, str]
 """The host of each rank, by its global number."""
-
-# What all ranks are to start equal by: those functions have words of their own, Horovod has none for them.
-_STARTING = ("broadcast_parameters", "broadcast_optimizer_state", "broadcast_object")
 
 
 # Why ranks come to call different things, most of the time.
@@ -32,7 +31,7 @@ def first_difference(values: Sequence[Mapping[str, Any]]) -> str | None:
     return next((key for key in keys if len({repr(same.get(key)) for same in values}) > 1), None)
 
 
-def words_of_difference(kind: str, what: str, asked: Mapping[int, Mapping[str, Any]], hosts: Hosts) -> str:
+def words_of_difference(kind: Kind, what: str, asked: Mapping[int, Mapping[str, Any]], hosts: Hosts) -> str:
     """What is wrong with an operation that ranks have asked for with different values."""
     key = first_difference(list(asked.values()))
     assert key is not None, "called only where they differ"
@@ -40,12 +39,13 @@ def words_of_difference(kind: str, what: str, asked: Mapping[int, Mapping[str, A
         return _words_of_tensors(what, {rank: same[key] for rank, same in sorted(asked.items())}, hosts)
     values = {rank: _words(same.get(key)) for rank, same in sorted(asked.items())}
     one, another = list(dict.fromkeys(values.values()))[:2]
-    if kind in _STARTING:
+    if kind.is_compared:
+        # Those by which all ranks start equal; Horovod has no words for them.
         places = {value: next(rank for rank in values if values[rank] == value) for value in (one, another)}
         where = " and ".join(f"{value} on {name_ranks([rank], hosts)}" for value, rank in places.items())
         return f"{what}: {key} is {where}: every rank must pass the same"
-    operation = kind.upper()
-    counts = {rank: len(same[key]) for rank, same in asked.items() if kind.startswith("grouped_") and key in same}
+    operation = kind.name.upper()
+    counts = {rank: len(same[key]) for rank, same in asked.items() if kind.is_grouped and key in same}
     if len(set(counts.values())) > 1:
         numbers = {rank: f"{count} tensors" for rank, count in sorted(counts.items())}
         return f"Mismatched numbers of tensors in {operation}. ({what}: {_by_value(numbers, hosts)})"
@@ -62,18 +62,16 @@ def words_of_difference(kind: str, what: str, asked: Mapping[int, Mapping[str, A
             f"Mismatched prescale and/or postscale factors: One rank had {key}={one}, but another rank {another}.",
         ),
     }.get(key, f"Mismatched {key.replace('_', ' ')}: One rank had {one}, but another rank had {another}.")
-    if kind == "add_process_set":
-        first = "Attempted to register process set with mismatching values on different ranks: " + first
     cause = _cause(kind, what, key)
-    return f"{first} ({what}: {_by_value(values, hosts)}){cause and f' {cause}'}"
+    return f"{kind.error_prefix}{first} ({what}: {_by_value(values, hosts)}){cause and f' {cause}'}"
 
 
-def _cause(kind: str, what: str, key: str) -> str:
+def _cause(kind: Kind, what: str, key: str) -> str:
     """The commonest cause of such a difference, or nothing where none is."""
-    if what == kind and key in ("dtype", "shape", "op", "root_rank"):
+    if what == kind.name and key in ("dtype", "shape", "op", "root_rank"):
         # Without a user's name calls pair up in their order: one of them may be another rank's next.
         return CAUSES
-    return _SMALLER_BATCH if key == "shape" and kind.removeprefix("grouped_") in ("allreduce", "reducescatter") else ""
+    return _SMALLER_BATCH if key == "shape" and kind.single in (ALLREDUCE, REDUCESCATTER) else ""
 
 
 def words_of_callers(what: str, names: Mapping[int, str], hosts: Hosts) -> str:

@@ -34,10 +34,6 @@ from .stall import Blocked, Scene, StallRules, StallWatch
 # seem to wait for each other and the error, so that what is on its way arrives.
 SETTLING_S = 1.0
 
-# The operations that a rank which has called join() takes part in, with nothing to give.
-_WITH_JOIN = frozenset({"allreduce", "grouped_allreduce"})
-_NOT_WITH_JOIN = frozenset({"allgather", "broadcast", "alltoall", "reducescatter"})
-
 
 class Negotiation:
     """All operations that some ranks have asked for and others not yet."""
@@ -234,9 +230,9 @@ class Negotiation:
         # With every ask of every rank: what looks at all members is done only where there is something to be found.
         gone = next((rank for rank in first.members if rank in self._ended), None) if self._ended else None
         if gone is not None:
-            self._refuse(pending, *self._words_of_end(gone, first.kind, first.what))
+            self._refuse(pending, *self._words_of_end(gone, first.kind.name, first.what))
             return
-        if self._joined and first.kind not in _WITH_JOIN and any(rank in self._joined for rank in first.members):
+        if self._joined and not first.kind.allows_joined and any(rank in self._joined for rank in first.members):
             self._refuse(pending, "CommunicationError", self._words_of_join(first))
             return
         # The first question is the usual answer, and costs nothing.
@@ -279,7 +275,7 @@ class Negotiation:
                 self.outbox.append((rank, ["go", pending.asks[rank].ticket, owns, divisor]))
             else:
                 # Who has joined has not asked, and is told what it is.
-                told = ["stand_in", first.set_id, owns, divisor, first.kind, first.what, first.same]
+                told = ["stand_in", first.set_id, owns, divisor, first.kind.name, first.what, first.same]
                 self.outbox.append((rank, told))
         self._forget(pending)
 
@@ -326,9 +322,7 @@ class Negotiation:
         )
 
     def _words_of_join(self, first: Ask) -> str:
-        kind = first.kind.removeprefix("grouped_")
-        # Horovod's words, for those that it has.
-        operation = kind.capitalize() if kind in _NOT_WITH_JOIN else kind
+        operation = first.kind.single.in_join_errors or first.kind.single.name
         ranks = [rank for rank in self._joined if rank in first.members]
         return (
             f"{operation} is not supported with Join at this time. ({first.what}, while "
@@ -358,7 +352,7 @@ class Negotiation:
         if now_s - self._stuck_since_s[1] < SETTLING_S:
             return
         asks = {rank: [self._pending[id_].first for id_ in sorted(self._waiting.get(rank, ()))] for rank in stuck}
-        waits = {rank: [Wait(ask.kind, ask.what, ask.of_set) for ask in asks[rank]] for rank in stuck}
+        waits = {rank: [Wait(ask.kind.name, ask.what, ask.of_set) for ask in asks[rank]] for rank in stuck}
         waits |= {rank: [Wait(elsewhere[rank][0].what, elsewhere[rank][0].what)] for rank in stuck if not waits[rank]}
         words = self._words_of_pairing(stuck) or words_of_deadlock(waits, self._hosts)
         refused = sorted({id_ for rank in stuck for id_ in self._waiting.get(rank, ())})

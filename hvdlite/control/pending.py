@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from .operation import Kind
 from .thread_labels import Caller
 
 Id = int
@@ -16,7 +17,7 @@ Id = int
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What one rank has said of an operation; `kind`, `name`, `same` and `own` as in `Request`.
+    """What one rank has said of an operation; `kind`, `name`, `same` and `own` as in `Operation`.
 
     ``ticket`` is the rank's own number for it, by which it is answered. ``caller`` is the thread, where no name of the
     user's says what is meant.
@@ -24,7 +25,7 @@ class Ask:
 
     ticket: int
     set_id: int
-    kind: str
+    kind: Kind
     name: str | None
     what: str
     members: tuple[int, ...]
@@ -35,7 +36,7 @@ class Ask:
     @property
     def pairs_with(self) -> tuple[int, str, str | None]:
         """What it has in common with those of other ranks that mean the same operation."""
-        return self.set_id, self.kind, self.name
+        return self.set_id, self.kind.name, self.name
 
     @property
     def of_set(self) -> str:

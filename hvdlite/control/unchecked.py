@@ -16,10 +16,10 @@ from ..comm.group import Group
 from ..comm.recorder import OPERATIONS
 from ..comm.reducer_registry import OneThread
 from ..errors import MismatchError
-from .controller import Body, SitOut, StandIn
+from .controller import SitOut, StandIn
 from .handle import Handle
 from .mismatch import words_of_difference
-from .request import Execution, Request
+from .operation import Execution, Operation
 
 
 class Listener(Protocol):
@@ -43,20 +43,20 @@ class UncheckedController:
     def close_channel(self, group: Group) -> None:
         return
 
-    def submit(self, group: Group, request: Request, body: Body) -> Handle:
-        what = request.describe()
+    def submit(self, group: Group, operation: Operation) -> Handle:
+        what = operation.describe()
         handle = Handle(what)
         one_thread = self._one_thread.setdefault(group.set_id, OneThread(self._size))
         with one_thread.only(f"{what} with HVDLITE_CHECK=0"):
             try:
-                if request.is_compared:
-                    _compare(group, request)
-                if request.own is None or group.size == 1:
-                    owns = [request.own] * group.size
+                if operation.kind.is_compared:
+                    _compare(group, operation)
+                if operation.own is None or group.size == 1:
+                    owns = [operation.own] * group.size
                 else:
-                    owns = group.all_gather_json(request.own, what)
+                    owns = group.all_gather_json(operation.own, what)
                 with group.recorder.span(OPERATIONS, what):
-                    result = body(Execution(group, what, owns, group.size))
+                    result = operation.run(Execution(group, what, owns, group.size))
                 handle.succeed(result)
             except Exception as error:  # noqa: BLE001 - it is raised by whoever waits for the handle
                 handle.fail(error)
@@ -76,10 +76,10 @@ class UncheckedController:
             self._listener.close()
 
 
-def _compare(group: Group, request: Request) -> None:
-    what = request.describe()
-    values = group.agree(request.same, what)
+def _compare(group: Group, operation: Operation) -> None:
+    what = operation.describe()
+    values = group.agree(operation.same, what)
     if values is not None:
         hosts = dict(zip(group.ranks, group.hosts, strict=True))
         asked = dict(zip(group.ranks, values, strict=True))
-        raise MismatchError(words_of_difference(request.kind, what, asked, hosts))
+        raise MismatchError(words_of_difference(operation.kind, what, asked, hosts))

@@ -1,10 +1,10 @@
 """
 The collectives as users call them, and what they are made of.
 
-    operations, asynchronous ── submission ── combining (with reduction, adasum) or moving ── comm.group
+    operations ── allreduce, gather_scatter, broadcast (each a base.Collective) ── the controller ── comm.group
 
 Modules import only what stands before them:
 
-    travel < fusion < adasum < reduction < outcome < load < submission < combining < join < moving < asynchronous
-        < autograd < operations < replicate < moments < batch_norm
+    sendable < adasum < reduction < failures < packing < base < gather_scatter < allreduce < broadcast < operations
+        < join < batch_norm
 """

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 
 from ..comm.reducer_registry import SitsOut
+from ..control.controller import StandIn
 from ..control.handle import Handle
-from ..control.request import Execution
+from ..control.operation import Execution, Kind, Run
 from ..runtime.world import current_world
 from ..values import shown, whole_number
-from .combining import stand_in
+from .allreduce import stand_in
 
 _OF_ALL, _OF_ACTIVE = "all", "active"
 
@@ -45,7 +46,7 @@ def join(device: int = -1, average: str = _OF_ALL) -> int:
     world = current_world()
     sitting = _Sitting(average_of_active=average == _OF_ACTIVE)
     handle = world.controller.join(
-        average_of_active=sitting.average_of_active, stand_in=_StandIn(device), sit_out=sitting.begin
+        average_of_active=sitting.average_of_active, stand_in=_stand_in_on(device), sit_out=sitting.begin
     )
     try:
         last_rank: int = handle.wait()
@@ -103,16 +104,16 @@ class _Sitting:
             member.unpin()
 
 
-class _StandIn:
-    """`combining.stand_in` on this rank's own GPU: the controller's thread has another current one."""
+def _stand_in_on(device: int) -> StandIn:
+    """`allreduce.stand_in` on a GPU, -1 being the current one here: the controller's thread has another current one."""
+    if device < 0 and torch.cuda.is_available():
+        device = torch.cuda.current_device()
 
-    def __init__(self, device: int) -> None:
-        is_current = device < 0 and torch.cuda.is_available()
-        self._device = torch.cuda.current_device() if is_current else device
-
-    def __call__(self, kind: str, same: Mapping[str, Any]) -> Any:
-        def body(execution: Execution) -> None:
-            with torch.cuda.device(self._device):
+    def on_device(kind: Kind, same: Mapping[str, Any]) -> Run:
+        def run(execution: Execution) -> None:
+            with torch.cuda.device(device):
                 stand_in(kind, same)(execution)
 
-        return body
+        return run
+
+    return on_device

@@ -1,20 +1,25 @@
 """
-Collectives on tensors, as users call them: these wait for their result, and gradients flow through them.
+Collectives on tensors, as users call them, in up to four forms, all of one `base.Collective`.
 
-    operation(tensor) ── the same on every rank of the process set ── result, on the tensor's device
+    operation(tensor)         waits for its result, on the tensor's device; gradients flow through it
+    operation_(tensor)        waits, and overwrites the tensor
+    operation_async(tensor)   returns a Handle ── poll(handle) ── synchronize(handle) ── what operation(tensor) returns
+    operation_async_(tensor)  ... and overwrites the tensor
 
 For values of the user's own; gradients of a `DistributedOptimizer` take the way of `optim`. What holds for all:
 
+- What is asynchronous is asked for now, carried out when all ranks have asked, and reads its tensors later: they must
+  not be changed before it is over. The results of a group are a tuple then.
 - Every rank of ``process_set``, which may be all, must call the function; those that have called the
   same, with the same ``name``, pair up. ``name`` is what messages call it; without one, they pair up in the order of
   their calls.
 - Tensors may have any number of dimensions, also none and of no length, any layout in memory, and dtypes from uint8,
   int8 to int64, bool, float16, bfloat16, float32, float64 to complex64 and complex128; the functions that do no
-  arithmetic take all others that PyTorch can copy. What cannot travel (see `travel`) is a TypeError or a ValueError
+  arithmetic take all others that PyTorch can copy. What cannot travel (see `sendable`) is a TypeError or a ValueError
   before anything is asked of the other ranks. Arguments are left alone but by the functions whose names end in ``_``,
   which overwrite them.
 - Results are contiguous, and the same bits on every rank that gets the same.
-- The gradient of each is Horovod's (see `autograd`); it does not flow through those that end in ``_``, nor through the
+- The gradient of each is Horovod's (see `base`); it does not flow through those that end in ``_``, nor through the
   asynchronous ones.
 """
 
@@ -23,21 +28,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..comm.reduce_op import Average, ReduceOp
+from ..comm.reduce_op import Average, ReduceOp, Sum
 from ..compression.casts import AnyCompression, Compression
 from ..control.handle import Handle
+from ..control.operation import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BARRIER,
+    BROADCAST,
+    GROUPED_ALLGATHER,
+    GROUPED_ALLREDUCE,
+    GROUPED_REDUCESCATTER,
+    REDUCESCATTER,
+    SPARSE_ALLREDUCE,
+    Kind,
+    Operation,
+)
 from ..errors import WrongTypeError
 from ..runtime.process_set import ProcessSet
-from ..runtime.process_set_functions import global_process_set, group_of
+from ..runtime.process_set_functions import global_process_set
 from ..values import shown
-from . import autograd
-from .combining import start_allreduce
-from .moving import check_splits, start_barrier, start_broadcast
+from .allreduce import Allreduce, SparseAllreduce
+from .base import check_tensors, submit, title
+from .broadcast import Broadcast
+from .gather_scatter import Allgather, Alltoall, Reducescatter, check_splits
 from .reduction import make_reduction
-from .submission import check_tensors, title
-from .travel import check_travels
+from .sendable import layout_of
 
 
 def allreduce(
@@ -60,10 +80,8 @@ def allreduce(
 
     The gradient is the same operation on the gradients of all ranks' results: ``op``, factors and ``compression``.
     """
-    what = title("allreduce", name)
-    tensor = check_travels(tensor, what)
-    reduction = make_reduction(what, average, op, prescale_factor, postscale_factor, compression)
-    return autograd.allreduce("allreduce", [tensor], reduction, name, process_set)[0]
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce(ALLREDUCE, tensor, *arguments, compression).differentiable()[0]
 
 
 def allreduce_(
@@ -76,11 +94,36 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """`allreduce`, into the tensor itself."""
-    what = title("allreduce", name)
-    check_travels(tensor, what)
-    reduction = make_reduction(what, average, op, prescale_factor, postscale_factor)
-    start_allreduce("allreduce", [tensor], reduction, name, process_set, in_place=True).wait()
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    _allreduce(ALLREDUCE, tensor, *arguments, in_place=True).start().wait()
     return tensor
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """`allreduce` in the background."""
+    return _allreduce(ALLREDUCE, tensor, average, name, op, prescale_factor, postscale_factor, process_set).start()
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """`allreduce_` in the background."""
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce(ALLREDUCE, tensor, *arguments, in_place=True).start()
 
 
 def grouped_allreduce(
@@ -94,10 +137,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
     """`allreduce` of several tensors as one operation; a list of results. Dtypes and devices may be mixed."""
-    what = title("grouped_allreduce", name)
-    members = check_tensors(tensors, what)
-    reduction = make_reduction(what, average, op, prescale_factor, postscale_factor, compression)
-    return list(autograd.allreduce("grouped_allreduce", members, reduction, name, process_set))
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    return list(_allreduce(GROUPED_ALLREDUCE, tensors, *arguments, compression).differentiable())
 
 
 def grouped_allreduce_(
@@ -110,11 +151,77 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
     """`grouped_allreduce`, into the tensors themselves; these, as a tuple."""
-    what = title("grouped_allreduce", name)
-    check_tensors(tensors, what)
-    reduction = make_reduction(what, average, op, prescale_factor, postscale_factor)
-    start_allreduce("grouped_allreduce", tensors, reduction, name, process_set, in_place=True).wait()
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    _allreduce(GROUPED_ALLREDUCE, tensors, *arguments, in_place=True).start().wait()
     return tuple(tensors)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """`grouped_allreduce` in the background."""
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce(GROUPED_ALLREDUCE, tensors, *arguments).start()
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """`grouped_allreduce_` in the background."""
+    arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
+    return _allreduce(GROUPED_ALLREDUCE, tensors, *arguments, in_place=True).start()
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str, op: ReduceOp, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """The sum or the average of sparse COO tensors: all ranks' indices and values, joined and not coalesced.
+
+    Ranks may have different numbers of values. The handle may be called, as Horovod's result, or synchronized.
+    """
+    what = title(SPARSE_ALLREDUCE, name)
+    layout = layout_of(tensor)
+    if layout is not torch.sparse_coo:
+        kind = layout or type(tensor).__name__
+        raise TypeError(f"{what}: {kind} is not a sparse COO tensor: pass tensor.to_sparse(), or use hvd.allreduce")
+    reduction = make_reduction(what, None, op, 1.0, 1.0)
+    if reduction.op not in (Average, Sum):
+        raise ValueError(f"{what}: op=hvd.{reduction.op.name} is not for sparse tensors: use hvd.Average or hvd.Sum")
+    return SparseAllreduce(tensor, reduction, name, process_set).start()
+
+
+def _allreduce(
+    kind: Kind,
+    tensors: Tensor | Sequence[Tensor],
+    average: bool | None,
+    name: str | None,
+    op: ReduceOp | None,
+    prescale_factor: float,
+    postscale_factor: float,
+    process_set: ProcessSet,
+    compression: AnyCompression = Compression.none,
+    *,
+    in_place: bool = False,
+) -> Allreduce:
+    what = title(kind, name)
+    members = check_tensors(kind, tensors, what)
+    if in_place:
+        # The results are the given ones, subclasses included.
+        members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    reduction = make_reduction(what, average, op, prescale_factor, postscale_factor, compression)
+    return Allreduce(kind, members, reduction, name, process_set, in_place=in_place)
 
 
 def reducescatter(
@@ -132,10 +239,10 @@ def reducescatter(
     Other arguments are as for `allreduce`. The gradient is what all ranks have for their rows, joined, times both
     factors, and times the number of ranks for a sum.
     """
-    what = title("reducescatter", name)
-    tensor = check_travels(tensor, what)
-    reduction = make_reduction(what, None, op, prescale_factor, postscale_factor, compression)
-    return autograd.reducescatter("reducescatter", [tensor], reduction, name, process_set)[0]
+    collective = _reducescatter(
+        REDUCESCATTER, tensor, name, op, process_set, prescale_factor, postscale_factor, compression
+    )
+    return collective.differentiable()[0]
 
 
 def grouped_reducescatter(
@@ -148,10 +255,50 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
     """`reducescatter` of several tensors as one operation; a list of results."""
-    what = title("grouped_reducescatter", name)
-    members = check_tensors(tensors, what)
+    arguments = (name, op, process_set, prescale_factor, postscale_factor, compression)
+    return list(_reducescatter(GROUPED_REDUCESCATTER, tensors, *arguments).differentiable())
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """`reducescatter` in the background."""
+    return _reducescatter(REDUCESCATTER, tensor, name, op, process_set, prescale_factor, postscale_factor).start()
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Handle:
+    """`grouped_reducescatter` in the background."""
+    return _reducescatter(
+        GROUPED_REDUCESCATTER, tensors, name, op, process_set, prescale_factor, postscale_factor
+    ).start()
+
+
+def _reducescatter(
+    kind: Kind,
+    tensors: Tensor | Sequence[Tensor],
+    name: str | None,
+    op: ReduceOp,
+    process_set: ProcessSet,
+    prescale_factor: float,
+    postscale_factor: float,
+    compression: AnyCompression = Compression.none,
+) -> Reducescatter:
+    what = title(kind, name)
+    members = check_tensors(kind, tensors, what)
     reduction = make_reduction(what, None, op, prescale_factor, postscale_factor, compression)
-    return list(autograd.reducescatter("grouped_reducescatter", members, reduction, name, process_set))
+    return Reducescatter(kind, members, reduction, name, process_set)
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
@@ -160,16 +307,30 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
     The first dimension may differ between ranks, the others and the dtype may not. A scalar counts as a
     tensor of one element. The gradient of a rank's rows is the average of what all ranks have for them.
     """
-    tensor = check_travels(tensor, title("allgather", name))
-    return autograd.allgather("allgather", [tensor], name, process_set)[0]
+    return _allgather(ALLGATHER, tensor, name, process_set).differentiable()[0]
 
 
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
     """`allgather` of several tensors as one operation; a tuple of results."""
-    members = check_tensors(tensors, title("grouped_allgather", name))
-    return tuple(autograd.allgather("grouped_allgather", members, name, process_set))
+    return _allgather(GROUPED_ALLGATHER, tensors, name, process_set).differentiable()
+
+
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
+    """`allgather` in the background."""
+    return _allgather(ALLGATHER, tensor, name, process_set).start()
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """`grouped_allgather` in the background."""
+    return _allgather(GROUPED_ALLGATHER, tensors, name, process_set).start()
+
+
+def _allgather(kind: Kind, tensors: Tensor | Sequence[Tensor], name: str | None, process_set: ProcessSet) -> Allgather:
+    return Allgather(kind, check_tensors(kind, tensors, title(kind, name)), name, process_set)
 
 
 def broadcast(
@@ -180,17 +341,36 @@ def broadcast(
     ``root_rank`` is the root's rank among all, in a process set too. The gradient is the average of all ranks' on the
     root, and zeros elsewhere.
     """
-    tensor = check_travels(tensor, title("broadcast", name))
-    return autograd.broadcast(tensor, root_rank, name, process_set)
+    return _broadcast(tensor, root_rank, name, process_set).differentiable()[0]
 
 
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """`broadcast`, into the tensor itself."""
-    check_travels(tensor, title("broadcast", name))
-    start_broadcast(tensor, root_rank, name, process_set, in_place=True).wait()
+    broadcast_async_(tensor, root_rank, name, process_set).wait()
     return tensor
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """`broadcast` in the background."""
+    return _broadcast(tensor, root_rank, name, process_set).start()
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """`broadcast_` in the background."""
+    return _broadcast(tensor, root_rank, name, process_set, in_place=True).start()
+
+
+def _broadcast(
+    tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
+) -> Broadcast:
+    (member,) = check_tensors(BROADCAST, tensor, title(BROADCAST, name))
+    return Broadcast(tensor if in_place else member, root_rank, name, process_set, in_place=in_place)
 
 
 def alltoall(
@@ -205,14 +385,34 @@ def alltoall(
     go nowhere. With splits the result is a pair: the tensor, and how many rows came from each rank, as an int32 tensor.
     Without them all ranks get as many. The gradient is what comes back of the rows, sent back.
     """
-    tensor = check_travels(tensor, title("alltoall", name))
-    counts = check_splits(tensor, splits, group_of(process_set, title("alltoall", name)).size, name)
-    return autograd.alltoall(tensor, counts, splits, name, process_set)
+    output, received = _alltoall(tensor, splits, name, process_set).differentiable()
+    return output if splits is None else (output, received)
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """`alltoall` in the background; the result is a pair without ``splits`` too, as in Horovod."""
+    return _alltoall(tensor, splits, name, process_set).start()
+
+
+def _alltoall(
+    tensor: Tensor, splits: Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
+) -> Alltoall:
+    what = title(ALLTOALL, name)
+    (member,) = check_tensors(ALLTOALL, tensor, what)
+    counts = check_splits(member, splits, process_set, what)
+    answer_on = splits.device if isinstance(splits, Tensor) else "cpu"
+    return Alltoall(member, counts, name, process_set, answer_on)
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank has called it."""
-    start_barrier(process_set).wait()
+    # Something of its own to tell, so that even a controller that does not ask makes the ranks meet.
+    submit(Operation(BARRIER, lambda execution: None, own=0), process_set, []).wait()
 
 
 def poll(handle: Handle) -> bool:

@@ -12,6 +12,7 @@ minimum "all", and so is an average. Which ranks, and when, is the caller's to s
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import as_bytes
 from ..comm.group import Group
 from ..comm.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from ..comm.work import Work
 from ..compression.casts import AnyCompression, Compression, Travels, check_compression, is_narrow, wire_dtype
-from ..compression.custom import OwnCompression
+from ..compression.custom import CustomCompression
 from ..compression.kernels import divide
 from ..errors import UnsupportedError, WrongTypeError
+from ..log import log
 from ..values import real_number, shown, whole_number
 from .adasum import adasum_all_reduce
 
@@ -38,6 +39,8 @@ DTYPES = frozenset((*WHOLE, *_FRACTIONS))
 COMPRESSIONS: dict[str, Travels] = {
     repr(known): known for known in (Compression.none, Compression.fp16, Compression.bf16)
 }
+
+_warned_of_integers = threading.Event()
 
 _OP_OF_BOOLEANS = {Sum: Max, Max: Max, Min: Min, Product: Min}
 
@@ -68,6 +71,20 @@ class Reduction:
         self.check_dtype(wire, of)
         if self.op is Adasum and _reals(wire) != _reals(tensor):
             raise ValueError(f"{of}: op=hvd.Adasum needs a compression that keeps the number of elements")
+
+    def warn_of_averaged_integers(self, sources: Sequence[Tensor], divisor: int, group: Group, what: str) -> None:
+        """Warn once, on the first rank: Horovod truncates without a word, and the accuracy of all ranks becomes 0."""
+        if self.op is not Average or divisor == 1 or group.rank != 0 or _warned_of_integers.is_set():
+            return
+        whole = next((source.dtype for source in sources if source.dtype in WHOLE and source.dtype != torch.bool), None)
+        if whole is not None:
+            _warned_of_integers.set()
+            log.warning(
+                "%s averages integers (%s), and truncates the averages, as Horovod does: of 3 and 4 that is 3. Average "
+                "tensor.float() instead, or add up with op=hvd.Sum. This is said once",
+                what,
+                whole,
+            )
 
     def all_reduce(self, group: Group, flat: Tensor, segments: Sequence[int], divisor: int, what: str) -> None:
         """Replace a flat contiguous tensor, in place, by what comes of all ranks'.
@@ -102,19 +119,20 @@ class Reduction:
     def reduce_scatter(self, group: Group, parts: Sequence[Tensor], divisor: int, what: str) -> Tensor:
         """What comes of all ranks' tensors for this rank, as a sum or an average; the parts are overwritten.
 
-        ``parts`` are flat and contiguous, one for each rank, the same numbers of elements on all ranks. Each rank
-        adds up its own in rank order, in float32 where they are narrower.
+        ``parts`` are flat and contiguous, one for each rank, the same numbers of elements on all ranks.
         """
         values = [self._as_real(part) for part in parts]
         for value in values:
             scale(value, self._factor_before(value, divisor))
         wires = [self._compress(value) for value in values]
         mine = wires[group.rank]
-        sent = torch.cat([as_bytes(wire) for wire in wires])
-        received = group.all_to_all(sent, [wire.nbytes for wire in wires], [mine.nbytes] * group.size, what)
-        total = received[0].view(mine.dtype).to(_wide(mine.dtype))
-        for part in received[1:]:
-            total += part.view(mine.dtype)
+        sent, op = torch.cat(wires), Sum
+        if mine.dtype is torch.bool and self.op is Sum:
+            sent, op = sent.view(torch.uint8), Max
+        elif mine.dtype is torch.int16 or (self.op is Average and not _is_inexact(mine)):
+            sent = sent.to(_wide(mine.dtype))
+        total = sent.new_empty(mine.numel())
+        group.reduce_scatter(total, sent, [wire.numel() for wire in wires], what, op).wait()
         if self.op is Average and not _is_inexact(mine):
             average(total, divisor)
         mine.copy_(total)
@@ -135,7 +153,7 @@ class Reduction:
 
     def own(self) -> str | None:
         """What a rank tells besides: the name of a compression that only those who use it know."""
-        return repr(self.compression) if isinstance(self.compression, OwnCompression) else None
+        return repr(self.compression) if isinstance(self.compression, CustomCompression) else None
 
     def neutral(self, dtype: torch.dtype) -> float | int | bool:
         """The number that changes nothing where a rank has none to give; not to be scaled."""
@@ -164,11 +182,11 @@ class Reduction:
         return self.op is Average and _is_inexact(wire) and not is_narrow(wire.dtype)
 
     def _compress(self, values: Tensor) -> Tensor:
-        assert not isinstance(self.compression, OwnCompression), "it is for `load` to call those"
+        assert not isinstance(self.compression, CustomCompression), "`packing` calls those"
         return self.compression.compress(values) if values.is_floating_point() else values
 
     def _decompress(self, wire: Tensor, values: Tensor) -> None:
-        if values.is_floating_point() and not isinstance(self.compression, OwnCompression):
+        if values.is_floating_point() and not isinstance(self.compression, CustomCompression):
             self.compression.decompress(wire, values)
 
     def _begin_combining(
@@ -232,7 +250,7 @@ def make_reduction(
         warnings.warn(
             "Parameter `average` has been replaced with `op` and will be removed in v1.0",
             DeprecationWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
         if real_number(average) not in (0.0, 1.0):
             raise ValueError(f"{what}: average={shown(average)} is neither True nor False: use op=hvd.Average instead")
@@ -293,9 +311,5 @@ def _is_inexact(values: Tensor) -> bool:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Where many of these can be added up."""
-    if dtype.is_floating_point:
-        return dtype if dtype.itemsize > 2 else torch.float32
-    if dtype.is_complex:
-        return dtype
+    """Where many of these integers, or booleans, can be added up."""
     return torch.int32 if dtype.itemsize <= 2 else torch.int64

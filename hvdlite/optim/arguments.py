@@ -21,7 +21,7 @@ from ..environment import Environment
 from ..errors import WrongTypeError
 from ..log import log
 from ..ops.reduction import DTYPES
-from ..ops.travel import check_travels, check_writable
+from ..ops.sendable import check_sendable, check_writable
 from ..values import MOST, real_number, shown, whole_number
 from .exchange import Exchange
 
@@ -186,7 +186,7 @@ def check_trained(named: Named) -> Named:
         # Whole numbers, as frozen and quantized layers have them, never have one.
         if not nn.parameter.is_lazy(param) and not (param.is_floating_point() or param.is_complex()):
             continue
-        check_travels(param, what, f"parameter {name!r}")
+        check_sendable(param, what, f"parameter {name!r}")
         check_writable(param, what, f"parameter {name!r}")
         if param.dtype not in DTYPES:
             raise ValueError(

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..comm import deferred_close
 from ..comm.group import Group
 from ..errors import GradientError, MismatchError
+from ..ops.base import compare
 from .parameter_check import ParameterCheck
 from .plan import Description, can_have_gradient, first_difference
 from .step_trace import StepTrace
@@ -196,7 +197,7 @@ def too_many_passes(name: str, backward_passes_per_step: int) -> GradientError:
 
 def require_same_model(group: Group, description: Description) -> None:
     """A MismatchError on every rank, which names the first parameter, if one has others; waits for all."""
-    descriptions = group.agree(description, "comparing the models")
+    descriptions = compare(group, description, "comparing the models")
     if descriptions is not None:
         raise MismatchError(_words_of_difference(descriptions, group))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..comm.reduce_op import Average, ReduceOp
 from ..compression.casts import AnyCompression, Compression, check_compression
 from ..environment import Environment
+from ..ops.base import require_equal
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from ..runtime.world import current_world, is_initialized
@@ -159,7 +160,8 @@ class DistributedOptimizer(AveragingOptimizer):
         reducer = Reducer(group, settings, passes, check_parameters=environment.check_parameters)
         try:
             with group.opening.only("hvd.DistributedOptimizer"):
-                group.require_agreement(
+                require_equal(
+                    group,
                     (*settings.signature(reducer.exchange), passes, named_groups, tunes),
                     "hvd.DistributedOptimizer",
                     f"({'compression' if exchange is None else 'exchange'}, op, predivide, bucket cap in bytes, "

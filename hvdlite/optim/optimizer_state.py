@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..control.request import Execution, Request
-from ..ops.replicate import broadcast_tensors, digest_of, from_bytes, to_bytes
-from ..ops.submission import submit
-from ..ops.travel import check_travels, traveller, travels
+from ..control.operation import BROADCAST_OPTIMIZER_STATE, Execution, Operation
+from ..ops.base import submit
+from ..ops.broadcast import broadcast_tensors, digest_of, from_bytes, to_bytes
+from ..ops.sendable import check_sendable, is_sendable, plain_tensor
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from ..values import shown
@@ -54,7 +54,7 @@ def broadcast_optimizer_state(
 
     Several threads may call it at once for optimizers whose parameters have different shapes.
     """
-    kind = "broadcast_optimizer_state"
+    kind = BROADCAST_OPTIMIZER_STATE.name
     own = _checked(optimizer, kind)
     group = group_of(process_set, kind)
     root = group.place_of_root(root_rank, kind)
@@ -64,7 +64,7 @@ def broadcast_optimizer_state(
     for param in params:
         # The others have a shape, and need not travel themselves.
         if torch.nn.parameter.is_lazy(param) or param.is_nested:
-            check_travels(param, kind, "a parameter")
+            check_sendable(param, kind, "a parameter")
     shapes = [[list(param.shape) for param in entry["params"]] for entry in groups]
     same = {
         "root_rank": group.ranks[root],
@@ -78,7 +78,7 @@ def broadcast_optimizer_state(
         packer.clear()
     tensors = packer.tensors
 
-    def body(execution: Execution) -> tuple[bytes, list[Tensor]]:
+    def run(execution: Execution) -> tuple[bytes, list[Tensor]]:
         received = execution.group.broadcast_signed(data, root, execution.what)
         metas = json.dumps([meta.pack() for meta in packer.metas]).encode() if is_root else None
         packed = json.loads(execution.group.broadcast_signed(metas, root, execution.what))
@@ -87,8 +87,8 @@ def broadcast_optimizer_state(
         return received, room
 
     name = digest_of([type(own).__qualname__, shapes])
-    request = Request(kind, name, same, has_users_name=False, is_compared=True)
-    received, tensors = submit(request, process_set, [*params, *tensors], body).wait()
+    operation = Operation(BROADCAST_OPTIMIZER_STATE, run, name, same, has_users_name=False)
+    received, tensors = submit(operation, process_set, [*params, *tensors]).wait()
     # Where the root's cannot be pickled, the error is told on the root too.
     unpacker = _Unpacker(params, tensors)
     state = from_bytes(received, group.describe_rank(root), kind, error, unpacker.loads)
@@ -212,13 +212,13 @@ class _Packer:
         number = self._number_of.get(id(obj))
         if number is not None:
             return "parameter", number
-        if type(obj) not in (Tensor, torch.nn.Parameter) or not travels(obj):
+        if type(obj) not in (Tensor, torch.nn.Parameter) or not is_sendable(obj):
             # It knows itself how it is pickled.
             return None
         place = self._place_of.get(id(obj))
         if place is None:
             place = self._place_of[id(obj)] = len(self.tensors)
-            self.tensors.append(traveller(obj))
+            self.tensors.append(plain_tensor(obj))
             self.metas.append(_Meta(tuple(obj.shape), obj.dtype, obj.device.type == "cpu", self._owner))
         return "tensor", place
 

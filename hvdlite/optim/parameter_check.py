@@ -22,7 +22,7 @@ from ..comm.reduce_op import Max
 from ..comm.work import Work
 from ..control.mismatch import name_ranks
 from ..errors import MismatchError
-from ..ops.travel import traveller, travels
+from ..ops.sendable import is_sendable, plain_tensor
 from ..signing import digest
 from .plan import is_dense
 
@@ -133,13 +133,13 @@ def fingerprints(params: Sequence[Tensor]) -> list[str]:
     counts: list[tuple[torch.device, int]] = []
     keys: dict[torch.device, Tensor] = {}
     for param in params:
-        if not travels(param):
+        if not is_sendable(param):
             counts.append((param.device, 0))
             continue
         device = param.device
         if device not in keys:
             keys[device] = _mixed(torch.arange(1, _CHUNK_WORDS + 1, device=device) * _PLACES)
-        of_chunks = [_mixed(chunk + keys[device][: chunk.numel()]).sum() for chunk in _chunks_of(traveller(param))]
+        of_chunks = [_mixed(chunk + keys[device][: chunk.numel()]).sum() for chunk in _chunks_of(plain_tensor(param))]
         sums.setdefault(device, []).extend(of_chunks)
         counts.append((device, len(of_chunks)))
     read = {device: iter(torch.stack(each).tolist()) for device, each in sums.items() if each}

@@ -17,7 +17,7 @@ import torch
 
 from ..comm.group import Group
 from ..comm.reduce_op import Max
-from ..ops.outcome import share_outcome
+from ..ops.failures import raise_together
 from .bucket import Bucket
 from .exchange import Links
 from .flags import Ranks
@@ -95,7 +95,7 @@ class _Probe:
         in_flight = InFlight(bucket, self._exchange, self._links, name="a trial of autotune")
         in_flight.finish()
         if self._exchange.tells_failures:
-            share_outcome(self._group, in_flight.failure, "the end of a trial of autotune")
+            raise_together(self._group, in_flight.failure, "the end of a trial of autotune")
         bucket.release()
         if bucket.plan.device.type != "cpu":
             torch.accelerator.synchronize(bucket.plan.device)

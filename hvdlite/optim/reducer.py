@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..comm.group import Group
 from ..errors import GradientError, MismatchError
-from ..ops.outcome import share_outcome
+from ..ops.failures import raise_together
 from .bucket import Bucket
 from .exchange import Links
 from .flags import Count, Ranks
@@ -261,7 +261,7 @@ class Reducer(GradientHooks):
                 else:
                     bucket.drop(gathered)
         if self.exchange.tells_failures:
-            share_outcome(links.all, self._failure, f"the averaging of gradients ({self._tracks.optimizer})")
+            raise_together(links.all, self._failure, f"the averaging of gradients ({self._tracks.optimizer})")
         self._gather(links)
         if failure is not None:
             raise failure

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm.reduce_op import Average, ReduceOp, Sum
 from ..compression.casts import Compression, Travels, is_narrow, wire_dtype
-from ..compression.custom import OwnCompression
+from ..compression.custom import CustomCompression
 from ..compression.kernels import divide, divide_by, scale_by
 from ..ops.reduction import Reduction
 from .exchange import Exchange
@@ -78,7 +78,7 @@ class Settings:
     @property
     def packs(self) -> bool:
         """Whether a compression of the user's own packs the gradients."""
-        return isinstance(self.compression, OwnCompression)
+        return isinstance(self.compression, CustomCompression)
 
     def of_wires(self) -> Reduction:
         """What is then done to the wires."""

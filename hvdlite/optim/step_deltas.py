@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import pieces_of
-from ..ops.fusion import flat_of
+from ..comm.flat_bytes import flat_of, pieces_of
 from .exchange import Exchange, Gradients, Links
 from .flags import Count
 from .plan import BucketPlan

@@ -20,11 +20,11 @@ from torch import Tensor
 from ..comm.group import Group
 from ..comm.reduce_op import Adasum
 from ..compression.casts import CastCompression, Compression
-from ..compression.custom import OwnCompression, Packed
+from ..compression.custom import CustomCompression, Packed
 from ..errors import MismatchError
-from ..ops.load import Load, put_back
-from ..ops.moving import all_gather_rows
-from ..ops.outcome import share_outcome
+from ..ops.failures import raise_together
+from ..ops.gather_scatter import all_gather_rows
+from ..ops.packing import PackedTensors, put_back
 from ..ops.reduction import Reduction, Underway
 from .exchange import Begun, Exchange, Gradients, Links
 from .flags import Count, presence_of
@@ -136,7 +136,7 @@ class PackedAllReduce(Exchange):
     tells_failures = True
 
     def __init__(self, settings: Settings) -> None:
-        assert isinstance(settings.compression, OwnCompression), "others need no packing"
+        assert isinstance(settings.compression, CustomCompression), "others need no packing"
         self._compression = settings.compression
         self._reduction = settings.of_wires()
 
@@ -146,36 +146,36 @@ class PackedAllReduce(Exchange):
         tensors, words = [as_real(gradients.flat)], [f"the {gradients.plan.describe()}"]
         if self._compression.takes_each:
             tensors, words = list(gradients.pieces), [f"the gradient of {name!r}" for name in gradients.names]
-        load = Load(self._compression, tensors, words, self._reduction.check_wire)
+        pack = PackedTensors(self._compression, tensors, words, self._reduction.check_wire)
         if not gradients.takes_part:
-            load.clear()
+            pack.clear()
         tail = as_real(gradients.counts)
         counts = [int(count) for count in tail.tolist()]
-        sums = share_outcome(links.all, load.failure, what, layout=load.layout, counts=counts)
+        sums = raise_together(links.all, pack.failure, what, layout=pack.layout, counts=counts)
         tail.copy_(torch.tensor(sums))
         divisor = int(Count(presence_of(gradients.plan, gradients.with_counts), links.all.size))
-        flats = list(load.flats())
+        flats = list(pack.flats())
         underway = [self._reduction.begin(links.all, flat, counts, divisor, what) for flat, counts, _ in flats]
         works = [each.work for each in underway if each.work is not None]
         elsewhere = any(_is_elsewhere(flat, gradients.flat) for flat, _, _ in flats)
-        return Begun(works, _Packed(load, flats, underway), flats[-1][0] if works else None, takes_memory=elsewhere)
+        return Begun(works, _Packed(pack, flats, underway), flats[-1][0] if works else None, takes_memory=elsewhere)
 
     def finish(self, gradients: Gradients, begun: Begun, count: Count) -> None:
         """Unpack the averages."""
-        load, flats, underway = begun.kept
+        pack, flats, underway = begun.kept
         for each, (flat, counts, packed) in zip(underway, flats, strict=True):
             each.finish()
             put_back(flat, counts, packed)
         if gradients.takes_part:
-            load.unpack()
-            begun.failure = load.failure
+            pack.unpack()
+            begun.failure = pack.failure
         # No wire is needed any more.
         begun.kept, begun.wire, begun.works = None, None, ()
-        load.packed.clear()
+        pack.packed.clear()
 
 
 class _Packed(NamedTuple):
-    load: Load
+    pack: PackedTensors
     flats: list[tuple[Tensor, list[int], list[Packed]]]
     underway: list[Underway]
 
@@ -200,7 +200,7 @@ class StepAdasum(Exchange):
         """Combine them."""
         what = f"the {self.word} of the {gradients.what}"
         counts = [piece.spec.numel for piece in gradients.plan.slices]
-        if isinstance(self._compression, OwnCompression):
+        if isinstance(self._compression, CustomCompression):
             tensors = list(gradients.pieces) if self._compression.takes_each else [as_real(gradients.flat)]
             _combine_packed(links.all, self._compression, tensors, counts, what)
         else:
@@ -212,7 +212,7 @@ class StepAdasum(Exchange):
 
 
 def _combine_packed(
-    group: Group, compression: OwnCompression, tensors: Sequence[Tensor], counts: Sequence[int], what: str
+    group: Group, compression: CustomCompression, tensors: Sequence[Tensor], counts: Sequence[int], what: str
 ) -> None:
     """Replace deltas by the Adasum of all ranks', packed by a compression of the user's own.
 
@@ -230,14 +230,14 @@ def _combine_packed(
                 f"{tensor.numel()} of {tensor.dtype}: use one that keeps each number a floating-point number of its own"
             )
 
-    load = Load(compression, tensors, [what] * len(tensors), check)
-    share_outcome(group, load.failure, what, layout=load.layout)
-    for flat, own_counts, packed in load.flats():
+    pack = PackedTensors(compression, tensors, [what] * len(tensors), check)
+    raise_together(group, pack.failure, what, layout=pack.layout)
+    for flat, own_counts, packed in pack.flats():
         of_params = own_counts if len(tensors) > 1 else [count * flat.numel() // sum(counts) for count in counts]
         reduction.all_reduce(group, flat, of_params, 1, what)
         put_back(flat, own_counts, packed)
-    load.unpack()
-    share_outcome(group, load.failure, f"the end of {what}")
+    pack.unpack()
+    raise_together(group, pack.failure, f"the end of {what}")
 
 
 @dataclass(slots=True)

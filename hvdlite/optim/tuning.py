@@ -1,17 +1,16 @@
 """
-Which size of buckets suits a model on its engines: a line through what was measured, and the cap of the shortest step.
+Chooses the cap of the buckets from measured times: fits a line to each engine's, and predicts a step for each cap.
 
-    bytes, seconds ── fit ── Line (seconds of a bucket = alpha + beta · bytes), one for each engine
-    parameters, lines ── choose ── the caps that there are to choose from, how long a step is with each, the best
+    bytes, seconds ── fit ── Line (a bucket takes alpha + beta · bytes), one for each engine
+    parameters, lines ── candidates ── the predicted step for each cap ── best
 
-Pure values and functions: what they are given is measured in `probe`, and what comes of it is told in `autotune`.
+Pure values and functions: `probe` measures the times, `autotune` applies and logs the choice.
 
-How long a step is. Gradients become ready in the order of backward, evenly by their bytes; a bucket is ready with the
-last of its own; it travels when those before it in the plan have, and takes as long as its engine's line says. Small
-buckets cost their latencies, large ones have backward wait for none of it and the step for the last. How long backward
-is, nobody knows before the first; taken here is that it lasts as long as all bytes travel, without the latencies. That
-is where the cap matters most: under a longer backward all but the last bucket is hidden anyway, behind a shorter one
-the wire is busy from end to end whatever its pieces.
+The model of a step: gradients become ready in the order of backward, evenly by their bytes, and a bucket with the last
+of its gradients. Buckets travel one after the other, each for as long as its engine's line says. Small buckets cost
+many latencies; with large ones the step waits for the last. The length of backward is not known before the first step
+and is assumed to be the time that all bytes travel, without latencies. There the cap matters most: a longer backward
+hides all but the last bucket anyway, and in a shorter one the link is busy from end to end whatever the cap.
 """
 
 from __future__ import annotations
@@ -28,32 +27,32 @@ _SHORTEST_S = 1e-9
 
 @dataclass(frozen=True, order=True, slots=True)
 class Engine:
-    """What carries a bucket: by the device type and the dtype of its gradients, such as ``cpu`` and ``float32``."""
+    """The device type and the dtype of the gradients that it carries, such as ``cpu`` and ``float32``."""
 
     device_type: str
     dtype: str
 
     @classmethod
     def of(cls, part: ParamSpec | BucketPlan) -> Engine:
-        """That of a parameter's gradient, or of a bucket."""
+        """The engine of a parameter's gradient, or of a bucket."""
         return cls(part.device.type, str(part.dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A bucket of so many bytes takes ``alpha_s + beta_s · bytes`` seconds; neither is negative."""
+    """The time of a bucket on an engine: a latency and the seconds of a byte, neither of them negative."""
 
     alpha_s: float
     beta_s: float
 
     def time_s(self, nbytes: int) -> float:
-        """Seconds that a bucket of so many bytes takes."""
+        """Seconds that a bucket takes."""
         return self.alpha_s + self.beta_s * nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A cap, how many buckets it makes, and the seconds from the begin of backward to the last average."""
+    """A cap, the number of its buckets, and the predicted seconds from the start of backward to the last average."""
 
     cap_bytes: int
     buckets: int
@@ -61,11 +60,11 @@ class Candidate:
 
 
 def fit(sizes: Sequence[int], times_s: Sequence[float]) -> Line:
-    """The line that the measured times are nearest to.
+    """The line with the least sum of relative deviations from the measured times.
 
-    Of all lines through two of the points (or one and a latency or a bandwidth alone) the one with the least sum of
-    relative deviations: a latency of microseconds counts as much as a large bucket's milliseconds, and a size at which
-    something else took the machine counts for no more than one point.
+    The candidates are the lines through two of the points, and through one of them with a latency or a bandwidth alone.
+    Relative deviations let a latency of microseconds count as much as milliseconds of a large bucket; their sum, rather
+    than that of squares, lets a size at which the machine was busy count as one point only.
     """
     points = [(nbytes, max(time_s, _SHORTEST_S)) for nbytes, time_s in zip(sizes, times_s, strict=True)]
     lines = [Line(time_s, 0.0) for _, time_s in points]
@@ -82,30 +81,27 @@ def fit(sizes: Sequence[int], times_s: Sequence[float]) -> Line:
 def candidates(
     specs: Sequence[ParamSpec], groups: Sequence[Sequence[str]], line_of: Mapping[Engine, Line]
 ) -> list[Candidate]:
-    """Each power of two from 64 KiB to the first that a bucket of all gradients fits into, with what it leads to."""
-    total = sum(plan.nbytes for plan in plan_buckets(specs, cap_bytes=0, groups=groups) if not plan.asleep)
-    cap_bytes = SMALLEST_CAP_BYTES
-    caps = [cap_bytes]
-    while cap_bytes < total:
-        cap_bytes *= 2
-        caps.append(cap_bytes)
-    return [_candidate(specs, groups, line_of, cap_bytes) for cap_bytes in caps]
+    """The powers of two from 64 KiB to the first that holds all gradients, each with its predicted step."""
+
+    def trained(cap_bytes: int) -> list[BucketPlan]:
+        return [plan for plan in plan_buckets(specs, cap_bytes=cap_bytes, groups=groups) if not plan.asleep]
+
+    total = sum(plan.nbytes for plan in trained(0))
+    found: list[Candidate] = []
+    while not found or found[-1].cap_bytes < total:
+        cap_bytes = SMALLEST_CAP_BYTES << len(found)
+        plans = trained(cap_bytes)
+        found.append(Candidate(cap_bytes, len(plans), step_s(specs, plans, line_of)))
+    return found
 
 
 def best(among: Sequence[Candidate]) -> Candidate:
-    """The one of the shortest step; of equals, the one of the fewest buckets, and then of the smallest cap."""
+    """The candidate with the shortest step; of equals, the one with the fewest buckets, then with the smallest cap."""
     return min(among, key=lambda candidate: (candidate.step_s, candidate.buckets, candidate.cap_bytes))
 
 
-def _candidate(
-    specs: Sequence[ParamSpec], groups: Sequence[Sequence[str]], line_of: Mapping[Engine, Line], cap_bytes: int
-) -> Candidate:
-    plans = [plan for plan in plan_buckets(specs, cap_bytes=cap_bytes, groups=groups) if not plan.asleep]
-    return Candidate(cap_bytes, len(plans), step_s(specs, plans, line_of))
-
-
 def step_s(specs: Sequence[ParamSpec], plans: Sequence[BucketPlan], line_of: Mapping[Engine, Line]) -> float:
-    """Seconds from the begin of backward to the last average, with these buckets."""
+    """Predicted seconds from the start of backward to the last average, with these buckets."""
     travelling = {piece.spec.name for plan in plans for piece in plan.slices}
     computed, backward_s = 0, 0.0
     computed_at: dict[str, int] = {}

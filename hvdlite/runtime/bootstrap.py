@@ -152,7 +152,7 @@ def _connect_all(
             f"hvd.init() failed on rank {placement.rank} ({placement.host}): another rank did not call it within "
             f"{patience.timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
         ) from error
-    engine_factory = TorchEngineFactory(backend, meeting.ranks, default)
+    engine_factory = TorchEngineFactory(backend, meeting.ranks, (default, connections))
     return _world_of(placement, engine_factory, meeting, environment, undo, leave=partial(_leave, client, connections))
 
 

@@ -14,9 +14,11 @@ from functools import partial
 
 from ..comm.group import Group
 from ..control.controller import Controller
-from ..control.request import Execution, Request
+from ..control.operation import ADD_PROCESS_SET, Execution, Kind, Operation
 from ..errors import CommunicationError
 from .process_set import Membership, ProcessSet
+
+_REMOVE_PROCESS_SET = Kind("remove_process_set")
 
 
 class Registry:
@@ -33,13 +35,14 @@ class Registry:
 
         A ValueError on every rank if there is such a set already, or no such rank.
         """
-        request = Request(
-            "add_process_set",
+        operation = Operation(
+            ADD_PROCESS_SET,
+            partial(self._register, process_set),
             same={"ranks": process_set.ranks},
             # Whose token is taken names the channels: no set, in this world or another over the same store, had it.
             own=uuid.uuid4().hex,
         )
-        self._controller.submit(self._all_ranks, request, partial(self._register, process_set)).wait()
+        self._controller.submit(self._all_ranks, operation).wait()
 
     def remove(self, process_set: ProcessSet) -> bool:
         """Forget a set and close its channels. Every rank must call it; it waits for all.
@@ -49,8 +52,9 @@ class Registry:
         set_id = process_set.process_set_id
         if set_id is None or self._sets.get(set_id) is not process_set:
             return False
-        request = Request("remove_process_set", same={"process_set_id": set_id})
-        self._controller.submit(self._all_ranks, request, lambda execution: self._unregister(set_id)).wait()
+        same = {"process_set_id": set_id}
+        operation = Operation(_REMOVE_PROCESS_SET, lambda execution: self._unregister(set_id), same=same)
+        self._controller.submit(self._all_ranks, operation).wait()
         return True
 
     def groups(self) -> list[Group]:

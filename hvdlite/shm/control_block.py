@@ -2,7 +2,7 @@
 What one rank shows the others of an engine: how far it is, and what it is doing.
 
     posted | reduced | done     what it has shown, summed and read: counters that only grow
-    state                       whether it is open, has left, or has failed
+    state                       whether it is open, has left, has failed, or was revoked; why it was
     awaited                     what it sleeps for, if it does
     headers                     of its latest operations: what it asks for, and where its data lie
     payloads                    of the same, where they are small
@@ -20,11 +20,14 @@ from .segment import Piece
 
 # Each counter has a cache line of its own. In 64-bit words:
 POSTED, REDUCED, DONE, _STATE, _AWAITED, _BELL, _TOKEN = range(0, 7 * 8, 8)
-OPEN, LEFT, FAILED = 0, 1, 2
+OPEN, LEFT, FAILED, REVOKED = 0, 1, 2, 3
 
 WINDOW = 16  # operations that may have been posted and not done; a power of two
 PAYLOAD_BYTES = 4096
 _HEADER_BYTES = 128
+# Why the engine was revoked: when (of the host's monotonic clock), bytes, and the words.
+_REASON = struct.Struct("=QQ")
+_REASON_START = 512
 _HEADERS_START = 1024
 _PAYLOADS_START = 4096
 CONTROL_BLOCK_BYTES = _PAYLOADS_START + WINDOW * PAYLOAD_BYTES
@@ -53,6 +56,7 @@ class ControlBlock:
     def __init__(self, piece: Piece) -> None:
         data = memoryview(piece.memory).cast("B")
         self.words = data[:_HEADERS_START].cast("Q")
+        self._reason = data[_REASON_START:_HEADERS_START]
         self._half_words = data[:_HEADERS_START].cast("I")
         self._headers = [
             data[start : start + _HEADER_BYTES]
@@ -77,6 +81,12 @@ class ControlBlock:
         """Say that this rank takes part no more."""
         self.words[_STATE] = state
 
+    def write_reason(self, since_ns: int, reason: str) -> None:
+        """Why this rank revokes the engine, for `REVOKED`; as much of it as there is room for."""
+        words = reason.encode()[: len(self._reason) - _REASON.size].decode(errors="ignore").encode()
+        _REASON.pack_into(self._reason, 0, since_ns, len(words))
+        self._reason[_REASON.size : _REASON.size + len(words)] = words
+
     @property
     def token(self) -> int:
         return self.words[_TOKEN]
@@ -99,6 +109,11 @@ class ControlBlock:
     @property
     def state(self) -> int:
         return self.words[_STATE]
+
+    def reason(self) -> tuple[int, str]:
+        """When this rank has revoked the engine, and why; once its state says so."""
+        since_ns, length = _REASON.unpack_from(self._reason)
+        return since_ns, bytes(self._reason[_REASON.size : _REASON.size + length]).decode()
 
     def awaits(self, counter: int) -> int | None:
         """What this rank waits for, asleep, that the counter comes to."""

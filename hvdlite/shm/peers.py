@@ -16,8 +16,9 @@ from collections.abc import Sequence
 
 import torch
 
+from ..comm.admission import RevokedError
 from ..comm.engine import PeerGoneError
-from .control_block import FAILED, LEFT, OPEN, ControlBlock
+from .control_block import FAILED, LEFT, OPEN, REVOKED, ControlBlock
 from .futex import fence, reads_in_order, sleep_while, wake
 
 # How long a rank that has a core for itself looks before it sleeps; what two ranks that are in step need.
@@ -113,7 +114,7 @@ class Peers:
                 ring = bell.bell
                 if self.reached(counter, value):
                     return
-                if own.state != OPEN:
+                if own.state not in (OPEN, REVOKED):
                     raise RuntimeError("the engine was closed")
                 self._require_alive(counter, value)
                 left_s = deadline - time.monotonic()
@@ -127,6 +128,15 @@ class Peers:
         """Take part no more, having ``LEFT`` or ``FAILED``; the others are not left waiting."""
         if self.own.state == OPEN:
             self.own.leave(state)
+            fence()
+            self._wake()
+
+    def revoke(self, reason: str) -> None:
+        """End the waits of all ranks, with a RevokedError of this reason, unless this rank has left before."""
+        if self.own.state == OPEN:
+            self.own.write_reason(time.monotonic_ns(), reason)
+            fence()
+            self.own.leave(REVOKED)
             fence()
             self._wake()
 
@@ -162,6 +172,11 @@ class Peers:
         dead = [place for place, fd in self._lives.items() if fd in gone and self.control_blocks[place].state == OPEN]
         states = [control_block.state for control_block in self.control_blocks]
         late = [place for place in self.late(counter, value) if place != self.rank]
+        if REVOKED in states:
+            # What these ranks have written before their states is read now.
+            fence()
+            _, reason = min(block.reason() for block in self.control_blocks if block.state == REVOKED)
+            raise RevokedError(reason)
         for place in late:
             if states[place] == LEFT or place in dead:
                 raise self._gone(place)

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from typing import Protocol
 
+from ..comm.admission import RevokedError
 from .control_block import FAILED
 from .operation import Condition, Operation, Steps
 from .peers import Peers
@@ -82,6 +83,8 @@ class Queue:
         """
         entry = _Entry(operation, collective, work)
         with self._entries_lock:
+            if isinstance(self._failure, RevokedError):
+                raise RevokedError(str(self._failure))
             if self._failure is not None or self._is_closed:
                 why = "it was closed" if self._failure is None else f"it failed before: {self._failure}"
                 raise RuntimeError(f"this group communicates no more, make a new one: {why}") from self._failure
@@ -125,6 +128,28 @@ class Queue:
         if at_once:
             self._is_urgent.set()
         self._is_wanted.set()
+
+    def drain(self) -> None:
+        """Return when all that was submitted by now is over, whether it has failed or not."""
+        with self._entries_lock:
+            last = self._entries[-1].work if self._entries else None
+        if last is not None:
+            self.carry_on(last)
+
+    def revoke(self, error: RevokedError) -> None:
+        """End what is under way, and all that would be submitted, with this error, unless there was one before.
+
+        Whoever carries on now sees it by the state of its peers. Waits for nobody.
+        """
+        with self._entries_lock:
+            if self._failure is None:
+                self._failure = error
+        if self._carrying.acquire(blocking=False):
+            try:
+                self._fail(error)
+            finally:
+                self._let_go()
+        self.tell()
 
     def close(self) -> None:
         """End what is under way as failed. Waits for nobody."""
@@ -258,7 +283,9 @@ class Queue:
     def _fail(self, error: BaseException) -> None:
         """Nothing that was or will be submitted can come to an end."""
         with self._entries_lock:
-            self._failure = error
+            if self._failure is None:
+                self._failure = error
+            error = self._failure
             failed = list(self._entries)
             self._entries.clear()
         if failed:

@@ -169,7 +169,7 @@ class ReduceScatter:
         arithmetic: Arithmetic,
         whole: Tensor | None,
     ) -> None:
-        """``parts`` are flat tensors of bytes, for each rank as many; ``output`` is such a one too.
+        """``parts`` are flat tensors of bytes, one for each rank; ``output`` is one as large as this rank's.
 
         ``whole`` is what the parts are of, if they lie there one after the other.
         """
@@ -179,6 +179,9 @@ class ReduceScatter:
         self._whole = whole
         self._arithmetic = arithmetic
         self._cell_bytes = cell_bytes(operation.peers.size)
+        # Where this rank's part begins in the whole, and the largest part, by which all ranks count chunks.
+        self._start = sum(part.numel() for part in parts[: operation.peers.rank])
+        self._most_bytes = max(part.numel() for part in parts)
 
     def begin(self) -> bool:
         """Show this rank's parts, if they can all be shown at once."""
@@ -186,8 +189,7 @@ class ReduceScatter:
 
     def run(self, is_resident: bool) -> Steps:
         operation, peers, cell = self._operation, self._operation.peers, self._cell_bytes
-        nbytes = self._output.numel()
-        chunks = max(1, -(-nbytes // cell))
+        chunks = max(1, -(-self._most_bytes // cell))
         if not is_resident:
             yield from self._stage(0, chunks)
         for chunk in range(chunks):
@@ -211,7 +213,7 @@ class ReduceScatter:
         where = operation.places[place]
         if where.how == RESIDENT:
             memory = operation.context.bytes_of(place, where)
-            start = where.within + rank * self._output.numel() + chunk * cell
+            start = where.within + self._start + chunk * cell
         else:
             memory, start = operation.chunk_of(place, chunk), rank * cell
         return memory[start : start + nbytes].view(self._arithmetic.dtype)

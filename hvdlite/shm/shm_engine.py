@@ -13,6 +13,7 @@ import os
 import struct
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
+from ..comm.admission import Admission, RevokedError
 from ..comm.flat_bytes import as_bytes, pieces_of
 from ..log import log
 from .arithmetic import DTYPES, OPS, Arithmetic, factor_of
@@ -54,6 +56,7 @@ class ShmEngine:
         self._queue = Queue(context.peers, name)
         self._numbers = itertools.count(1)
         self._calling = threading.Lock()
+        self._admission = Admission()
         self._blocks = Blocks(context)
         self._arithmetics: dict[tuple[object, torch.dtype, float | None], Arithmetic] = {}
 
@@ -86,9 +89,20 @@ class ShmEngine:
             "all-reduce", tensor.numel(), tensor.dtype, flat.numel(), op=opts.reduceOp,
         )  # fmt: skip
 
+    def reduce_scatter_base(
+        self, output: Tensor, input: Tensor, counts: Sequence[int], opts: dist.ReduceScatterOptions, /
+    ) -> ShmWork:
+        """Rank by rank as many elements of the input as ``counts`` say, which may differ; equal on all ranks."""
+        if len(counts) != self.size or sum(counts) != input.numel() or counts[self.rank] != output.numel():
+            raise ValueError(
+                f"reduce-scatter of {input.numel()} elements into {output.numel()} on rank {self.rank} of {self.size}: "
+                f"the counts {list(counts)} do not fit"
+            )
+        parts = pieces_of(input.view(-1), counts)
+        return self._reduce_scatter(output, parts, opts.reduceOp, _flat(input, "reduce-scatter"))
+
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: dist.ReduceScatterOptions, /) -> ShmWork:
-        whole = _flat(input, "reduce-scatter")
-        return self.reduce_scatter(output, _even(input, self.size), opts.reduceOp, whole)
+        return self.reduce_scatter(output, _even(input, self.size), opts.reduceOp, _flat(input, "reduce-scatter"))
 
     def _allgather_base(self, output: Tensor, input: Tensor, /) -> ShmWork:
         return self.allgather([_even(output, self.size)], [input])
@@ -98,18 +112,25 @@ class ShmEngine:
 
         ``whole`` is the bytes that the parts are of, if they lie there one after the other.
         """
-        into = _flat(output, "reduce-scatter")
-        flats = [_flat(part, "reduce-scatter") for part in parts]
-        if len(flats) != self.size or any(flat.numel() != into.numel() for flat in flats):
+        if len(parts) != self.size or any(part.numel() != output.numel() for part in parts):
             raise ValueError(
                 f"reduce-scatter needs an input for each of the {self.size} ranks, as large as the output of "
                 f"{output.numel()} elements, and was given {[part.numel() for part in parts]}"
             )
+        return self._reduce_scatter(output, parts, op, whole)
+
+    def _reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: Any, whole: Tensor | None) -> ShmWork:
+        into = _flat(output, "reduce-scatter")
+        flats = [_flat(part, "reduce-scatter") for part in parts]
         arithmetic = self._arithmetic(op, output.dtype)
+        counts = [part.numel() for part in parts]
+        is_even = len(set(counts)) == 1
+        # What must be equal on all ranks: uneven counts by a digest, in the place of a root.
+        numel, digest = (counts[0], 0) if is_even else (sum(counts), zlib.crc32(repr(counts).encode()) & 0xFFFF)
         return self._submit(
             [output],
             lambda operation: ReduceScatter(operation, into, flats, arithmetic, whole),
-            "reduce-scatter", output.numel(), output.dtype, into.numel(), op=op,
+            "reduce-scatter", numel, output.dtype, max(flat.numel() for flat in flats), op=op, root=digest,
         )  # fmt: skip
 
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> ShmWork:
@@ -158,6 +179,16 @@ class ShmEngine:
     def barrier(self) -> ShmWork:
         return self._submit([], Barrier, "barrier", 0, torch.uint8, 0)
 
+    def revoke(self, reason: str, /) -> None:
+        if self._admission.revoke(reason):
+            self._context.peers.revoke(reason)
+            self._queue.revoke(RevokedError(reason))
+
+    def quiesce(self, reason: str, /) -> None:
+        with self._calling:
+            self._admission.quiesce(reason)
+        self._queue.drain()
+
     def close(self) -> None:
         """Leave the other ranks; waits for nobody."""
         # A forked child lets go of it too, and it is its parent that takes part.
@@ -183,6 +214,7 @@ class ShmEngine:
         queue = self._queue
         op_number, extra = (0, 0) if op is None else (_OP[op.op], _bits(factor_of(op)))
         with self._calling:
+            self._admission.require()
             number = next(self._numbers)
             operation = Operation(
                 self._context, number, _KIND[kind], op_number, _DTYPE.get(dtype, _UINT8), root, numel, extra

@@ -50,8 +50,18 @@ class DeviceEngine:
     ) -> EngineWork:
         return self._of(input).alltoall_base(output, input, output_counts, input_counts, opts)
 
-    def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: dist.ReduceScatterOptions, /) -> EngineWork:
-        return self._host_engine_of(input)._reduce_scatter_base(output, input, opts)
+    def reduce_scatter_base(
+        self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
+    ) -> EngineWork:
+        return self._of(input).reduce_scatter_base(output, input, counts, opts)
+
+    def revoke(self, reason: str, /) -> None:
+        self.cpu.revoke(reason)
+        self.other.revoke(reason)
+
+    def quiesce(self, reason: str, /) -> None:
+        self.cpu.quiesce(reason)
+        self.other.quiesce(reason)
 
     def _allgather_base(self, output: Tensor, input: Tensor, /) -> EngineWork:
         return self._host_engine_of(input)._allgather_base(output, input)

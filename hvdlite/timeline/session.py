@@ -19,7 +19,7 @@ from ..comm.group import Group
 from ..comm.recorder import Recorder, Recording
 from ..control.controller import Controller
 from ..control.handle import Handle
-from ..control.request import Request
+from ..control.operation import Kind, Operation
 from ..log import log
 from . import parts
 from .clocks import clock_ahead_ns
@@ -37,10 +37,11 @@ def start(group: Group, controller: Controller, path: str | os.PathLike[str]) ->
             "hvd.stop_timeline() first"
         )
     # Made absolute now: the program may go elsewhere before it is written.
-    request = Request(_START, own=os.path.abspath(path))
-    controller.submit(
-        group, request, lambda execution: _begin(execution.group, recorder, Path(execution.owns[0]))
-    ).wait()
+    own = os.path.abspath(path)
+    begin = Operation(
+        Kind(_START), lambda execution: _begin(execution.group, recorder, Path(execution.owns[0])), own=own
+    )
+    controller.submit(group, begin).wait()
 
 
 def stop(group: Group, controller: Controller) -> None:
@@ -89,7 +90,7 @@ def save(group: Group) -> None:
 
 def _submit_end(group: Group, controller: Controller) -> Handle:
     recorder = group.recorder
-    return controller.submit(group, Request(_STOP), lambda execution: _end(execution.group, recorder))
+    return controller.submit(group, Operation(Kind(_STOP), lambda execution: _end(execution.group, recorder)))
 
 
 def _begin(group: Group, recorder: Recorder, path: Path) -> None:

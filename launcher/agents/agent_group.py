@@ -24,7 +24,7 @@ from ..store.server import Store
 from ..system import process_tree
 from ..system.network import address_towards
 from ..system.terminal_text import say
-from ..wire.messages import Event, Hello, Input, Output, SignalRanks, StartJob
+from ..wire.messages import Event, Hello, Input, Output, SignalWorkers, StartJob
 from .greet import Greeted, greet
 from .remote_agent import RemoteAgent, local_agent_argv
 
@@ -101,11 +101,11 @@ class Agents:
         )
         for number, agent in enumerate(self._agents):
             label, here = agent.host.label, agent.host.is_here
-            workers = {slot.rank: own(slot) for slot in slots if slot.host.label == label}
+            workers = {slot.number: own(slot) for slot in slots if slot.host.label == label}
             if not workers:
                 agent.hang_up()
                 continue
-            agent.ranks = workers.keys()
+            agent.workers = workers.keys()
             agent.send(
                 StartJob(
                     token=self._token_of(number),  # two of the hosts may share their temporary directory
@@ -120,21 +120,22 @@ class Agents:
                 )
             )
 
-    def signal(self, ranks: Collection[int], signum: int) -> None:
+    def signal(self, numbers: Collection[int], signum: int) -> None:
+        """Send a signal to the workers with these numbers."""
         for agent in self._agents:
-            if own := tuple(rank for rank in ranks if rank in agent.ranks):
-                agent.send(SignalRanks(own, signum))
+            if own := tuple(number for number in numbers if number in agent.workers):
+                agent.send(SignalWorkers(own, signum))
 
-    def feed(self, data: bytes) -> None:
-        """Send input to rank 0."""
+    def feed(self, worker: int, data: bytes) -> None:
+        """Send input to the worker with this number."""
         for agent in self._agents:
-            if 0 in agent.ranks:
-                agent.send(Input(0, data))
+            if worker in agent.workers:
+                agent.send(Input(worker, data))
 
     def output_shown(self, output: Output) -> None:
         """It is done with: its agent may send as much again. To be told of all output, in one thread."""
         for agent in self._agents:
-            if output.rank in agent.ranks:
+            if output.worker in agent.workers:
                 agent.output_shown(len(output.data))
 
     def end(self, timeout_s: float = AGENT_S) -> None:

@@ -1,4 +1,4 @@
-"""Until every host's agent has said hello: all are waited for together, and each that fails is told at once.
+"""Waits until every host's agent has said hello or failed, and tells at once of each that fails.
 
 What follows is decided in `supervisor`, or looked at in `run_check`.
 """

@@ -1,4 +1,4 @@
-"""The launcher's end of an agent: starting it on its host, telling it what to do, hearing what happens there.
+"""The launcher's connection to one agent: starts it on its host, sends it commands, and receives its events.
 
 How an agent on another host is reached is in `ssh`; what the agent does is in `agent`; what its events mean is
 decided in `supervisor`. Each agent has threads of its own here, so that one that does not answer holds up no other.
@@ -37,7 +37,7 @@ from ..wire.messages import (
     Hello,
     Lost,
     Message,
-    OfRank,
+    OfWorker,
     Output,
     OutputTaken,
     Refused,
@@ -74,8 +74,8 @@ class RemoteAgent:
         ``store`` answers what its workers ask, not by way of ``events``: that loop has to decide.
         """
         self.host = host
-        self.ranks: Collection[int] = ()
-        """Those that it runs, once it was told to."""
+        self.workers: Collection[int] = ()
+        """The numbers of those that it runs, once it was told to."""
         self._events = events
         self._shown_bytes = 0  # that the agent has not been told of
         self._output_bytes = 0  # that came
@@ -224,7 +224,7 @@ class RemoteAgent:
         if isinstance(message, Hello):
             self._welcome(message)
             return
-        if not self.ranks:
+        if not self.workers:
             # Nothing was asked of it yet: this is its end.
             if isinstance(message, Refused):
                 raise ProtocolError(one_line(message.why))
@@ -249,18 +249,18 @@ class RemoteAgent:
         self._greeted.set()
         self._events.put(Answered(self.host.label, hello))
 
-    def _look_at(self, message: OfRank) -> None:
-        """That it is of a rank that is there, and that there is no end to what this process keeps of it."""
-        if message.rank not in self.ranks:
-            raise ProtocolError(f"its agent speaks of rank {message.rank}, which is not there")
+    def _look_at(self, message: OfWorker) -> None:
+        """That it is of a worker that is there, and that there is no end to what this process keeps of it."""
+        if message.worker not in self.workers:
+            raise ProtocolError(f"its agent speaks of worker {message.worker}, which is not there")
         if isinstance(message, Exited):
-            if message.rank in self._ended:
-                raise ProtocolError(f"its agent says twice how rank {message.rank} ended")
-            self._ended.add(message.rank)
+            if message.worker in self._ended:
+                raise ProtocolError(f"its agent says twice how worker {message.worker} ended")
+            self._ended.add(message.worker)
         if isinstance(message, Output):
             self._output_bytes += len(message.data)
             # Its own window is smaller, but for what is in the pipes of the dead.
-            room = WINDOW_BYTES + _OVERDRAFT_BYTES * (1 + len(self.ranks))
+            room = WINDOW_BYTES + _OVERDRAFT_BYTES * (1 + len(self.workers))
             if self._output_bytes - self._done_with_bytes > room:
                 raise ProtocolError("its agent sends more output than it was given room for")
 

@@ -1,4 +1,4 @@
-"""One command on each of several hosts, and what it printed there: each host for itself, whatever befalls another.
+"""Runs one command on each of several hosts and collects what it printed there; a host's failure is its own alone.
 
 A job is different, there one failure ends all: see `supervisor`.
 """
@@ -63,13 +63,13 @@ def ask_hosts(
         if reached:
             slots = plan_slots(reached)
             agents.start(slots, greeted.hellos)
-            collector = Collector({slot.rank: slot.host for slot in slots}, agents.output_shown, log)
+            collector = Collector({slot.number: slot.host for slot in slots}, agents.output_shown, log)
             replies |= collector.run(events, question, say)
     return {host.label: replies[host.label] for host in hosts}
 
 
 class Collector:
-    """What comes from the hosts, sorted by where it came from. Each rank is the only one of its host."""
+    """What comes from the hosts, sorted by where it came from. Each worker is the only one of its host."""
 
     def __init__(
         self, hosts: Mapping[int, Host], shown: Callable[[Output], object], log: Callable[[str], object]
@@ -79,8 +79,8 @@ class Collector:
         self._shown = shown
         self._log = log
         self._waiting = set(hosts)
-        self._stdout = {rank: bytearray() for rank in hosts}
-        self._stderr = {rank: Tail() for rank in hosts}
+        self._stdout = {number: bytearray() for number in hosts}
+        self._stderr = {number: Tail() for number in hosts}
         self._trouble: dict[int, str] = {}
 
     def run(
@@ -99,29 +99,30 @@ class Collector:
             except Empty:
                 alarms.pop(0)
                 if alarms:
-                    where = ", ".join(self._hosts[rank].label for rank in sorted(self._waiting))
+                    where = ", ".join(self._hosts[number].label for number in sorted(self._waiting))
                     say(f"{question.doing} on {where} ...")
                 continue
             self._on(event)
-        for rank in sorted(self._waiting):
+        for number in sorted(self._waiting):
             self._end(
-                rank, f"not done with {question.doing} within {question.patience_s:g} s; --start-timeout gives it more"
+                number,
+                f"not done with {question.doing} within {question.patience_s:g} s; --start-timeout gives it more",
             )
-        return {host.label: self._reply(rank) for rank, host in self._hosts.items()}
+        return {host.label: self._reply(number) for number, host in self._hosts.items()}
 
     def _on(self, event: Event) -> None:
         match event:
             case Output():
                 self._shown(event)
                 if event.stream == "stdout":
-                    self._stdout[event.rank] += event.data[: _MOST_BYTES - len(self._stdout[event.rank])]
+                    self._stdout[event.worker] += event.data[: _MOST_BYTES - len(self._stdout[event.worker])]
                 else:
-                    self._stderr[event.rank].add(event.data)
+                    self._stderr[event.worker].add(event.data)
             case Started():
-                self._log(f"pid {event.pid} on {self._hosts[event.rank].label}")
-            case Exited(rank, returncode):
-                last = (self._stderr[rank].lines() or ["it wrote nothing to stderr"])[-1]
-                self._end(rank, f"{last} (exit code {shell_code(returncode)})" if returncode else None)
+                self._log(f"pid {event.pid} on {self._hosts[event.worker].label}")
+            case Exited(number, returncode):
+                last = (self._stderr[number].lines() or ["it wrote nothing to stderr"])[-1]
+                self._end(number, f"{last} (exit code {shell_code(returncode)})" if returncode else None)
             case Refused():
                 here = [host.label for host in self._hosts.values() if host.is_here]
                 self._end_host(event.host or here[0], event.why)
@@ -133,15 +134,15 @@ class Collector:
                 raise SignalledError(signum, "before the check was done")
 
     def _end_host(self, label: str, trouble: str) -> None:
-        for rank, host in self._hosts.items():
-            if host.label == label and rank in self._waiting:
-                self._end(rank, trouble)
+        for number, host in self._hosts.items():
+            if host.label == label and number in self._waiting:
+                self._end(number, trouble)
 
-    def _end(self, rank: int, trouble: str | None) -> None:
-        self._waiting.discard(rank)
+    def _end(self, number: int, trouble: str | None) -> None:
+        self._waiting.discard(number)
         if trouble is not None:
-            self._trouble[rank] = trouble
+            self._trouble[number] = trouble
 
-    def _reply(self, rank: int) -> Reply:
-        text = self._stdout[rank].decode(errors="backslashreplace")
-        return Reply(tuple(text.splitlines()), self._trouble.get(rank))
+    def _reply(self, number: int) -> Reply:
+        text = self._stdout[number].decode(errors="backslashreplace")
+        return Reply(tuple(text.splitlines()), self._trouble.get(number))

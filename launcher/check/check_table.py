@@ -1,4 +1,4 @@
-"""What `verdict` found, as text: a table with a row for each host, one of the ways between them, and what to do."""
+"""Formats what `verdict` found: a table with a row for each host, one of the ways between them, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A YAML file of flags: what it says becomes words of a command line, to stand before those the user typed.
+"""Reads flags from a YAML file, as words of a command line that stand before those the user typed:
 
     num-proc: 4                    --num-proc=4
     hosts: [node1:4, node2:4]      --hosts=node1:4,node2:4

@@ -1,4 +1,4 @@
-"""`python -m hvdlite_launcher.host.agent`: one host's workers, from their start until nothing of them is left.
+"""The agent, `python -m hvdlite_launcher.host.agent`: starts one host's workers and ends all that they leave behind.
 
 It reads commands on stdin and writes events on stdout (see `channel`), and decides nothing but this: when
 its stdin ends, or says nothing for too long, the launcher is done or gone, and every process that came from here
@@ -41,12 +41,12 @@ from ..wire.messages import (
     InputWanted,
     OutputTaken,
     Refused,
-    SignalRanks,
+    SignalWorkers,
     Started,
     StartJob,
 )
 from ..wire.store_messages import StoreCommand
-from .start_workers import CannotStartError, Worker, start_workers
+from .start_workers import CannotStartError, Worker, ranks_of, start_workers
 from .worker_output import WorkerOutput
 from .worker_stdin import WorkerStdin
 
@@ -76,7 +76,7 @@ class Agent:
         self._port: socket.socket | None = None  # kept from others, see `network.reserve_port`
         self._workers: dict[int, Worker] = {}  # by pid, those that run
         self._groups: list[int] = []  # of all workers ever
-        self._stdins: dict[int, WorkerStdin] = {}  # by rank
+        self._stdins: dict[int, WorkerStdin] = {}  # by the worker's number
         self._job_dir: str | None = None
         self._held_dir: int | None = None  # by being open, until this process ends
         self._cache: Cache | None = None
@@ -125,10 +125,10 @@ class Agent:
                     self._answer(message)
                 case StartJob():
                     self._start(message)
-                case SignalRanks():
+                case SignalWorkers():
                     self._signal(message)
                 case Input():
-                    if stdin := self._stdins.get(message.rank):
+                    if stdin := self._stdins.get(message.worker):
                         stdin.put(message.data)
                 case message if isinstance(message, StoreCommand) and self._cache is not None:
                     self._cache.receive(message)
@@ -162,6 +162,7 @@ class Agent:
     def _start(self, job: StartJob) -> None:
         if self._job_dir is not None or self._greeting is None:
             raise ProtocolError("the launcher started a job before it said hello, or a second one")
+        ranks = ranks_of(job)
         try:
             interface = _interface_for(self._greeting.interface, job.peers)
             path = job_dir(job.token, job_directory.temporary_directory())
@@ -169,7 +170,7 @@ class Agent:
             self._held_dir = job_directory.make(path)
             self._job_dir = path
             self._tell_directory(path)
-            self._cache = Cache(self._channel.send, job.workers.keys())
+            self._cache = Cache(self._channel.send, {rank: number for number, rank in ranks.items()})
             self._relay = Relay(store_socket(path), self._cache, self._selector)
         except OSError as error:
             why = in_words(error) or str(error)
@@ -180,7 +181,7 @@ class Agent:
             return
         try:
             for worker in start_workers(job, path, interface):
-                self._channel.send(Started(worker.rank, worker.process.pid))
+                self._channel.send(Started(worker.number, worker.process.pid))
                 self._watch(worker)
         except CannotStartError as error:
             self._channel.send(error.refused)
@@ -190,13 +191,13 @@ class Agent:
         self._groups.append(worker.process.pid)
         self._worker_output.watch(worker)
         if (stdin := worker.process.stdin) is not None:
-            self._stdins[worker.rank] = WorkerStdin(
-                stdin, self._selector, lambda: self._channel.send(InputWanted(worker.rank))
+            self._stdins[worker.number] = WorkerStdin(
+                stdin, self._selector, lambda: self._channel.send(InputWanted(worker.number))
             )
 
-    def _signal(self, command: SignalRanks) -> None:
+    def _signal(self, command: SignalWorkers) -> None:
         for pid, worker in self._workers.items():
-            if worker.rank not in command.ranks:
+            if worker.number not in command.numbers:
                 continue
             if command.signum == signal.SIGKILL:
                 process_tree.kill_tree(pid)
@@ -214,11 +215,11 @@ class Agent:
                 continue  # an orphan that we adopted
             worker.process.returncode = returncode
             self._worker_output.drain(worker)
-            if stdin := self._stdins.pop(worker.rank, None):
+            if stdin := self._stdins.pop(worker.number, None):
                 stdin.close()
             assert self._job_dir is not None, "workers are started after it is made"
             peer_lost, left = (os.path.exists(note(self._job_dir, worker.rank)) for note in (peer_lost_file, left_file))
-            self._channel.send(Exited(worker.rank, returncode, peer_lost, left))
+            self._channel.send(Exited(worker.number, returncode, peer_lost, left))
 
 
 def _interface_for(chosen: str | None, peers: Collection[str]) -> str | None:

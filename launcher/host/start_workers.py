@@ -1,4 +1,4 @@
-"""Starting one host's workers: what they must know of this host, and what a shell would say if they cannot start.
+"""Starts one host's workers; where one cannot be started, it says why in a shell's words.
 
 What becomes of them is watched in `agent`.
 """
@@ -25,8 +25,12 @@ from ..wire.messages import Refused, StartJob, Stream
 
 @dataclass
 class Worker:
-    """A process that was started; ``pipes`` are those of its streams that are not yet at their end."""
+    """A process that was started; ``pipes`` are those of its streams that are not yet at their end.
 
+    ``number`` is what the launcher knows it by, ``rank`` what it was told itself.
+    """
+
+    number: int
     rank: int
     process: subprocess.Popen[bytes]
     pipes: dict[Stream, IO[bytes]]
@@ -36,6 +40,14 @@ class CannotStartError(Exception):
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.why)
         self.refused = refused
+
+
+def ranks_of(job: StartJob) -> dict[int, int]:
+    """The ranks that the workers of this host are told in their environment, by their numbers."""
+    try:
+        return {number: int(own["HVDLITE_RANK"]) for number, own in job.workers.items()}
+    except (KeyError, ValueError) as error:
+        raise ProtocolError("the launcher did not say what rank each worker has") from error
 
 
 def start_workers(job: StartJob, job_dir: str, interface: str | None) -> Iterator[Worker]:
@@ -50,17 +62,18 @@ def start_workers(job: StartJob, job_dir: str, interface: str | None) -> Iterato
         path = filter(None, [_directory_of_horovod(), given.get("PYTHONPATH")])
         given = {**given, "PYTHONPATH": os.pathsep.join(path)}
     set_up = process_tree.dying_with_parent()
-    for rank, own in job.workers.items():
+    ranks = ranks_of(job)
+    for number, own in job.workers.items():
         try:
             environment = {**given, **variables_set(given, own, host)}
         except (KeyError, ValueError, ArithmeticError) as error:
-            raise ProtocolError(f"the launcher did not say what place rank {rank} has on its host") from error
+            raise ProtocolError(f"the launcher did not say what place worker {number} has on its host") from error
         try:
             process = subprocess.Popen(
                 command,
                 cwd=job.cwd,
                 env=environment,
-                stdin=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+                stdin=subprocess.PIPE if ranks[number] == 0 else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 bufsize=0,
@@ -74,7 +87,7 @@ def start_workers(job: StartJob, job_dir: str, interface: str | None) -> Iterato
             raise CannotStartError(_refusal(job, environment, error)) from error
         assert process.stdout is not None
         assert process.stderr is not None
-        yield Worker(rank, process, {"stdout": process.stdout, "stderr": process.stderr})
+        yield Worker(number, ranks[number], process, {"stdout": process.stdout, "stderr": process.stderr})
 
 
 def _directory_of_horovod() -> str:

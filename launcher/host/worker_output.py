@@ -1,4 +1,4 @@
-"""The workers' stdout and stderr, at the agent's end: read as they come, as much as the launcher has shown.
+"""Reads the workers' stdout and stderr in the agent, and sends on as much as the launcher has shown.
 
 What it has not shown is in the launcher's memory, so there is a limit to that; beyond it the workers' pipes are left
 to fill. The wire itself never is: a screen that stands still holds up output, and nothing else.
@@ -73,7 +73,7 @@ class WorkerOutput:
             return 0
         if data:
             self._room_bytes -= len(data)
-            self._channel.send(Output(worker.rank, stream, data))
+            self._channel.send(Output(worker.number, stream, data))
         else:
             del worker.pipes[stream], self._forwarders[pipe.fileno()]
             if not self._held_up:

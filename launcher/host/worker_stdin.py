@@ -1,4 +1,4 @@
-"""A worker's standard input, at the agent's end: written as the worker reads, and never waited for."""
+"""Writes a worker's standard input in the agent, without ever waiting for the worker to read it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""One job from its plan to its exit code: reaches the hosts, joins their agents to the supervisor, and leaves
-nothing behind.
-"""
+"""Runs one job from its plan to its exit code: reaches the hosts, starts the workers, supervises them, cleans up."""
 
 from __future__ import annotations
 
@@ -8,14 +6,14 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from queue import Empty, SimpleQueue
 
 from ..agents.agent_group import AGENT_S, Agents
 from ..errors import UsageError
 from ..plan.hosts import AUTO, Host, count_auto_slots, each_machine_once
 from ..plan.job_spec import JobSpec
-from ..plan.slots import plan_slots
+from ..plan.slots import Slot, plan_slots
 from ..store.server import Store
 from ..system import process_tree
 from ..system.signals import signals_as_bytes
@@ -46,15 +44,22 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
     if job.hosts[0].is_here:  # where rank 0 is, which writes it
         _require_timeline(job.environment.here, job.cwd)
     slots = None if any(host.slots == AUTO for host in job.hosts) else plan_slots(job.hosts, job.size)
-    files = None if slots is None else _output_files(job, len(slots))
+    files = None if slots is None else _output_files(job, slots)
     with signals_as_events(events), Agents(job, events, store) as agents:
         hosts = job.hosts if slots is None else tuple(dict.fromkeys(slot.host for slot in slots))
         hellos = agents.connect(hosts)
         machines = each_machine_once(hosts, lambda host: hellos[host.label].machine)
         if slots is None or len(machines) < len(hosts):
             slots = plan_slots(count_auto_slots(machines, lambda host: hellos[host.label].slots or 1), job.size)
-        files = files or _output_files(job, len(slots))
-        screen = Screen(events, agents.output_shown, timestamps=job.timestamps, files=files)
+        files = files or _output_files(job, slots)
+        workers = {slot.number: slot for slot in slots}
+        screen = Screen(
+            events,
+            agents.output_shown,
+            timestamps=job.timestamps,
+            files=files,
+            rank_of=lambda number: workers[number].rank,
+        )
         log = screen.say if job.verbose else _say_nothing
         if len(machines) < len(hosts):
             names = ", ".join(host.label for host in hosts if host.label not in {one.label for one in machines})
@@ -63,14 +68,14 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
             log(f"rank {slot.rank}: {slot.host.label}, local rank {slot.local_rank} of {slot.local_size}")
         agents.start(slots, hellos)
 
-        def send_input(data: bytes) -> None:
+        def send_input(worker: int, data: bytes) -> None:
             if data.endswith(b"\n") and echoes():
                 screen.typed()
-            agents.feed(data)
+            agents.feed(worker, data)
 
         supervisor = Supervisor(
-            slots,
-            signal_ranks=agents.signal,
+            workers,
+            signal_workers=agents.signal,
             send_input=send_input,
             stdin=Stdin(events),
             screen=screen,
@@ -122,8 +127,8 @@ def _wait_for_screen(events: SimpleQueue[Event], timeout_s: float | None) -> Non
             pass
 
 
-def _output_files(job: JobSpec, size: int) -> OutputFiles | None:
-    return None if job.record_dir is None else OutputFiles(job.record_dir, size)
+def _output_files(job: JobSpec, slots: Sequence[Slot]) -> OutputFiles | None:
+    return None if job.record_dir is None else OutputFiles(job.record_dir, {slot.number: slot.rank for slot in slots})
 
 
 def _require_timeline(environ: Mapping[str, str], cwd: str) -> None:

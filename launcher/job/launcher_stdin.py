@@ -1,4 +1,4 @@
-"""The launcher's standard input, a piece each time that rank 0 has taken the one before.
+"""Reads the launcher's standard input for rank 0, one piece each time that rank 0 has taken the one before.
 
     rank 0 has room ── InputWanted ──► read a piece ── InputRead ──► sent on to rank 0
 

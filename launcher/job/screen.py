@@ -1,4 +1,4 @@
-"""What the workers wrote, as whole lines on the launcher's stdout and stderr: ``[rank]<stdout>:text``.
+"""Shows what the workers write, as whole lines on the launcher's stdout and stderr: ``[rank]<stdout>:text``.
 
 Bytes pass as they are, but to a terminal, which must not take them for commands (see `terminal_text`). A line that its
 worker never finished is finished when the worker ends. A carriage return alone, as in a progress bar, ends a line
@@ -144,13 +144,15 @@ class Screen:
         environ: Mapping[str, str] = os.environ,
         timestamps: bool = False,
         files: OutputFiles | None = None,
+        rank_of: Callable[[int], int] = int,
         quiet_s: float = _QUIET_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``shown`` is told of each output that was, or that nobody can be shown any more.
 
-        ``timestamps``: each line begins with when that was. ``files`` are closed at the end. ``quiet_s``: how long a
-        worker has written nothing when a terminal shows its unfinished line.
+        ``timestamps``: each line begins with when that was. ``files`` are closed at the end. ``rank_of`` gives the
+        rank that is shown for a worker's number. ``quiet_s``: how long a worker has written nothing when a terminal
+        shows its unfinished line.
         """
         self._events = events
         self._fds: dict[Stream, int] = {"stdout": stdout, "stderr": stderr}
@@ -159,6 +161,7 @@ class Screen:
         self._coloured = not environ.get("NO_COLOR")
         self._stamp: Callable[[], bytes] = _now if timestamps else bytes
         self._files = files
+        self._rank_of = rank_of
         self._lines: dict[tuple[int, Stream], Lines] = {}
         self._newest_bar: tuple[Stream, Lines] | None = None  # the one that stands on the terminal
         # The unfinished line that the cursor stands in, and what is seen of it; there is no bar below it.
@@ -174,9 +177,9 @@ class Screen:
     def show(self, output: Output) -> None:
         self._todo.put(partial(self._show, output))
 
-    def finish(self, rank: int) -> None:
-        """Complete what ``rank`` left unfinished."""
-        self._todo.put(partial(self._finish, rank))
+    def finish(self, worker: int) -> None:
+        """Complete what the worker with this number left unfinished."""
+        self._todo.put(partial(self._finish, worker))
 
     def say(self, text: str) -> None:
         """A word of the launcher's own."""
@@ -194,8 +197,8 @@ class Screen:
     def _work(self) -> None:
         while (task := self._next_task()) is not None:
             task()
-        for rank, _ in list(self._lines):
-            self._finish(rank)
+        for worker, _ in list(self._lines):
+            self._finish(worker)
         if self._files is not None:
             self._files.close()
         self._events.put(ScreenDone())
@@ -219,16 +222,16 @@ class Screen:
                 self._files.close()
                 self._files = None
                 self._events.put(ScreenFailed(error.filename, error))
-        lines = self._lines.get((output.rank, output.stream))
+        lines = self._lines.get((output.worker, output.stream))
         if lines is None:
-            prefix = self._prefix(output.rank, output.stream)
+            prefix = self._prefix(self._rank_of(output.worker), output.stream)
             clean = visible_bytes if self._on_terminal[output.stream] else bytes
             lines = Lines(prefix, self._in_place[output.stream], self._stamp, clean)
-            self._lines[output.rank, output.stream] = lines
+            self._lines[output.worker, output.stream] = lines
         self._write(output.stream, lines.feed(output.data), lines)
-        self._quiet_at.pop((output.rank, output.stream), None)
+        self._quiet_at.pop((output.worker, output.stream), None)
         if self._on_terminal[output.stream] and lines.is_unfinished:
-            self._quiet_at[output.rank, output.stream] = self._clock() + self._quiet_s
+            self._quiet_at[output.worker, output.stream] = self._clock() + self._quiet_s
         self._shown(output)
 
     def _show_unfinished(self, whose: tuple[int, Stream]) -> None:
@@ -246,10 +249,10 @@ class Screen:
             self._open[1].let_go()
             self._open = None
 
-    def _finish(self, rank: int) -> None:
+    def _finish(self, worker: int) -> None:
         for stream in self._fds:
-            self._quiet_at.pop((rank, stream), None)
-            if lines := self._lines.pop((rank, stream), None):
+            self._quiet_at.pop((worker, stream), None)
+            if lines := self._lines.pop((worker, stream), None):
                 self._write(stream, lines.finish(), lines)
 
     def _say(self, text: str) -> None:

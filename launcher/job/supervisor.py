@@ -1,6 +1,6 @@
-"""The one loop that decides: when the job ends, who was the cause, and what the launcher's exit code is.
+"""Decides, in one loop over events, when the job ends, who was the cause, and what the launcher's exit code is.
 
-    events ──► Supervisor.run ──► signals to ranks, text to the screen, an Outcome
+    events ──► Supervisor.run ──► signals to workers, text to the screen, an Outcome
 
 A job ends by itself when every worker has. It is ended when a worker fails, the launcher is signalled, or
 its output cannot be written: the others get a signal, then a grace to end, then SIGKILL. The grace is long where
@@ -61,7 +61,7 @@ class Screen(Protocol):
     """Where text goes; `output.Screen`."""
 
     def show(self, output: Output) -> None: ...
-    def finish(self, rank: int) -> None: ...
+    def finish(self, worker: int) -> None: ...
     def say(self, text: str) -> None: ...
 
 
@@ -74,10 +74,10 @@ class Input(Protocol):
 class Supervisor:
     def __init__(
         self,
-        slots: Collection[Slot],
+        workers: Mapping[int, Slot],
         *,
-        signal_ranks: Callable[[Collection[int], int], None],
-        send_input: Callable[[bytes], None],
+        signal_workers: Callable[[Collection[int], int], None],
+        send_input: Callable[[int, bytes], None],
         stdin: Input,
         screen: Screen,
         log: Callable[[str], None],
@@ -85,25 +85,28 @@ class Supervisor:
         start_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``grace``: seconds from a signal to the launcher to SIGKILL; after a failure it is `FAILURE_GRACE_S` at most.
+        """``workers`` are all of the job's, by their numbers; what is said of one names the rank it has then.
+
+        ``grace``: seconds from a signal to the launcher to SIGKILL; after a failure it is `FAILURE_GRACE_S` at most.
 
         ``log`` takes what only the curious want.
 
         ``start_timeout_s``: how long after the first hvd.init() all ranks must be connected.
         """
-        self._host: Mapping[int, str] = {slot.rank: slot.host.label for slot in slots}
-        self._signal_ranks = signal_ranks
+        self._workers = workers
+        self._signal_workers = signal_workers
         self._send_input = send_input
         self._stdin = stdin
+        self._input_for = 0  # the worker that has room for more
         self._screen = screen
         self._log = log
         self._grace = grace
         self._clock = clock
-        self._running = set(self._host)
+        self._running = set(workers)
         self._pids: dict[int, int] = {}
-        self._written = {rank: {"stderr": Tail(), "stdout": Tail()} for rank in self._host}
-        self._done: list[int] = []  # ranks that ended well, in order
-        self._init_calls = InitCalls(self._host, start_timeout_s, clock)
+        self._written = {number: {"stderr": Tail(), "stdout": Tail()} for number in workers}
+        self._done: list[int] = []  # those that ended well, in order
+        self._init_calls = InitCalls(workers, start_timeout_s, clock)
         self._failed: list[Exited] = []  # the first to fail, which wrote nothing, and those that did so with it
         self._suspect: Exited | None = None
         self._named: Exited | None = None  # a suspect that was blamed, while who left it may still be ending
@@ -132,28 +135,29 @@ class Supervisor:
     def _on(self, event: Event) -> None:  # noqa: PLR0912  # one place that says what each event leads to
         match event:
             case Output():
-                self._written[event.rank][event.stream].add(event.data)
+                self._written[event.worker][event.stream].add(event.data)
                 self._screen.show(event)
             case Started():
-                self._pids[event.rank] = event.pid
-                self._log(f"rank {event.rank} is pid {event.pid} on {self._host[event.rank]}")
+                self._pids[event.worker] = event.pid
+                self._log(f"{self._ranks([event.worker])} is pid {event.pid} on {self._host(event.worker)}")
             case Joining():
                 self._init_calls.note(event)
                 self._look_for_absent()
             case Joined():
                 self._init_calls.note(event)
-                self._log(f"rank {event.rank} is connected")
+                self._log(f"{self._ranks([event.worker])} is connected")
             case GaveUp():
                 self._init_calls.note(event)
-                self._log(f"rank {event.rank} has given up hvd.init()")
+                self._log(f"{self._ranks([event.worker])} has given up hvd.init()")
             case InputWanted():
+                self._input_for = event.worker
                 self._stdin.read()
             case InputRead():
-                self._send_input(event.data)
+                self._send_input(self._input_for, event.data)
             case Exited():
-                self._screen.finish(event.rank)
-                self._running.discard(event.rank)
-                self._log(f"rank {event.rank} ended with exit code {shell_code(event.returncode)}")
+                self._screen.finish(event.worker)
+                self._running.discard(event.worker)
+                self._log(f"{self._ranks([event.worker])} ended with exit code {shell_code(event.returncode)}")
                 self._judge(event)
             case Refused():
                 where = "" if event.host is None else f"{event.host}: "
@@ -162,7 +166,7 @@ class Supervisor:
             case AgentSaid():
                 self._screen.say(f"{event.host}: {event.text.rstrip()}")
             case Lost():
-                self._running = {rank for rank in self._running if self._host[rank] != event.host}
+                self._running = {number for number in self._running if self._host(number) != event.host}
                 self._decide(Outcome(1, f"lost {event.host}: {event.why}. Its workers were killed"))
                 self._end()
             case Interrupted():
@@ -179,7 +183,7 @@ class Supervisor:
 
     def _judge(self, end: Exited) -> None:
         if end.returncode == 0:
-            self._done.append(end.rank)
+            self._done.append(end.worker)
         if self._outcome is not None:
             if self._named is not None and end.left:
                 self._blame_who_left(self._named, end)
@@ -196,7 +200,7 @@ class Supervisor:
         first = self._failed[0]
         if end is first:
             self._effect_of = shell_code(end.returncode) - 128
-        wrote = bool(self._written[end.rank]["stderr"].lines())
+        wrote = bool(self._written[end.worker]["stderr"].lines())
         if (wrote and end.returncode == first.returncode) or first.returncode < 0:
             self._settle()
         elif end is first:
@@ -231,12 +235,27 @@ class Supervisor:
     def _blame(self, first: Exited, *others: Exited) -> None:
         words = report(self._failure(first), [self._failure(other) for other in others])
         if first.peer_lost and self._done:
-            words = f"{name_ranks(self._done)} had ended with exit code 0 before the others were done; then {words}"
-        self._outcome = Outcome(shell_code(first.returncode), words, rank=first.rank)
+            words = f"{self._ranks(self._done)} had ended with exit code 0 before the others were done; then {words}"
+        self._outcome = Outcome(shell_code(first.returncode), words, rank=self._workers[first.worker].rank)
 
     def _failure(self, end: Exited) -> Failure:
-        lines = {stream: tail.lines() for stream, tail in self._written[end.rank].items()}
-        return Failure(end.rank, self._host[end.rank], self._pids.get(end.rank, 0), end.returncode, **lines)
+        lines = {stream: tail.lines() for stream, tail in self._written[end.worker].items()}
+        return Failure(
+            self._workers[end.worker].rank,
+            self._host(end.worker),
+            self._pids.get(end.worker, 0),
+            end.returncode,
+            **lines,
+        )
+
+    def _host(self, number: int) -> str:
+        return self._workers[number].host.label
+
+    def _ranks(self, numbers: Collection[int]) -> str:
+        return name_ranks([self._workers[number].rank for number in numbers])
+
+    def _running_ranks(self) -> list[int]:
+        return sorted(self._workers[number].rank for number in self._running)
 
     def _interrupt(self, signum: int) -> None:
         """The first signal to the launcher is passed on; another one, or one while the job ends anyway, kills at once.
@@ -277,7 +296,7 @@ class Supervisor:
     def _end(self, signum: int = signal.SIGTERM, grace: float | None = None) -> None:
         """Signal what runs; SIGKILL follows after the grace, `FAILURE_GRACE_S` at most if none is given.
 
-        Ranks are signalled once: a second call changes nothing but the grace, if it gives one.
+        Workers are signalled once: a second call changes nothing but the grace, if it gives one.
         """
         if not self._running or (self._ending and grace is None):
             return
@@ -287,20 +306,20 @@ class Supervisor:
             return
         if not self._ending:
             self._ending = True
-            self._log(f"{signal_name(signum)} to ranks {sorted(self._running)}, SIGKILL in {grace:g} s")
-            self._signal_ranks(sorted(self._running), signum)
+            self._log(f"{signal_name(signum)} to ranks {self._running_ranks()}, SIGKILL in {grace:g} s")
+            self._signal_workers(sorted(self._running), signum)
         self._set_alarm(grace, self._end_grace)
 
     def _end_grace(self) -> None:
         # Who was given time to write a checkpoint is told that it did not suffice.
         if self._signalled_at is not None:
-            self._screen.say(f"{name_ranks(sorted(self._running))} still ran after {self._grace:g} s: killed (--grace)")
+            self._screen.say(f"{self._ranks(self._running)} still ran after {self._grace:g} s: killed (--grace)")
         self._kill()
 
     def _kill(self) -> None:
         self._ending = self._has_killed = True
-        self._log(f"SIGKILL to ranks {sorted(self._running)}")
-        self._signal_ranks(sorted(self._running), signal.SIGKILL)
+        self._log(f"SIGKILL to ranks {self._running_ranks()}")
+        self._signal_workers(sorted(self._running), signal.SIGKILL)
         self._set_alarm(GIVE_UP_S, self._give_up)
 
     def _give_up(self) -> None:

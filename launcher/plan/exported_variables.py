@@ -1,4 +1,4 @@
-"""Which of the launcher's environment goes to the workers, as ``-x`` and ``--no-env`` say.
+"""Chooses which of the launcher's environment variables the workers get, from ``-x`` and ``--no-env``.
 
 What hvdlite-run itself sets for each of them is in `plan`.
 """

@@ -1,4 +1,4 @@
-"""What is to be run, where, and how: the command line as a value. What is done with it begins in `launch`."""
+"""A job as the command line describes it: what to run, where, and how. `launch` runs it."""
 
 from __future__ import annotations
 

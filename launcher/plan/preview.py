@@ -1,4 +1,4 @@
-"""The plan as text, for who wants to see it before anything is started.
+"""Shows the plan of a job as text, before anything is started.
 
 Of a worker's environment it shows what hvdlite-run itself sets; what the user has there may be secret.
 """

@@ -15,11 +15,13 @@ from .hosts import Host
 
 @dataclass(frozen=True)
 class Slot:
-    """One worker's place. ``rank`` is global, ``local_rank`` within its host, ``cross_rank`` among hosts.
+    """One worker and where it runs.
 
-    ``node`` is its host's number.
+    ``number`` is who it is, for the whole job. ``rank`` (global), ``local_rank`` (within its host) and ``cross_rank``
+    (among hosts) are properties of it, which are looked up by its number. ``node`` is its host's number.
     """
 
+    number: int
     rank: int
     node: int
     local_rank: int
@@ -30,7 +32,10 @@ class Slot:
 
 
 def plan_slots(hosts: tuple[Host, ...], size: int | None = None) -> tuple[Slot, ...]:
-    """Fill the hosts in order with ``size`` ranks, or with as many as they have slots."""
+    """Fill the hosts in order with ``size`` ranks, or with as many as they have slots.
+
+    At first a worker's number is its rank.
+    """
     total = sum(host.slots for host in hosts)
     if size is None:
         size = total
@@ -45,7 +50,8 @@ def plan_slots(hosts: tuple[Host, ...], size: int | None = None) -> tuple[Slot, 
     for node, (host, local_size) in enumerate(zip(hosts, local_sizes, strict=True)):
         for local_rank in range(local_size):
             cross_rank, cross_size = cross_ranks[local_rank], cross_sizes[local_rank]
-            slots.append(Slot(len(slots), node, local_rank, local_size, cross_rank, cross_size, host))
+            rank = len(slots)
+            slots.append(Slot(rank, rank, node, local_rank, local_size, cross_rank, cross_size, host))
             cross_ranks[local_rank] += 1
     return tuple(slots)
 

@@ -1,4 +1,4 @@
-"""How an agent on another host is reached: the words that start ssh, and what its failures mean.
+"""Builds the ssh command that starts an agent on another host, and explains what ssh's failures mean.
 
 The user's own ssh does it, with the user's config, keys, agents and jump hosts. Nothing of the job is in these
 words, which everybody on either host can see. Quoting happens here, and nowhere else.

@@ -1,4 +1,4 @@
-"""What an agent knows of the store: answers its workers' reads from copies, relays the rest to the launcher.
+"""An agent's copy of the store: answers its workers' reads from it, and asks the launcher for the rest.
 
     workers' requests ──► Cache ──► Want, Ask, Dropped to the launcher
                              ◄── Have, Answer, Drop from it
@@ -10,7 +10,7 @@ the launcher changes no value before the copies are dropped (see `server`). No I
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..errors import ProtocolError
@@ -48,10 +48,10 @@ class _Reader:
 
 
 class Cache:
-    def __init__(self, send: Callable[[StoreEvent | _Announcement], None], ranks: Container[int]) -> None:
-        """``ranks`` are those of this host."""
+    def __init__(self, send: Callable[[StoreEvent | _Announcement], None], workers: Mapping[int, int]) -> None:
+        """``workers`` are the numbers of those of this host, by their ranks."""
         self._send = send
-        self._ranks = ranks
+        self._workers = workers
         self._values: dict[bytes, bytes] = {}
         # Keys that were asked for, and who waits for each; nobody, if all have gone meanwhile.
         self._readers: dict[bytes, dict[_Reader, None]] = {}
@@ -118,9 +118,9 @@ class Cache:
 
     def _announce(self, what: type[_Announcement], parts: list[bytes]) -> None:
         rank = int(parts[0]) if len(parts) == 1 and parts[0].isdigit() and len(parts[0]) < 10 else -1
-        if rank not in self._ranks:
+        if rank not in self._workers:
             raise ProtocolError("no such rank on this host")
-        self._send(what(rank))
+        self._send(what(self._workers[rank]))
 
 
 def _nothing() -> None:

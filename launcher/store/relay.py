@@ -1,4 +1,4 @@
-"""The agent's end of its workers' connections to the store: a Unix socket in the job's directory.
+"""Accepts the workers' connections to the store on a Unix socket in the job's directory, and answers their requests.
 
     workers ══ Unix socket ══ Relay ── requests ──► Cache (which answers)
 

@@ -1,4 +1,4 @@
-"""The rendezvous store: what workers tell each other before they are connected. No I/O, no thread of its own.
+"""The rendezvous store in the launcher: keys and values by which workers find each other. No I/O, no thread of its own.
 
     agents' Want, Ask, Dropped ──► Store ──► Have, Answer, Drop for agents
 

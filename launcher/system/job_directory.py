@@ -1,4 +1,4 @@
-"""The private directory of a job on one host: made, held while it is used, cleared away once nobody holds it.
+"""Makes the private directory of a job on one host, holds it while it is used, and removes those of dead jobs.
 
 Its agent holds a lock on it, which the system drops when that ends, however it does; so what the next job finds
 without a lock is nobody's. A file system that hosts share may know nothing of other hosts' locks: a note in the

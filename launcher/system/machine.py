@@ -1,4 +1,4 @@
-"""What this machine has: cores and GPUs that a job may use. Its network is in `network`.
+"""Counts the cores and GPUs of this machine that a job may use, and tells machines apart.
 
 Looked up without torch, so that a host answers where torch is not installed, and at once.
 """

@@ -1,4 +1,4 @@
-"""Where this host is on the network: its address as others reach it, and the interface that has an address.
+"""Finds this host's address as others reach it, and the network interface that has an address.
 
 Routes are asked of the kernel: a UDP socket that is connected has the source address that would be used, and sends
 nothing by it. Names of interfaces are never compared between hosts, which may call them as they like.

@@ -1,4 +1,4 @@
-"""Ending processes and all that they started, and seeing to it that none escapes.
+"""Ends processes together with everything that they started, so that none is left.
 
 On Linux a process can adopt the orphans among its descendants, so that a daemon that forked twice is still
 found; elsewhere what left its process group and lost its parent stays unseen. Whom to end, and when, is

@@ -1,4 +1,4 @@
-"""Files that are written where others may write too: never through a link that somebody else has put there.
+"""Creates files in directories that others can write too, and never through a link that another user made.
 
 The path is walked name by name, each directory held while its next name is looked up, so that nothing can be
 exchanged meanwhile. A symbolic link is followed if it is the user's own, or root's: another user's is refused, and

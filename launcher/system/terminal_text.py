@@ -1,4 +1,4 @@
-"""Words from elsewhere, made fit to be shown: what a terminal would take for a command is made visible.
+"""Makes text from workers and hosts safe to show on a terminal: control characters become visible.
 
 A worker, an ssh, an agent on another host may write anything: on a terminal such bytes could change its title, hide
 lines or draw lines that nobody said. ``ESC`` is shown as ``\\x1b``, and so are the other control characters but those

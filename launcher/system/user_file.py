@@ -1,4 +1,4 @@
-"""A file that the user names: read whole if it is not too long, and one line for what is wrong with it."""
+"""Reads a file that the user names, if it is not too long; whatever is wrong with it is told in one line."""
 
 from __future__ import annotations
 

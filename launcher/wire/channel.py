@@ -1,4 +1,4 @@
-"""The agent's end of the wire: messages in, messages out, and how long the launcher has been silent.
+"""The agent's connection to the launcher: receives commands, sends events, and notices when the launcher is silent.
 
 Nothing here blocks: what the launcher does not take yet is kept. What the messages mean is decided in `agent`.
 """

@@ -1,6 +1,6 @@
-"""How messages lie on the wire between launcher and agent: frames of bytes, and back.
+"""Encodes the messages between launcher and agent as frames of bytes, and decodes them.
 
-A frame is a header (kind, rank, length of the payload) and the payload. Output, input and what is in the store
+A frame is a header (kind, number, length of the payload) and the payload. Output, input and what is in the store
 travel as the bytes that they are, so that a flood costs no more than copying it; all else is small, and JSON.
 What the messages mean is in `messages`; who reads and writes the pipes is not said here: see `remote_agent` (the
 launcher's end) and `channel`.
@@ -32,7 +32,7 @@ from .messages import (
     Output,
     OutputTaken,
     Refused,
-    SignalRanks,
+    SignalWorkers,
     Started,
     StartJob,
     Stream,
@@ -49,7 +49,7 @@ WINDOW_BYTES = 4 << 20
 MARK = b"\0hvdlite agent\0"
 """Written before the first frame of an agent: a login shell's start files may have printed something before."""
 
-_HEADER = struct.Struct(">BII")  # kind, rank (of output and input) or number (of questions to the store), length
+_HEADER = struct.Struct(">BII")  # kind, number of the worker or of a question to the store, length
 _STREAMS: dict[int, Stream] = {1: "stdout", 2: "stderr"}
 _STREAM_KINDS: dict[Stream, int] = {stream: kind for kind, stream in _STREAMS.items()}
 _INPUT_KIND = 18
@@ -58,7 +58,7 @@ _INPUT_KIND = 18
 # Each takes a value from outside and gives it back as it should be, or raises one of `_WRONG`. A number that is too
 # large for what it counts would fail later, where nobody expects it.
 
-_MOST_RANKS, _MOST_BYTES, _LAST_PORT, _LAST_PID = 10**6, 1 << 40, 65535, 2**31 - 1
+_MOST_WORKERS, _MOST_BYTES, _LAST_PORT, _LAST_PID = 10**6, 1 << 40, 65535, 2**31 - 1
 
 
 def _number(least: int, most: int) -> Callable[[Any], int]:
@@ -70,7 +70,7 @@ def _number(least: int, most: int) -> Callable[[Any], int]:
     return check
 
 
-_rank = _number(0, _MOST_RANKS)
+_worker = _number(0, _MOST_WORKERS)
 
 
 def _bool(value: Any) -> bool:
@@ -121,31 +121,31 @@ def _environment(value: Any) -> dict[str, str]:
 
 
 def _environments(value: Any) -> dict[int, dict[str, str]]:
-    return {_rank(int(rank)): _environment(own) for rank, own in value.items()}
+    return {_worker(int(number)): _environment(own) for number, own in value.items()}
 
 
 _WRONG = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
 
 # What is JSON: its kind, and what each of its fields must be.
 _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
-    Started: (3, {"rank": _rank, "pid": _number(1, _LAST_PID)}),
-    Exited: (4, {"rank": _rank, "returncode": _number(-255, 255), "peer_lost": _bool, "left": _bool}),
+    Started: (3, {"worker": _worker, "pid": _number(1, _LAST_PID)}),
+    Exited: (4, {"worker": _worker, "returncode": _number(-255, 255), "peer_lost": _bool, "left": _bool}),
     Refused: (5, {"why": _str, "exit_code": _number(1, 255)}),
-    InputWanted: (6, {"rank": _rank}),
+    InputWanted: (6, {"worker": _worker}),
     Hello: (
         7,
         {
             "version": _str,
-            "slots": _or_none(_number(1, _MOST_RANKS)),
+            "slots": _or_none(_number(1, _MOST_WORKERS)),
             "address": _or_none(_address),
             "port": _number(1, _LAST_PORT),
             "machine": _or_none(_str),
         },
     ),
     Beat: (8, {}),
-    Joining: (9, {"rank": _rank}),
-    Joined: (10, {"rank": _rank}),
-    GaveUp: (14, {"rank": _rank}),
+    Joining: (9, {"worker": _worker}),
+    Joined: (10, {"worker": _worker}),
+    GaveUp: (14, {"worker": _worker}),
     StartJob: (
         16,
         {
@@ -160,13 +160,13 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
             "workers": _environments,
         },
     ),
-    SignalRanks: (17, {"ranks": _each(_rank), "signum": _number(1, 64)}),
+    SignalWorkers: (17, {"numbers": _each(_worker), "signum": _number(1, 64)}),
     OutputTaken: (23, {"count": _number(0, _MOST_BYTES)}),
     Greet: (19, {"version": _str, "beats": _bool, "count_slots": _bool, "interface": _or_none(_str)}),
 }
 _JSON_BY_KIND = {kind: (message, fields) for message, (kind, fields) in _JSON.items()}
 _KINDS = frozenset({*_STREAMS, _INPUT_KIND, *store_messages.KINDS, *_JSON_BY_KIND})
-_COMMANDS = (StartJob, SignalRanks, OutputTaken, Greet)
+_COMMANDS = (StartJob, SignalWorkers, OutputTaken, Greet)
 _OF_LAUNCHER = {_INPUT_KIND, *store_messages.COMMAND_KINDS, *(_JSON[command][0] for command in _COMMANDS)}
 _BEAT_KIND = _JSON[Beat][0]
 
@@ -179,9 +179,9 @@ FROM_AGENT = _KINDS - _OF_LAUNCHER
 def encode(message: Message) -> bytes:
     """The one frame that carries ``message``."""
     if isinstance(message, Output):
-        return _HEADER.pack(_STREAM_KINDS[message.stream], message.rank, len(message.data)) + message.data
+        return _HEADER.pack(_STREAM_KINDS[message.stream], message.worker, len(message.data)) + message.data
     if isinstance(message, Input):
-        return _HEADER.pack(_INPUT_KIND, message.rank, len(message.data)) + message.data
+        return _HEADER.pack(_INPUT_KIND, message.worker, len(message.data)) + message.data
     if isinstance(message, StoreEvent | StoreCommand):
         kind, number, payload = store_messages.to_wire(message)
         return _HEADER.pack(kind, number, len(payload)) + payload
@@ -204,7 +204,7 @@ class Decoder:
         start = 0
         try:
             while len(self._buffer) - start >= _HEADER.size:
-                kind, rank, length = _HEADER.unpack_from(self._buffer, start)
+                kind, number, length = _HEADER.unpack_from(self._buffer, start)
                 # Judged by the header alone: garbage must neither be waited for nor be stored.
                 if kind not in self._kinds or length > _limit(kind):
                     raise ProtocolError(f"not a frame of hvdlite's: {bytes(self._buffer[start : start + 40])!r}")
@@ -212,7 +212,7 @@ class Decoder:
                 if len(self._buffer) < body + length:
                     break
                 start = body + length
-                yield _decode(kind, rank, bytes(self._buffer[body:start]))
+                yield _decode(kind, number, bytes(self._buffer[body:start]))
         finally:
             del self._buffer[:start]
 
@@ -221,13 +221,13 @@ def _limit(kind: int) -> int:
     return _MAX_WORDS_BYTES if kind in _JSON_BY_KIND and kind not in _OF_LAUNCHER else MAX_PAYLOAD_BYTES
 
 
-def _decode(kind: int, rank: int, payload: bytes) -> Message:
+def _decode(kind: int, number: int, payload: bytes) -> Message:
     if kind in _STREAMS:
-        return Output(rank, _STREAMS[kind], payload)
+        return Output(number, _STREAMS[kind], payload)
     if kind == _INPUT_KIND:
-        return Input(rank, payload)
+        return Input(number, payload)
     if kind in store_messages.KINDS:
-        return store_messages.from_wire(kind, rank, payload)
+        return store_messages.from_wire(kind, number, payload)
     message, fields = _JSON_BY_KIND[kind]
     try:
         given = json.loads(payload)

@@ -1,11 +1,13 @@
-"""What launcher and agent say to each other, and what else the launcher's one loop hears of. Values alone.
+"""The messages between launcher and agent, and the other events of the launcher's loop. Dataclasses alone.
 
-    launcher ── Greet, StartJob, SignalRanks, Input, OutputTaken, Beat ──► agent   (at its stdin's end: kill everything)
+    launcher ── Greet, StartJob, SignalWorkers, Input, OutputTaken, Beat ──► agent   (at its stdin's end: kill all)
     launcher ◄── Hello, Started, InputWanted, Output, Joining, Joined, GaveUp, Exited, Refused, Beat ── agent
 
 What they say to each other about the store is in `store_messages`.
 `Answered`, `Lost`, `AgentSaid`, `Interrupted`, `InputRead` and the screen's events arise in the launcher and never
 travel. How the others lie on the wire is in `frames`.
+
+``worker`` is a worker's number: who it is for the whole job. Its rank is a property that is looked up (see `slots`).
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ Stream = Literal["stdout", "stderr"]
 class Output:
     """Bytes that a worker wrote, cut anywhere."""
 
-    rank: int
+    worker: int
     stream: Stream
     data: bytes
 
 
 @dataclass(frozen=True)
 class Started:
-    rank: int
+    worker: int
     pid: int
 
 
@@ -41,28 +43,28 @@ class Started:
 class InputWanted:
     """A worker's standard input has taken all that was sent, and has room for one more `Input`."""
 
-    rank: int
+    worker: int
 
 
 @dataclass(frozen=True)
 class Joining:
     """A worker has begun hvd.init()."""
 
-    rank: int
+    worker: int
 
 
 @dataclass(frozen=True)
 class Joined:
     """It has completed it."""
 
-    rank: int
+    worker: int
 
 
 @dataclass(frozen=True)
 class GaveUp:
     """It has left it with an exception: it does not wait any more, and its program may go on."""
 
-    rank: int
+    worker: int
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Exited:
     ``left``: that it was leaving the others, before they could notice.
     """
 
-    rank: int
+    worker: int
     returncode: int
     peer_lost: bool = False
     left: bool = False
@@ -164,8 +166,8 @@ class ScreenDone:
 
 
 # What workers do, through the agent that says it of them.
-OfRank = Output | Started | InputWanted | Joining | Joined | GaveUp | Exited
-WorkerEvent = OfRank | Refused
+OfWorker = Output | Started | InputWanted | Joining | Joined | GaveUp | Exited
+WorkerEvent = OfWorker | Refused
 Event = WorkerEvent | Answered | AgentSaid | Lost | Interrupted | InputRead | ScreenFailed | ScreenDone
 
 
@@ -188,10 +190,11 @@ class Greet:
 
 @dataclass(frozen=True)
 class StartJob:
-    """Start this host's workers: one command, in one environment but for each rank's own variables.
+    """Start this host's workers: one command, in one environment but for each worker's own variables.
 
     ``in_python``: the command is words for the Python that the agent runs in. ``as_horovod``: Pythons find hvdlite
     where they import horovod.
+    ``workers`` are the variables of each, by its number.
     ``inherits``: variables of the agent's own that are not in ``environment`` are theirs too. ``peers`` are
     addresses of the job's other hosts.
     """
@@ -208,8 +211,8 @@ class StartJob:
 
 
 @dataclass(frozen=True)
-class SignalRanks:
-    ranks: tuple[int, ...]
+class SignalWorkers:
+    numbers: tuple[int, ...]
     signum: int
 
 
@@ -217,7 +220,7 @@ class SignalRanks:
 class Input:
     """For a worker's standard input, once it was wanted; nothing means its end."""
 
-    rank: int
+    worker: int
     data: bytes
 
 
@@ -228,5 +231,5 @@ class OutputTaken:
     count: int
 
 
-Command = Greet | OutputTaken | StartJob | SignalRanks | Input | StoreCommand | Beat
+Command = Greet | OutputTaken | StartJob | SignalWorkers | Input | StoreCommand | Beat
 Message = WorkerEvent | StoreEvent | Hello | Command

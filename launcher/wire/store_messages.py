@@ -1,4 +1,4 @@
-"""What launcher and agents say to each other about the store, and what of it lies in a frame's payload.
+"""The messages between launcher and agents about the store, and how they lie in a frame's payload.
 
     agent ── Want ──► launcher ── Have ──► agent       a value to keep a copy of
     agent ── Ask ───► launcher ── Answer ► agent       anything else that a worker asks

@@ -1,4 +1,4 @@
-"""What workers ask their agent about the store, and how it lies on the wire between them and beyond.
+"""The requests about the store that workers send to their agent, and how they are encoded.
 
     worker ── request ──► agent ──► launcher's store        request: operation and byte strings
            ◄── answer ──        ◄──                         answer: whether it went well, and byte strings

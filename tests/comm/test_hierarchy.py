@@ -17,10 +17,10 @@ from hvdlite.comm.reduce_op import Max, Min, Product, Sum
 
 
 def test_places_are_found_whatever_the_order_of_ranks_on_hosts():
-    assert places_of(0, "aabb") == Places((0, 1), (0, 2))
-    assert places_of(3, "abab") == Places((1, 3), (2, 3))
-    assert places_of(5, "aaabbb") == Places((3, 4, 5), (2, 5))
-    assert places_of(2, "abcabc") == Places((2, 5), (0, 1, 2))
+    assert places_of(0, "aabb") == Places((0, 1), (0, 2), ((0, 1), (2, 3)))
+    assert places_of(3, "abab") == Places((1, 3), (2, 3), ((0, 2), (1, 3)))
+    assert places_of(5, "aaabbb") == Places((3, 4, 5), (2, 5), ((0, 1, 2), (3, 4, 5)))
+    assert places_of(2, "abcabc") == Places((2, 5), (0, 1, 2), ((0, 3), (1, 4), (2, 5)))
 
 
 @pytest.mark.parametrize("nodes", ["a", "ab", "aaaa", "aab", "aaabb"])
@@ -164,6 +164,24 @@ def test_as_many_shards_are_kept_as_were_under_way_at_once_and_no_more_than_is_w
     assert [piece.numel() for piece in shards._free] == [100, 900]
 
 
+def test_of_a_reduce_scatter_a_host_sends_what_its_ranks_get_elsewhere_once(monkeypatch):
+    monkeypatch.setattr(hierarchy, "LEAST_BYTES", 16)
+
+    def rank(group: Group) -> int:
+        engine = hierarchical(group, "aabb").open()
+        across = CountingEngine(engine._across, [])
+        engine._across = across
+        counts = [10, 20, 30, 40]
+        output = torch.empty(counts[group.rank])
+        options = torch.distributed.ReduceScatterOptions()
+        engine.reduce_scatter_base(output, torch.ones(100), counts, options).wait()
+        assert output.eq(4).all()
+        return sum(numel for _, numel in across.calls)
+
+    # What the ranks of the same place on both hosts get, already summed within each host.
+    assert run_ranks(4, rank) == [40, 60, 40, 60]
+
+
 def test_what_fails_on_the_way_is_raised_where_it_is_waited_for(monkeypatch):
     monkeypatch.setattr(hierarchy, "LEAST_BYTES", 16)
 
@@ -187,6 +205,7 @@ class Slow(SingleRankEngine):
     """An engine that takes its time, by a clock of its own."""
 
     def __init__(self, clock: Clock, seconds_of_large: float) -> None:
+        super().__init__()
         self._clock = clock
         self._seconds_of_large = seconds_of_large
 

@@ -11,8 +11,8 @@ from ranks import attempt_ranks, run_ranks
 from worlds import attempt_worlds
 
 from hvdlite.errors import CommunicationError
+from hvdlite.ops.broadcast import allgather_object, broadcast_object
 from hvdlite.ops.operations import barrier
-from hvdlite.ops.replicate import allgather_object, broadcast_object
 
 
 class Tampering:
@@ -25,7 +25,7 @@ class Tampering:
         return getattr(self._engine, name)
 
     def _changed(self, tensor):
-        tampers = self._is_on.is_set() and self._engine.rank() == 1
+        tampers = self._is_on.is_set() and self._engine.process_group.rank() == 1
         if tampers and tensor.dtype == torch.uint8 and tensor.numel() >= self._least_bytes:
             tensor = tensor.clone()
             tensor[self._place] ^= 1
@@ -94,7 +94,7 @@ def test_more_json_than_there_may_be_is_refused_on_all_ranks(monkeypatch):
 @pytest.mark.parametrize("share", [allgather_object, lambda obj: broadcast_object(obj, 1)])
 def test_an_object_that_was_exchanged_on_its_way_is_never_unpickled(share, monkeypatch):
     loaded = []
-    monkeypatch.setattr("hvdlite.ops.replicate.pickle.loads", loaded.append)
+    monkeypatch.setattr("hvdlite.ops.broadcast.pickle.loads", loaded.append)
     obj, is_on = {"model": "x" * 200}, threading.Event()
 
     def rank(_own):

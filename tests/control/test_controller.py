@@ -23,7 +23,7 @@ import hvdlite as hvd
 from hvdlite.comm.work import Watch, Work
 from hvdlite.control import control_client, coordinator, frames, handle, heartbeat, mailbox, negotiation
 from hvdlite.control.handle import Handle
-from hvdlite.control.request import Execution, Request
+from hvdlite.control.operation import Execution, Kind, Operation
 from hvdlite.environment import Environment
 from hvdlite.log import log
 from hvdlite.runtime.world import World, current_world
@@ -57,7 +57,7 @@ def total(value: int, execution: Execution) -> int:
 
 def add_up(name: str | None, value: int, world: World | None = None, **same) -> Handle:
     world = world or current_world()
-    return world.controller.submit(world.group, Request("add_up", name, same, own=value), partial(total, value))
+    return world.controller.submit(world.group, Operation(Kind("add_up"), partial(total, value), name, same, own=value))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -85,8 +85,8 @@ def test_operations_without_a_name_pair_up_by_their_order():
 def test_every_rank_learns_what_the_others_brought():
     def rank(own: int) -> list[int]:
         world = current_world()
-        request = Request("look", own=own * own)
-        return world.controller.submit(world.group, request, lambda execution: execution.owns).wait()
+        operation = Operation(Kind("look"), lambda execution: execution.owns, own=own * own)
+        return world.controller.submit(world.group, operation).wait()
 
     assert run_worlds(3, rank) == [[0, 1, 4]] * 3
 
@@ -97,7 +97,7 @@ def test_an_error_of_a_body_is_raised_where_its_handle_is_waited_for_and_the_nex
 
     def rank(own: int) -> int:
         world = current_world()
-        handle = world.controller.submit(world.group, Request("broken"), broken)
+        handle = world.controller.submit(world.group, Operation(Kind("broken"), broken))
         with pytest.raises(KeyError, match="nothing here"):
             handle.wait()
         return add_up("a", 1).wait()
@@ -387,7 +387,7 @@ def test_a_rank_hears_of_others_while_it_is_blocked_in_an_operation():
             return
         member = world.group.among([0, 1], set_id=1, token="a set of the test's")
         world.controller.open_channel(member)
-        handle = world.controller.submit(member, Request("blocked"), lambda execution: may_end.wait(20))
+        handle = world.controller.submit(member, Operation(Kind("blocked"), lambda execution: may_end.wait(20)))
         while world.controller._executor.current is None:
             time.sleep(0.01)
         both_are_in_it.wait(20)
@@ -422,7 +422,7 @@ def test_a_peer_that_hangs_in_what_all_have_begun_is_told_of(caplog, monkeypatch
                 told.wait(20)
             execution.group.all_reduce(torch.ones(1), execution.what).wait()
 
-        world.controller.submit(world.group, Request("halves", "a"), body).wait()
+        world.controller.submit(world.group, Operation(Kind("halves"), body, "a")).wait()
 
     with caplog.at_level(logging.WARNING, "hvdlite"):
         run_worlds(2, rank, Environment(stall_warning_s=0.2, stall_shutdown_s=0.8))

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvdlite.control.negotiation import SETTLING_S, Negotiation
+from hvdlite.control.operation import ALLREDUCE, kind_named
 from hvdlite.control.pending import Ask, Pending
 from hvdlite.control.stall import Blocked, StallRules
 
@@ -33,7 +34,7 @@ class Play:
         """The ticket."""
         ranks = tuple(range(self.size)) if members is None else members
         ticket = next(self._tickets)
-        ask = Ask(ticket, set_id, kind, name, f"{kind} of {name!r}", ranks, same, own)
+        ask = Ask(ticket, set_id, kind_named(kind), name, f"{kind} of {name!r}", ranks, same, own)
         self.what_of[rank, ticket] = name
         self.negotiation.ask(rank, ask, self.now_s)
         return ticket
@@ -192,7 +193,7 @@ def test_of_tensors_that_differ_the_cause_follows_from_whether_calls_have_names(
         for rank in range(2):
             ticket = rank
             what = "allreduce of 'loss'" if named else "allreduce"
-            ask = Ask(ticket, 0, "allreduce", "loss" if named else None, what, (0, 1), {"shape": [rank]}, None)
+            ask = Ask(ticket, 0, ALLREDUCE, "loss" if named else None, what, (0, 1), {"shape": [rank]}, None)
             play.negotiation.ask(rank, ask, 0.0)
         _, text = one_error(play.said(), [0, 1])
         assert all(each in text for each in expected), text

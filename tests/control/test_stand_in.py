@@ -9,7 +9,7 @@ from torch import Tensor
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
-from hvdlite.ops.combining import stand_in
+from hvdlite.ops.allreduce import stand_in
 from hvdlite.runtime.world import current_world
 
 OPS = [hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product]

@@ -147,14 +147,14 @@ def test_the_check_can_be_turned_off_and_must_be_on_all_ranks(launch):
 # Rank `frozen` stops itself at a point where all others are known to be past the last thing that they did together.
 FREEZES = {
     "in an operation that all have begun": """
-from hvdlite.control.request import Request
+from hvdlite.control.operation import Kind, Operation
 from hvdlite.runtime.world import current_world
 world = current_world()
 def body(execution):
     if hvd.rank() == frozen:
         freeze()
     execution.group.all_reduce(torch.ones(1), execution.what).wait()
-world.controller.submit(world.group, Request('halves', 'a'), body).wait()
+world.controller.submit(world.group, Operation(Kind('halves'), body, 'a')).wait()
 """,
     "before a step": """
 param = torch.nn.Parameter(torch.zeros(2))

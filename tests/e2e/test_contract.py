@@ -5,7 +5,7 @@ import sys
 
 import pytest
 from hvdlite_launcher.cli import horovodrun_flags
-from hvdlite_launcher.cli.flags import Parser
+from hvdlite_launcher.cli.flags import HELP, Parser
 from hvdlite_launcher.plan.exported_variables import chosen_environment
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.slots import plan_slots
@@ -15,6 +15,7 @@ from hvdlite.environment import (
     DEFAULT_STALL_WARNING_S,
     DEFAULT_TIMEOUT_S,
     READ_BY_INIT,
+    READ_ELSEWHERE,
     SET_FOR_WORKERS,
     Environment,
     read_environment,
@@ -63,6 +64,12 @@ def test_the_help_of_the_flags_names_the_librarys_own_defaults():
         ("fusion-threshold-mb", DEFAULT_BUCKET_CAP_BYTES / 2**20),
     ):
         assert f"({default:g})" in help_of[flag], flag
+
+
+def test_the_help_of_hvdlite_run_has_the_tables_names_and_default_of_its_own_variable():
+    variable = next(each for each in READ_ELSEWHERE if each.name == "START_TIMEOUT")
+    said = f"({' or '.join(variable.names)} where it is set, else {variable.default})"
+    assert said in " ".join(HELP.split())
 
 
 def test_the_library_reads_the_placement_that_the_launcher_planned():

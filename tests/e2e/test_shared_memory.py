@@ -162,7 +162,7 @@ def test_shared_memory_is_used_unless_it_is_switched_off_on_all_ranks(launch):
     _, out, _ = run(launch, program)
     assert out.count("ShmEngine [2.0, 2.0]") == 2
     _, out, _ = run(launch, program, env={"HVDLITE_SHM": "0"})
-    assert out.count("ProcessGroup [2.0, 2.0]") == 2
+    assert out.count("TorchEngine [2.0, 2.0]") == 2
     code, _, err = run(launch, program, within=["sh", "-c", 'HVDLITE_SHM=$RANK exec "$@"', "sh"])
     assert code == 1
     assert "MismatchError" in err
@@ -189,14 +189,14 @@ print(kind(), "right", flush=True)
 @pytest.mark.parametrize(
     ("options", "engine", "lines"),
     [
-        ("size=64k", "ProcessGroup", ["gloo instead of shared memory"]),
-        ("size=1m", "ProcessGroup", ["gloo instead of shared memory"]),
+        ("size=64k", "TorchEngine", ["gloo instead of shared memory"]),
+        ("size=1m", "TorchEngine", ["gloo instead of shared memory"]),
         # Enough for a first engine, and not for a second one.
         (f"size={ENGINE_BYTES + 4096}", "ShmEngine", ["gloo instead of shared memory"]),
         # Enough for all, and not for the bucket.
         (f"size={6 * ENGINE_BYTES}", "ShmEngine", ["gradients are copied to shared memory"] * 2),
         (f"size={6 * ENGINE_BYTES + 80 * MIB}", "ShmEngine", []),
-        ("ro", "ProcessGroup", ["gloo instead of shared memory"]),
+        ("ro", "TorchEngine", ["gloo instead of shared memory"]),
     ],
 )
 def test_too_little_shared_memory_is_told_in_a_line_and_the_result_is_right(launch, with_shm, options, engine, lines):
@@ -215,7 +215,7 @@ def test_no_directory_for_shared_memory_at_all_is_told_too(launch, with_shm):
               'mknod -m 444 /dev/urandom c 1 9 && exec "$@"', "sh"]  # fmt: skip
     code, out, err = run(launch, AVERAGE, within=hidden, env={"HVDLITE_LOG_LEVEL": "warning"})
     assert code == 0, err
-    assert out.count("ProcessGroup right") == 2
+    assert out.count("TorchEngine right") == 2
     assert "/dev/shm: No such file or directory" in err
 
 
@@ -224,7 +224,7 @@ def test_ranks_that_cannot_see_each_others_processes_do_without_it(launch, with_
     apart = ["unshare", "-p", "-f", "--mount-proc", "--kill-child"]
     code, out, err = run(launch, AVERAGE, within=apart, env={"HVDLITE_LOG_LEVEL": "warning"})
     assert code == 0, err
-    assert out.count("ProcessGroup right") == 2
+    assert out.count("TorchEngine right") == 2
     assert err.count("gloo instead of shared memory") == 1
     code, _, err = run(launch, 'dist.init_process_group("cpu:hvdshm")', within=apart)
     assert code == 1

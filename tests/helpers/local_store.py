@@ -27,7 +27,7 @@ class LocalAgent:
         self._inbox: deque = deque()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ, self._receive)
-        self.cache = Cache(self._tell, ranks=range(4))
+        self.cache = Cache(self._tell, workers={rank: rank for rank in range(4)})
         self.relay = Relay(path, self.cache, self._selector)
         self._over = False
         self._thread = threading.Thread(target=self._run, daemon=True)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from hvdlite.comm.gloo import Patience
 from hvdlite.comm.group import Group
+from hvdlite.comm.torch_engine import TorchEngine
 from hvdlite.runtime.process_set import Membership, ProcessSet
 from hvdlite.shm.setup import meet, open_segment
 from hvdlite.shm.shm_engine import ShmEngine
@@ -30,7 +31,7 @@ class ThreadEngineFactory:
     def open(self) -> Any:
         store = dist.PrefixStore(f"channel{self._opened}", self._store)
         self._opened += 1
-        return self._wrap(dist.ProcessGroupGloo(store, self._rank, self._size, TIMEOUT))
+        return self._wrap(TorchEngine(dist.ProcessGroupGloo(store, self._rank, self._size, TIMEOUT)))
 
     def close(self, engine: Any, /) -> None:
         return
@@ -145,6 +146,16 @@ class CountingEngine:
     def alltoall_base(self, output: torch.Tensor, tensor: torch.Tensor, *counts_and_options: Any) -> Any:
         self.calls.append(("alltoall", tensor.numel()))
         return self._engine.alltoall_base(output, tensor, *counts_and_options)
+
+    def reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, *counts_and_options: Any) -> Any:
+        self.calls.append(("reduce_scatter", tensor.numel()))
+        return self._engine.reduce_scatter_base(output, tensor, *counts_and_options)
+
+    def revoke(self, reason: str) -> None:
+        self._engine.revoke(reason)
+
+    def quiesce(self, reason: str) -> None:
+        self._engine.quiesce(reason)
 
 
 def counting() -> Callable[[Any], Any]:

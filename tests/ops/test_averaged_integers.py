@@ -10,14 +10,14 @@ import torch
 from worlds import run_worlds
 
 import hvdlite as hvd
-from hvdlite.ops import combining
+from hvdlite.ops import reduction
 
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet():
-    combining._warned_of_integers.clear()
+    reduction._warned_of_integers.clear()
     yield
-    combining._warned_of_integers.clear()
+    reduction._warned_of_integers.clear()
 
 
 def warnings_of(caplog):

@@ -12,7 +12,7 @@ from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
 from hvdlite.environment import Environment
-from hvdlite.ops.moments import measure, merge
+from hvdlite.ops.batch_norm import measure, merge
 
 SHAPES = {2: (), 3: (5,), 4: (3, 4), 5: (2, 3, 2)}
 # How many samples each rank has.

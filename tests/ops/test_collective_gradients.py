@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -377,6 +378,21 @@ def test_what_comes_back_is_left_as_it_was():
     assert all(all(unchanged) for unchanged in run_worlds(2, rank))
 
 
+@pytest.mark.parametrize("form", [hvd.allreduce, hvd.allgather, hvd.reducescatter, lambda x: hvd.broadcast(x, 0)])
+def test_no_tensor_is_kept_for_the_backward_pass(form):
+    def rank(number):
+        x = torch.ones(2, requires_grad=True)
+        given = 2 * x
+        known = weakref.ref(given)
+        result = form(given)
+        del given
+        assert known() is None
+        result.sum().backward()
+        assert x.grad.tolist() == [2.0, 2.0]
+
+    run_worlds(1, rank)
+
+
 def test_what_backward_asks_for_has_the_forwards_name(monkeypatch):
     asked = []
 
@@ -384,9 +400,9 @@ def test_what_backward_asks_for_has_the_forwards_name(monkeypatch):
         controller = current_world().controller
         submit = controller.submit
 
-        def noting(group, request, body):
-            asked.append((request.kind, request.name))
-            return submit(group, request, body)
+        def noting(group, operation):
+            asked.append((operation.kind.name, operation.name))
+            return submit(group, operation)
 
         monkeypatch.setattr(controller, "submit", noting)
         x = torch.ones(1, requires_grad=True)

@@ -15,6 +15,7 @@ import hvdlite as hvd
 from hvdlite.comm import deferred_close
 from hvdlite.comm.group import Group
 from hvdlite.comm.reducer_registry import ReducerRegistry, SitsOut
+from hvdlite.optim import optimizer as optimizer_module
 from hvdlite.optim.reducer import Reducer
 from hvdlite.runtime import world as world_module
 
@@ -402,15 +403,15 @@ def test_an_optimizer_is_known_to_the_others_before_any_of_them_is_through_with_
 
 def test_two_threads_that_make_optimizers_at_once_are_an_error_that_names_both(monkeypatch):
     inside, refused = threading.Event(), threading.Event()
-    agree = Group.require_agreement
+    require_equal = optimizer_module.require_equal
 
-    def agree_slowly(group: Group, *arguments) -> None:
+    def compare_slowly(group: Group, *arguments) -> None:
         if group.rank == 0:
             inside.set()
             refused.wait()
-        agree(group, *arguments)
+        require_equal(group, *arguments)
 
-    monkeypatch.setattr(Group, "require_agreement", agree_slowly)
+    monkeypatch.setattr(optimizer_module, "require_equal", compare_slowly)
 
     def rank(own: int) -> str:
         told = []

@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import pytest
 import torch
+from ranks import counting
 from samples import DTYPES, close, combined, sample
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
+from hvdlite.runtime.world import current_world
 
 SHAPES = [(5,), (0,), (4, 0), (3, 2), (6, 1, 3), (1, 2)]
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
+def test_each_dtype_is_one_reduce_scatter_of_the_engine_and_no_all_to_all(compression):
+    def rank(number):
+        # Of all engines of this rank.
+        calls = current_world().group.engine.calls
+        calls.clear()
+        tensors = [torch.ones(5), torch.ones(4, 2), torch.ones(7, dtype=torch.int64)]
+        hvd.grouped_reducescatter(tensors, op=hvd.Sum, compression=compression)
+        return calls.copy()
+
+    assert run_worlds(2, rank, make_wrapper=counting) == [[("reduce_scatter", 13), ("reduce_scatter", 7)]] * 2
 
 
 def spread(rows: int, size: int) -> list[int]:
     return [len(range(rank, rows, size)) for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
-def test_each_rank_gets_its_rows_of_what_one_process_would_sum_up(size):
+@pytest.mark.parametrize(
+    ("size", "engine"),
+    [(1, "gloo"), (2, "gloo"), pytest.param(3, "gloo", marks=pytest.mark.slow), (4, "gloo"), (3, "shared memory")],
+)
+def test_each_rank_gets_its_rows_of_what_one_process_would_sum_up(size, engine):
     ops = [hvd.Average, hvd.Sum]
 
     def rank(number):
@@ -36,7 +54,7 @@ def test_each_rank_gets_its_rows_of_what_one_process_would_sum_up(size):
         results.append(hvd.grouped_reducescatter(mine, op=op))
         return results
 
-    for number, results in enumerate(run_worlds(size, rank)):
+    for number, results in enumerate(run_worlds(size, rank, engine=engine)):
         cases = [(dtype, op) for dtype in DTYPES for op in ops for _ in range(2)]
         cases += [(DTYPES[-1], ops[-1])] * 2
         for (dtype, op), got in zip(cases, results, strict=True):

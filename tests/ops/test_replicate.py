@@ -82,7 +82,7 @@ def test_a_model_of_300_tensors_is_a_handful_of_broadcasts():
 
 
 def test_packs_larger_than_one_buffer_arrive_whole(monkeypatch):
-    monkeypatch.setattr("hvdlite.ops.replicate.PACK_BYTES", 100)
+    monkeypatch.setattr("hvdlite.ops.broadcast.PACK_BYTES", 100)
 
     def rank(group: Group):
         tensors = [torch.arange(size) + group.rank for size in (1, 40, 3, 7, 0, 20)]

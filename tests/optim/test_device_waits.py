@@ -22,7 +22,7 @@ DEVICE = torch.device("meta")
 @pytest.fixture(autouse=True)
 def _the_device_may_be_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Users' parameters must have values; these are where every question for one is seen."""
-    monkeypatch.setattr(arguments, "check_travels", lambda *_: None)
+    monkeypatch.setattr(arguments, "check_sendable", lambda *_: None)
 
 
 class Echoes(SingleRankEngine):

@@ -9,7 +9,7 @@ import torch
 
 import hvdlite as hvd
 from hvdlite.comm.engine import SingleRankEngine
-from hvdlite.comm.hierarchy import HierarchicalEngine
+from hvdlite.comm.hierarchy import HierarchicalEngine, Places
 from hvdlite.environment import Environment
 from hvdlite.log import open_log
 from hvdlite.runtime.startup_line import describe_start, greet
@@ -21,7 +21,7 @@ SHARED = object.__new__(ShmEngine)
 
 
 def levels(scatter: object, *devices: str) -> HierarchicalEngine:
-    return HierarchicalEngine(FLAT, scatter, FLAT, FLAT, [0, 1], set(devices))
+    return HierarchicalEngine(FLAT, scatter, FLAT, FLAT, Places((0, 1), (0, 2), ((0, 1), (2, 3))), set(devices))
 
 
 @pytest.fixture(autouse=True)

@@ -24,7 +24,7 @@ from hvdlite.comm.gpu_clock import GpuClock
 from hvdlite.comm.group import Group
 from hvdlite.comm.recorder import Recorder, Recording, Row
 from hvdlite.control.handle import Handle
-from hvdlite.control.request import Request
+from hvdlite.control.operation import ALLREDUCE, Operation
 from hvdlite.runtime.world import current_world
 from hvdlite.timeline import parts
 from hvdlite.timeline import session as timeline
@@ -97,8 +97,8 @@ def test_operations_are_there_by_name(tmp_path):
     def record(rank: int) -> None:
         hvd.start_timeline(path)
         world = current_world()
-        request = Request("allreduce", 'a "name"')
-        world.controller.submit(world.group, request, lambda execution: execution.group.agree(None, "test")).wait()
+        operation = Operation(ALLREDUCE, lambda execution: execution.group.agree(None, "test"), 'a "name"')
+        world.controller.submit(world.group, operation).wait()
         hvd.stop_timeline()
 
     run_worlds(2, record)

@@ -41,14 +41,14 @@ def no_thread_dies(monkeypatch):
     assert died == []
 
 
-def events_of(said: bytes, tmp_path, ranks=()):
+def events_of(said: bytes, tmp_path, workers=()):
     """What comes of an agent that says this and ends, up to `Lost`."""
     path = tmp_path / "said"
     path.write_bytes(said)
     events: SimpleQueue = SimpleQueue()
     once_greeted = ["sh", "-c", 'head -c 1 >/dev/null; exec cat "$0"', str(path)]
     agent = RemoteAgent(NODE, once_greeted, events, store=Store(), explain=lambda code, words: "explained")
-    agent.ranks = ranks
+    agent.workers = workers
     agent.greet(count_slots=False, interface=None)
     come = [events.get(timeout=30)]
     while not isinstance(come[-1], Lost):
@@ -59,8 +59,8 @@ def events_of(said: bytes, tmp_path, ranks=()):
     return come
 
 
-def why(said: bytes, tmp_path, ranks=()):
-    return events_of(said, tmp_path, ranks)[-1].why
+def why(said: bytes, tmp_path, workers=()):
+    return events_of(said, tmp_path, workers)[-1].why
 
 
 def test_an_agent_that_refuses_after_its_greeting_and_before_it_was_told_anything_is_lost_for_that(tmp_path):
@@ -79,12 +79,12 @@ def test_nothing_is_heard_of_workers_before_there_are_any(early, tmp_path):
 
 def test_what_is_said_twice_is_told(tmp_path):
     assert why(MARK + HELLO * 2, tmp_path) == "its agent said hello twice"
-    assert why(MARK + HELLO + encode(Exited(1, 0)) * 2, tmp_path, {1}) == "its agent says twice how rank 1 ended"
+    assert why(MARK + HELLO + encode(Exited(1, 0)) * 2, tmp_path, {1}) == "its agent says twice how worker 1 ended"
 
 
-def test_ranks_of_other_hosts_are_not_its_to_speak_of(tmp_path):
+def test_workers_of_other_hosts_are_not_its_to_speak_of(tmp_path):
     for message in (Joined(3), GaveUp(3), Exited(3, 1), Output(3, "stderr", b"x")):
-        assert why(MARK + HELLO + encode(message), tmp_path, {1}) == "its agent speaks of rank 3, which is not there"
+        assert why(MARK + HELLO + encode(message), tmp_path, {1}) == "its agent speaks of worker 3, which is not there"
 
 
 def test_a_refusal_is_one_line_of_a_sane_length(tmp_path):
@@ -128,13 +128,13 @@ FRAMES = st.one_of(
         lambda kind, value: struct.pack(">BII", kind, 0, len(value)) + value,
         st.integers(0, 24),
         st.sampled_from(
-            [b"[" * 50_000, b'{"rank": 1e999}', b'{"rank": 0, "pid": NaN}', b"\xff\xfe", b'{"why": "\\ud800"}']
+            [b"[" * 50_000, b'{"worker": 1e999}', b'{"worker": 0, "pid": NaN}', b"\xff\xfe", b'{"why": "\\ud800"}']
         )
         | st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
             lambda inner: (
                 st.lists(inner, max_size=3)
-                | st.dictionaries(st.sampled_from(["rank", "why", "exit_code", "version", "address", "port"]), inner)
+                | st.dictionaries(st.sampled_from(["worker", "why", "exit_code", "version", "address", "port"]), inner)
             ),
         ).map(lambda value: json.dumps(value).encode()),
     ),

@@ -37,7 +37,7 @@ class Outlet:
         self.worker_output = WorkerOutput(self.selector, self.wire)
         read_end, self.write_end = os.pipe()
         os.set_blocking(self.write_end, False)
-        self.worker = SimpleNamespace(rank=3, pipes={"stdout": os.fdopen(read_end, "rb", buffering=0)})
+        self.worker = SimpleNamespace(number=3, pipes={"stdout": os.fdopen(read_end, "rb", buffering=0)})
         self.worker_output.watch(self.worker)
 
     def turn(self, times=200):

@@ -13,14 +13,21 @@ from hvdlite_launcher.wire.messages import Output
     [(1, "rank.0", "rank.0"), (10, "rank.0", "rank.9"), (11, "rank.00", "rank.10"), (101, "rank.000", "rank.100")],
 )
 def test_the_directories_sort_by_rank(tmp_path, size, first, last):
-    OutputFiles(str(tmp_path), size).close()
+    OutputFiles(str(tmp_path), {rank: rank for rank in range(size)}).close()
     names = sorted(path.name for path in tmp_path.iterdir())
     assert (len(names), names[0], names[-1]) == (size, first, last)
 
 
+def test_a_worker_s_files_are_named_by_its_rank(tmp_path):
+    files = OutputFiles(str(tmp_path), {7: 0, 0: 1})
+    files.write(Output(7, "stdout", b"first"))
+    files.close()
+    assert [(tmp_path / f"rank.{rank}" / "stdout").read_bytes() for rank in (0, 1)] == [b"first", b""]
+
+
 def test_each_stream_has_its_bytes_and_none_of_an_earlier_job(tmp_path):
     for text in (b"a longer text of an earlier job", b"text"):
-        files = OutputFiles(str(tmp_path / "not" / "yet"), 2)
+        files = OutputFiles(str(tmp_path / "not" / "yet"), {0: 0, 1: 1})
         files.write(Output(1, "stdout", text[:2]))
         files.write(Output(1, "stderr", b"\xff\r"))
         files.write(Output(1, "stdout", text[2:]))
@@ -38,6 +45,6 @@ def test_what_cannot_be_written_is_named_and_nothing_stays_open(tmp_path):
     (tmp_path / "rank.1" / "stderr").mkdir(parents=True)
     before = os.listdir("/dev/fd")
     with pytest.raises(UsageError) as error:
-        OutputFiles(str(tmp_path), 2)
+        OutputFiles(str(tmp_path), {0: 0, 1: 1})
     assert str(error.value) == f"--output-filename: cannot write {tmp_path}/rank.1/stderr: Is a directory"
     assert os.listdir("/dev/fd") == before

@@ -107,6 +107,15 @@ def test_streams_keep_their_lines_whole_and_say_whose_they_are(pipe):
     assert _read_all(pipe[0]) == b"[1]<stdout>:of rank 1\n[0]<stdout>:of rank 0\n[0]<stderr>:unfinished\n"
 
 
+def test_a_line_is_shown_with_the_rank_of_its_worker(pipe):
+    events = SimpleQueue()
+    screen = Screen(events, [].append, stdout=pipe[1], environ={}, rank_of={7: 0, 0: 1}.__getitem__)
+    _outputs(screen, Output(7, "stdout", b"first\n"), Output(0, "stdout", b"second\n"))
+    assert isinstance(events.get(timeout=60), ScreenDone)
+    os.close(pipe[1])
+    assert _read_all(pipe[0]) == b"[0]<stdout>:first\n[1]<stdout>:second\n"
+
+
 def test_a_reader_that_went_away_is_an_event_once_and_output_is_done_with_all_the_same():
     read_end, write_end = os.pipe()
     os.close(read_end)
@@ -136,7 +145,7 @@ def test_a_file_that_cannot_be_written_is_an_event_once_and_the_screen_goes_on(p
     (tmp_path / "rank.0").mkdir()
     (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
     events = SimpleQueue()
-    screen = Screen(events, [].append, stdout=pipe[1], environ={}, files=OutputFiles(str(tmp_path), 1))
+    screen = Screen(events, [].append, stdout=pipe[1], environ={}, files=OutputFiles(str(tmp_path), {0: 0}))
     _outputs(screen, *[Output(0, "stdout", b"line\n")] * 3)
     failed = events.get(timeout=10)
     assert isinstance(failed, ScreenFailed)

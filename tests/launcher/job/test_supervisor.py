@@ -2,7 +2,7 @@
 
 import errno
 import signal
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import Empty
 
 import pytest
@@ -42,26 +42,27 @@ class Late:
     event: Event
 
 
-def says(rank, words=b"why\n", stream="stderr"):
-    return Output(rank, stream, words)
+def says(worker, words=b"why\n", stream="stderr"):
+    return Output(worker, stream, words)
 
 
 class Played:
     """A run of the supervisor over a script: its outcome, the signals it sent with their time, what it showed."""
 
-    def __init__(self, *script, hosts=TWO, grace=GRACE):
+    def __init__(self, *script, hosts=TWO, grace=GRACE, workers=None):
         self.signals = []
         self.shown = []
         self.said = []
         self.reads = 0
         self.sent = []
+        self.sent_to = []
         self._now = 0.0
         self._script = list(script)
         supervisor = Supervisor(
-            plan_slots(hosts),
-            send_input=self.sent.append,
+            workers or {slot.number: slot for slot in plan_slots(hosts)},
+            send_input=self._send,
             stdin=self,
-            signal_ranks=lambda ranks, signum: self.signals.append((self._now, list(ranks), signum)),
+            signal_workers=lambda numbers, signum: self.signals.append((self._now, list(numbers), signum)),
             screen=self,
             log=lambda text: None,
             grace=grace,
@@ -98,13 +99,17 @@ class Played:
     def read(self):
         self.reads += 1
 
+    def _send(self, worker, data):
+        self.sent_to.append(worker)
+        self.sent.append(data)
+
     # the screen
 
     def show(self, output):
         self.shown.append(output)
 
-    def finish(self, rank):
-        self.shown.append(f"end of {rank}")
+    def finish(self, worker):
+        self.shown.append(f"end of {worker}")
 
     def say(self, text):
         self.said.append(text)
@@ -547,3 +552,26 @@ def test_a_failure_while_others_wait_in_init_is_the_cause():
     played = Played(Joining(0), Exited(1, 3), Exited(0, -TERM))
     assert played.exit_code == 3
     assert "rank 1" in played.report
+
+
+# ---------------------------------------------- numbers, by which workers are known, and ranks
+
+# Who was rank 0 and rank 1 at first is rank 1 and rank 0 now.
+SWAPPED = {slot.number: replace(slot, rank=1 - slot.rank) for slot in plan_slots(TWO)}
+
+
+def test_workers_are_signalled_by_number_and_named_by_rank():
+    played = Played(Started(0, 10), Started(1, 11), says(1), Exited(1, 3), Exited(0, -TERM), workers=SWAPPED)
+    assert (played.outcome.rank, played.signals) == (0, [(0, [0], TERM)])
+    assert played.report.startswith("rank 0 on localhost (pid 11) failed first, with exit code 3.")
+
+
+def test_who_does_not_come_to_init_is_named_by_rank():
+    played = Played(Joining(0), TIME_PASSES, Exited(0, -TERM), Exited(1, -TERM), workers=SWAPPED)
+    assert played.report.startswith("rank 0 on localhost did not call hvd.init()")
+    assert played.report.endswith("rank 1 waits there")
+
+
+def test_input_goes_to_the_worker_that_has_room_for_it():
+    played = Played(InputWanted(1), InputRead(b"x"), Exited(0, 0), Exited(1, 0), workers=SWAPPED)
+    assert played.sent_to == [1]

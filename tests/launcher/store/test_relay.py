@@ -23,7 +23,7 @@ class Host:
         self.path = path
         self.sent = []
         self.selector = selectors.DefaultSelector()
-        self.cache = Cache(self.sent.append, ranks=[0])
+        self.cache = Cache(self.sent.append, workers={0: 0})
         self.relay = Relay(path, self.cache, self.selector)
 
     def step(self) -> None:

@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 from hvdlite_launcher.store.cache import Cache
 from hvdlite_launcher.store.server import Store
+from hvdlite_launcher.wire.messages import GaveUp, Joined, Joining
 from hvdlite_launcher.wire.store_messages import Answer, Ask, Drop, Dropped, Have, Want
 from hvdlite_launcher.wire.worker_requests import DONE, FAILED, MAX_REQUEST_BYTES, Operation, pack, unpack
 from hypothesis import given, settings
@@ -26,7 +27,7 @@ class Host:
         self.up = deque()
         self.down = deque()
         self.sent = []  # all that ever went up
-        self.cache = Cache(self._send_up, ranks=[0])
+        self.cache = Cache(self._send_up, workers={0: 0})
         self.send = self.down.append
 
     def _send_up(self, message) -> None:
@@ -193,6 +194,14 @@ def test_what_cannot_be_done_is_answered_with_the_reason(job, request_, why):
     ((code, payload),) = job.ask(0, *request_)
     assert code == FAILED
     assert why in payload
+
+
+def test_who_calls_init_is_told_by_the_worker_s_number():
+    sent = []
+    cache = Cache(sent.append, workers={0: 7})
+    for operation in (Operation.JOINING, Operation.JOINED, Operation.GAVE_UP):
+        cache.request(operation, pack([b"0"]), lambda *_: None)
+    assert sent == [Joining(7), Joined(7), GaveUp(7)]
 
 
 def test_values_too_large_for_an_answer_are_refused(job):

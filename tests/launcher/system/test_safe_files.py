@@ -92,7 +92,7 @@ def test_a_link_that_another_user_planted_is_refused_and_named(tree, link):
             directory.chmod(0o777)
     before = os.listdir("/proc/self/fd")
     with as_user(), pytest.raises(UsageError) as error:
-        OutputFiles(str(shared / "logs"), 1)
+        OutputFiles(str(shared / "logs"), {0: 0})
     said = f"--output-filename: cannot write {planted}: it is a link that another user made"
     assert str(error.value).startswith(said)
     assert os.listdir("/proc/self/fd") == before

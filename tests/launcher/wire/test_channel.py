@@ -6,7 +6,7 @@ import selectors
 import pytest
 from hvdlite_launcher.wire.channel import BEAT_S, SILENCE_S, Channel
 from hvdlite_launcher.wire.frames import Decoder, encode
-from hvdlite_launcher.wire.messages import Beat, Output, SignalRanks
+from hvdlite_launcher.wire.messages import Beat, Output, SignalWorkers
 
 
 class Wire:
@@ -46,8 +46,8 @@ def wire():
 
 
 def test_messages_come_and_go(wire):
-    os.write(wire.to_agent, encode(SignalRanks((1,), 15)))
-    assert list(wire.channel.receive()) == [SignalRanks((1,), 15)]
+    os.write(wire.to_agent, encode(SignalWorkers((1,), 15)))
+    assert list(wire.channel.receive()) == [SignalWorkers((1,), 15)]
     wire.channel.send(Output(1, "stdout", b"x"))
     assert wire.heard() == [Output(1, "stdout", b"x")]
 

@@ -20,7 +20,7 @@ from hvdlite_launcher.wire.messages import (
     Output,
     OutputTaken,
     Refused,
-    SignalRanks,
+    SignalWorkers,
     Started,
     StartJob,
 )
@@ -28,7 +28,7 @@ from hvdlite_launcher.wire.store_messages import Answer, Ask, Drop, Dropped, Hav
 from hypothesis import given
 from hypothesis import strategies as st
 
-RANKS = st.integers(0, 10**6)
+WORKERS = st.integers(0, 10**6)
 NUMBERS = st.integers(0, 2**32 - 1)
 PIDS, CODES, SIGNALS = st.integers(1, 2**31 - 1), st.integers(1, 255), st.integers(1, 64)
 ADDRESSES = st.ip_addresses().map(str)
@@ -36,23 +36,23 @@ ADDRESSES = st.ip_addresses().map(str)
 WORDS = st.binary(max_size=20).map(lambda word: word.replace(b"\0", b"").decode(errors="surrogateescape"))
 ENVIRONMENTS = st.dictionaries(WORDS.map(lambda name: name.replace("=", "")), WORDS, max_size=4)
 MESSAGES = st.one_of(
-    st.builds(Output, RANKS, st.sampled_from(["stdout", "stderr"]), st.binary()),
-    st.builds(Input, RANKS, st.binary()),
-    st.builds(InputWanted, RANKS),
-    st.builds(Started, RANKS, PIDS),
-    st.builds(Joining, RANKS),
-    st.builds(Joined, RANKS),
-    st.builds(GaveUp, RANKS),
+    st.builds(Output, WORKERS, st.sampled_from(["stdout", "stderr"]), st.binary()),
+    st.builds(Input, WORKERS, st.binary()),
+    st.builds(InputWanted, WORKERS),
+    st.builds(Started, WORKERS, PIDS),
+    st.builds(Joining, WORKERS),
+    st.builds(Joined, WORKERS),
+    st.builds(GaveUp, WORKERS),
     st.one_of(st.builds(of, st.binary()) for of in (Want, Drop, Dropped)),
     st.builds(Have, st.binary(), st.binary()),
-    st.one_of(st.builds(of, RANKS, st.integers(0, 255), st.binary()) for of in (Ask, Answer)),
-    st.builds(Exited, RANKS, st.integers(-255, 255), st.booleans()),
+    st.one_of(st.builds(of, WORKERS, st.integers(0, 255), st.binary()) for of in (Ask, Answer)),
+    st.builds(Exited, WORKERS, st.integers(-255, 255), st.booleans()),
     st.builds(Refused, WORDS, CODES),
     st.builds(Hello, WORDS, st.none() | CODES, st.none() | ADDRESSES, CODES, st.none() | WORDS),
     st.just(Beat()),
     st.builds(OutputTaken, NUMBERS),
     st.builds(Greet, WORDS, st.booleans(), st.booleans(), st.none() | WORDS),
-    st.builds(SignalRanks, st.lists(RANKS).map(tuple), SIGNALS),
+    st.builds(SignalWorkers, st.lists(WORKERS).map(tuple), SIGNALS),
     st.builds(
         StartJob,
         st.from_regex(r"[0-9a-z-]+", fullmatch=True),
@@ -63,7 +63,7 @@ MESSAGES = st.one_of(
         st.lists(ADDRESSES).map(tuple),
         st.booleans(),
         st.booleans(),
-        st.dictionaries(RANKS, ENVIRONMENTS, max_size=3),
+        st.dictionaries(WORKERS, ENVIRONMENTS, max_size=3),
     ),
 )
 
@@ -85,7 +85,7 @@ def test_any_bytes_are_messages_or_the_begin_of_one_or_an_error(garbage):
 
 
 FIELDS = st.sampled_from(
-    ["rank", "pid", "returncode", "peer_lost", "left", "ranks", "signum", "token", "command", "workers"]
+    ["worker", "pid", "returncode", "peer_lost", "left", "numbers", "signum", "token", "command", "workers"]
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=3),
@@ -106,7 +106,7 @@ def test_any_json_in_a_frame_is_one_message_or_an_error(kind, value):
     assert len(messages) == 1
 
 
-@pytest.mark.parametrize("payload", [b"", b"{", b"\xff", b"[" * 100_000, b"1e999999", b'{"rank": true, "pid": 1}'])
+@pytest.mark.parametrize("payload", [b"", b"{", b"\xff", b"[" * 100_000, b"1e999999", b'{"worker": true, "pid": 1}'])
 def test_a_payload_that_is_not_what_its_kind_says_is_an_error(payload):
     with pytest.raises(ProtocolError):
         list(Decoder().feed(_frame(3, payload)))
@@ -136,11 +136,11 @@ def test_messages_before_the_garbage_still_come_out():
 
 # Of each kind in JSON: a payload that is right, and for each field values that are wrong.
 RIGHT = {
-    3: {"rank": 0, "pid": 1},
-    4: {"rank": 0, "returncode": -9, "peer_lost": False, "left": False},
+    3: {"worker": 0, "pid": 1},
+    4: {"worker": 0, "returncode": -9, "peer_lost": False, "left": False},
     5: {"why": "no", "exit_code": 1},
     7: {"version": "1", "slots": None, "address": "10.0.0.1", "port": 1, "machine": None},
-    17: {"ranks": [0], "signum": 15},
+    17: {"numbers": [0], "signum": 15},
     19: {"version": "1", "beats": True, "count_slots": False, "interface": None},
     23: {"count": 0},
 }
@@ -148,13 +148,13 @@ START = {"token": "0f-1", "command": ["true"], "cwd": "/", "environment": {}, "i
 RIGHT[16] = {**START, "in_python": False, "as_horovod": False, "workers": {"0": {}}}
 HUGE = 10**4000
 WRONG = {
-    **dict.fromkeys(["rank", "pid", "returncode", "exit_code", "port", "count", "signum"], (HUGE, -300, 1.0, True)),
+    **dict.fromkeys(["worker", "pid", "returncode", "exit_code", "port", "count", "signum"], (HUGE, -300, 1.0, True)),
     **dict.fromkeys(["why", "version", "cwd", "token", "interface"], ("\0", "\ud800", 1, ["x"])),
     **dict.fromkeys(["beats", "left", "inherits", "peer_lost", "count_slots", "in_python", "as_horovod"], (0, "true")),
     "slots": [0, HUGE, "1"],
     "address": ["", "host", "1.2.3", "10.0.0.1; id", 7],
     "machine": ["\ud800", 1],
-    "ranks": [None, [HUGE], [-1], "12", {"0": 1}],
+    "numbers": [None, [HUGE], [-1], "12", {"0": 1}],
     "command": [[], "true", [1], ["\ud800"]],
     "environment": [[], {"A=B": "x"}, {"A": 1}, {"A": "\0"}],
     "peers": [["a" * 300], "::1", [None]],

@@ -1,9 +1,10 @@
 """
-Starting equal: what one rank has, given to all. Parameters, any picklable object.
+What one rank has, given to all: a tensor, parameters, any picklable object.
 
+    a tensor ── broadcast ── a new one, or the rank's own overwritten
     named tensors ── packed as bytes into a few flat buffers, one per device and 64 MiB ── broadcast ── copied out
 
-Each call is one operation: all ranks compare what must be equal, then the bytes move in its turn. Objects are pickled
+Each call is one operation: all ranks compare what must be equal, then the bytes move. Objects are pickled
 and unpickled by who calls, since their own methods may do anything, other operations included. An optimizer's state is
 in `optim.optimizer_state`.
 
@@ -16,23 +17,33 @@ from __future__ import annotations
 import contextlib
 import io
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import as_bytes
+from ..comm.flat_bytes import as_bytes, is_plain, mark_written, plain
 from ..comm.group import Group
-from ..control.request import Execution, Request
+from ..comm.reduce_op import Average
+from ..control.operation import (
+    ALLGATHER_OBJECT,
+    ALLREDUCE,
+    BROADCAST,
+    BROADCAST_OBJECT,
+    BROADCAST_PARAMETERS,
+    Execution,
+    Operation,
+)
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from ..signing import digest
 from ..values import shown
-from .fusion import is_plain, plain
-from .submission import submit, title
-from .travel import check_travels, check_writable, traveller
+from .allreduce import Allreduce
+from .base import Collective, submit, title
+from .reduction import Reduction
+from .sendable import check_sendable, check_writable, plain_tensor
 
 # Large enough for a handful of broadcasts per model, small beside the model itself.
 PACK_BYTES = 64 * 2**20
@@ -45,6 +56,54 @@ Params = Mapping[str, Any] | Iterable[Tensor] | Iterable[tuple[str, Tensor]]
 Dumps = Callable[[Any, type[pickle.Pickler]], bytes]
 
 
+class Broadcast(Collective):
+    """The tensor of the root, a global rank, on all ranks; ``in_place`` into the given tensor."""
+
+    def __init__(
+        self, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
+    ) -> None:
+        super().__init__(BROADCAST, [tensor], name, process_set)
+        # Where the root's goes, if that is the given tensor, a subclass's included.
+        self._target = tensor if in_place else None
+        group = group_of(process_set, self.what)
+        self._root_rank = root_rank
+        self._root = group.place_of_root(root_rank, self.what)
+        if in_place:
+            check_writable(tensor, self.what)
+
+    def same(self) -> Mapping[str, Any]:
+        return {**self.signature(), "root_rank": group_of(self.process_set).ranks[self._root]}
+
+    def run(self, execution: Execution) -> Tensor:
+        (source,), target = self.sources, self._target
+        if source.numel() == 0:
+            return torch.empty_like(source) if target is None else target
+        if target is not None and is_plain(source):
+            execution.group.broadcast(source, self._root, execution.what).wait()
+            mark_written([source])
+            return target
+        is_root = execution.group.rank == self._root
+        wire = plain(source) if is_root else torch.empty(source.shape, dtype=source.dtype, device=source.device)
+        if is_root and target is None and wire.data_ptr() == source.data_ptr():
+            wire = wire.clone()
+        execution.group.broadcast(wire, self._root, execution.what).wait()
+        if target is None:
+            return wire
+        if not is_root:
+            source.copy_(wire)
+        return target
+
+    def gradient(self, grads: Mapping[int, Tensor]) -> Sequence[Tensor]:
+        mine = list(grads.values())
+        backward = Allreduce(ALLREDUCE, mine, Reduction(Average), self.gradient_name(), self.process_set)
+        (average,) = backward.differentiable()
+        group = group_of(self.process_set)
+        if group.rank != group.place_of_root(self._root_rank, self.what):
+            # Not zeros that have come from nowhere: a second backward pass has to come through here on every rank.
+            average = average.masked_fill(torch.ones((), dtype=torch.bool, device=average.device), 0)
+        return [average]
+
+
 def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: ProcessSet = global_process_set) -> None:
     """Overwrite tensors in place with those of the root.
 
@@ -54,11 +113,11 @@ def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: Pro
 
     Several threads may call it at once for models whose tensors have different names.
     """
-    kind = "broadcast_parameters"
-    group = group_of(process_set, kind)
-    root = group.place_of_root(root_rank, kind)
+    kind = BROADCAST_PARAMETERS
+    group = group_of(process_set, kind.name)
+    root = group.place_of_root(root_rank, kind.name)
     named = _named_tensors(params)
-    tensors = [traveller(tensor) for _, tensor in named]
+    tensors = [plain_tensor(tensor) for _, tensor in named]
     same = {
         "root_rank": group.ranks[root],
         "tensors": [
@@ -66,8 +125,11 @@ def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: Pro
             for (name, _), tensor in zip(named, tensors, strict=True)
         ],
     }
-    request = Request(kind, digest_of([name for name, _ in named]), same, has_users_name=False, is_compared=True)
-    submit(request, process_set, tensors, lambda execution: broadcast_tensors(tensors, root, execution)).wait()
+    pairing = digest_of([name for name, _ in named])
+    operation = Operation(
+        kind, lambda execution: broadcast_tensors(tensors, root, execution), pairing, same, has_users_name=False
+    )
+    submit(operation, process_set, tensors).wait()
 
 
 def broadcast_object(
@@ -78,16 +140,17 @@ def broadcast_object(
     Other ranks may pass anything. Calls with a ``name`` pair up by it, others by their order: where several threads
     call it, each needs a name. A TypeError on every rank if the object cannot be pickled.
     """
-    kind = "broadcast_object"
-    what = title(kind, name)
+    what = title(BROADCAST_OBJECT, name)
     group = group_of(process_set, what)
     root = group.place_of_root(root_rank, what)
     is_root = group.rank == root
     data, error = to_bytes(obj) if is_root else (None, None)
-    request = Request(kind, name, {"root_rank": group.ranks[root]}, is_compared=True)
-    received = submit(
-        request, process_set, [], lambda execution: execution.group.broadcast_signed(data, root, execution.what)
-    ).wait()
+
+    def run(execution: Execution) -> bytes:
+        return execution.group.broadcast_signed(data, root, execution.what)
+
+    operation = Operation(BROADCAST_OBJECT, run, name, {"root_rank": group.ranks[root]})
+    received = submit(operation, process_set, []).wait()
     if is_root and error is None:
         return obj
     return from_bytes(received, group.describe_rank(root), what, error)
@@ -101,16 +164,13 @@ def allgather_object(
     Calls with a ``name`` pair up by it, others by their order: where several threads call it, each needs a name. A
     TypeError on every rank if one of the objects cannot be pickled.
     """
-    kind = "allgather_object"
-    what = title(kind, name)
+    what = title(ALLGATHER_OBJECT, name)
     group = group_of(process_set, what)
     data, error = to_bytes(obj)
-    gathered = submit(
-        Request(kind, name, is_compared=True),
-        process_set,
-        [],
-        lambda execution: execution.group.all_gather_signed(data, execution.what),
-    ).wait()
+    operation = Operation(
+        ALLGATHER_OBJECT, lambda execution: execution.group.all_gather_signed(data, execution.what), name
+    )
+    gathered = submit(operation, process_set, []).wait()
     return [from_bytes(part, group.describe_rank(rank), what, error) for rank, part in enumerate(gathered)]
 
 
@@ -204,7 +264,7 @@ def _named_tensors(params: Params) -> list[tuple[str, Tensor]]:
                 f"broadcast_parameters: {shown(name)} is {type(value).__name__}, not a tensor, and cannot be "
                 "overwritten in place: leave it out, and pass it through hvd.broadcast_object(...)"
             )
-        check_travels(value, "broadcast_parameters", repr(name))
+        check_sendable(value, "broadcast_parameters", repr(name))
         check_writable(value, "broadcast_parameters", repr(name))
         named.append((name, value))
     return named

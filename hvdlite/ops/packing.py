@@ -1,7 +1,7 @@
 """
-Tensors that a compression of a user's own packs, and that travel together: each alone, and wires of a dtype as one.
+All-reduce and reduce-scatter of tensors that a user's own compression packs: each alone, sent as one by dtype.
 
-    tensors ── pack ── wires ── all ranks know that it worked ── flat by dtype ── combined ── wires ── unpack ── tensors
+    tensors ── pack ── wires ── failures on any rank raised on all ── flat by dtype ── reduced ── unpack ── tensors
 
 In Horovod's order: what is scaled, summed, divided and scaled again is the wire, by its own dtype.
 """
@@ -14,23 +14,22 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import pieces_of
+from ..comm.flat_bytes import flat_of, fused, pieces_of
 from ..comm.group import Group
 from ..compression.casts import Compression
-from ..compression.custom import OwnCompression, Packed
-from .fusion import flat_of, fused
-from .outcome import share_outcome
+from ..compression.custom import CustomCompression, Packed
+from .failures import raise_together
 from .reduction import Reduction
 
-# What may be asked of a wire, beside what `own` asks: the tensor, its wire, and words for them.
+# A further check of a wire, beside those of `compression.custom`: of the tensor, its wire, and words for them.
 Check = Callable[[Tensor, Tensor, str], None]
 
 
-class Load:
-    """Some tensors from before they travel until after; what went wrong is kept, for all ranks to be told."""
+class PackedTensors:
+    """Some tensors and their compressed wires; keeps the first error of the compression, to be raised on all ranks."""
 
     def __init__(
-        self, compression: OwnCompression, tensors: Sequence[Tensor], words: Sequence[str], check: Check
+        self, compression: CustomCompression, tensors: Sequence[Tensor], words: Sequence[str], check: Check
     ) -> None:
         """Pack the tensors, which are contiguous in some order of dimensions, and have ``words`` in messages."""
         self._compression = compression
@@ -87,26 +86,23 @@ def of_wires(reduction: Reduction) -> Reduction:
     return replace(reduction, compression=Compression.none)
 
 
-def all_reduce_packed(
-    group: Group, reduction: Reduction, tensors: Sequence[Tensor], words: Sequence[str], divisor: int, what: str
-) -> None:
+def all_reduce_packed(group: Group, reduction: Reduction, tensors: Sequence[Tensor], divisor: int, what: str) -> None:
     """Replace contiguous tensors, in place, by what comes of all ranks', each packed alone, in its shape."""
-    assert isinstance(reduction.compression, OwnCompression), "others need no packing"
+    assert isinstance(reduction.compression, CustomCompression), "others need no packing"
     wires = of_wires(reduction)
-    load = Load(reduction.compression, tensors, words, wires.check_wire)
-    share_outcome(group, load.failure, what, layout=load.layout)
-    for flat, counts, packed in load.flats():
+    pack = PackedTensors(reduction.compression, tensors, _words_of(tensors, what), wires.check_wire)
+    raise_together(group, pack.failure, what, layout=pack.layout)
+    for flat, counts, packed in pack.flats():
         wires.all_reduce(group, flat, counts, divisor, what)
         put_back(flat, counts, packed)
-    load.unpack()
-    share_outcome(group, load.failure, f"the end of {what}")
+    pack.unpack()
+    raise_together(group, pack.failure, f"the end of {what}")
 
 
 def reduce_scatter_packed(
     group: Group,
     reduction: Reduction,
     tensors: Sequence[Tensor],
-    words: Sequence[str],
     rows: Sequence[Sequence[int]],
     divisor: int,
     what: str,
@@ -115,8 +111,8 @@ def reduce_scatter_packed(
 
     As in Horovod the wire's rows are scattered, which must be as many as the tensor's.
     """
-    assert isinstance(reduction.compression, OwnCompression), "others need no packing"
-    compression, wires = reduction.compression, of_wires(reduction)
+    assert isinstance(reduction.compression, CustomCompression), "others need no packing"
+    compression, wires, words = reduction.compression, of_wires(reduction), _words_of(tensors, what)
 
     def check(tensor: Tensor, wire: Tensor, of: str) -> None:
         wires.check_wire(tensor, wire, of)
@@ -126,9 +122,9 @@ def reduce_scatter_packed(
                 f"{tuple(tensor.shape)}: use one that keeps the first dimension"
             )
 
-    load = Load(compression, tensors, words, check)
-    share_outcome(group, load.failure, what, layout=load.layout)
-    packed = iter(load.packed)
+    pack = PackedTensors(compression, tensors, words, check)
+    raise_together(group, pack.failure, what, layout=pack.layout)
+    packed = iter(pack.packed)
     results, failure = [], None
     for tensor, of, counts in zip(tensors, words, rows, strict=True):
         out = pieces_of(tensor, counts)[group.rank].clone()
@@ -148,5 +144,10 @@ def reduce_scatter_packed(
                 compression.unpack(part, out, of)
         except Exception as error:  # noqa: BLE001 - raised when all ranks know of it
             failure = failure or error
-    share_outcome(group, failure, f"the end of {what}")
+    raise_together(group, failure, f"the end of {what}")
     return [result.clone() for result in results]
+
+
+def _words_of(tensors: Sequence[Tensor], what: str) -> list[str]:
+    """What messages call each of the tensors of an operation."""
+    return [what] if len(tensors) == 1 else [f"tensor {number} of {what}" for number in range(len(tensors))]

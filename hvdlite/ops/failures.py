@@ -1,10 +1,10 @@
 """
-How ranks tell each other whether what each has done by itself has worked, before they go on together.
+Raises an error on every rank where one of them has failed, so that none waits for it in a collective that follows.
 
-    counts, failure, layout of what is to travel ── one small all-reduce ── sums, or an error on every rank
+    failure, layout of what is sent next, counts ── one small all-reduce ── sums of the counts, or an error everywhere
 
-It costs one collective where all is well. Where it is not, the ranks exchange words, and all raise: who failed its own
-error, the others one that names that rank.
+It costs one collective where all is well. Where it is not, the ranks exchange texts, and all raise: the rank that
+failed its own error, the others one that names that rank.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ _MOST_WORDS = 2000
 _PRINT_BITS = 24
 
 
-def share_outcome(
+def raise_together(
     group: Group, failure: Exception | None, what: str, *, layout: str = "", counts: Sequence[int] = ()
 ) -> list[int]:
-    """The sums of all ranks' ``counts``, of which each has as many. Every rank must call it; it waits for all.
+    """Raise an error on every rank if one has a ``failure``. Every rank must call it; it waits for all.
 
     Raises this rank's ``failure``; a CommunicationError that names the first rank with one; and a MismatchError where
-    ranks have other ``layout``: words for what is to travel next, which must be alike.
+    ranks have different ``layout``: a text that describes what they send next. Returns the sums of all ranks'
+    ``counts``, of which each rank has as many.
     """
     if group.size == 1:
         if failure is not None:

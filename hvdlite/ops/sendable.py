@@ -1,11 +1,11 @@
 """
-What can travel, and as what: decided here for every function that takes tensors, before anything is asked for.
+Checks that tensors can be sent to other ranks: for every function that takes tensors, before any rank is asked.
 
-    tensor ── check_travels ── it cannot: a TypeError or a ValueError, with the way out
-                            └─ it can: traveller ── a plain tensor over the same memory, whose bytes move
+    tensor ── check_sendable ── it cannot: a TypeError or a ValueError, with the way out
+                             └─ it can: plain_tensor ── a plain tensor over the same memory, whose bytes are sent
 
-What travels are the values of a dense tensor of this process's memory or a GPU's. Conjugated, negated and expanded
-tensors do, and those of a subclass that only adds methods; what is kept in another form, or has no memory, does not.
+Dense tensors on the CPU or a GPU can, also conjugated, negated and expanded ones, and those of a subclass that only
+adds methods. Tensors that keep their values in another form, such as sparse ones, or have no memory, cannot.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _INSIDE = {
 }
 
 
-def travels(tensor: Tensor) -> bool:
-    """Whether `check_travels` lets it pass."""
+def is_sendable(tensor: Tensor) -> bool:
+    """Whether `check_sendable` lets it pass."""
     try:
-        check_travels(tensor, "")
+        check_sendable(tensor, "")
     except (TypeError, ValueError):
         return False
     return True
 
 
-def check_travels(tensor: object, what: str, subject: str = "the tensor") -> Tensor:
+def check_sendable(tensor: object, what: str, subject: str = "the tensor") -> Tensor:
     """The tensor, if its values can travel; else a TypeError or a ValueError, which begins with ``what``.
 
     One of a subclass comes back as a plain one, with its history and over the same memory.
@@ -90,7 +90,7 @@ def layout_of(value: object) -> torch.layout | None:
         return value.layout
 
 
-def traveller(tensor: Tensor) -> Tensor:
+def plain_tensor(tensor: Tensor) -> Tensor:
     """A plain tensor over the same memory, without history and methods of its own; it has passed the check."""
     if type(tensor) in _PLAIN_TYPES:
         return tensor.detach()
