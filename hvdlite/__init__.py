@@ -61,6 +61,7 @@ from .ops.operations import (
     sparse_allreduce_async,
     synchronize,
 )
+from .optim.exchange import Begun, Exchange, Gradients, Links
 from .optim.optimizer import DistributedOptimizer
 from .optim.optimizer_state import broadcast_optimizer_state
 from .runtime.built import (
@@ -98,14 +99,18 @@ _register_backend()
 __all__ = [
     "Adasum",
     "Average",
+    "Begun",
     "CommunicationError",
     "Compression",
     "Compressor",
     "DistributedOptimizer",
+    "Exchange",
     "GradientError",
+    "Gradients",
     "Handle",
     "HvdliteError",
     "LaunchEnvironmentError",
+    "Links",
     "Max",
     "Min",
     "MismatchError",

@@ -270,6 +270,7 @@ class SubsetEngineFactory:
     def __init__(self, ranks: Ranks, backend: str, places: Sequence[int]) -> None:
         """``places`` are the numbers of these ranks among all, for what NCCL says when it watches over a collective."""
         self._ranks = ranks
+        self._backend = backend
         self._backend_of = _backend_by_device(backend)
         self._places = list(places)
         self._opened = itertools.count()
@@ -303,7 +304,10 @@ class SubsetEngineFactory:
             opened.process_group.shutdown()
 
     def among(self, places: Sequence[int], place: int, token: str, /) -> EngineFactory:
-        raise AssertionError("sets are made of the ranks of the world")
+        if len(places) == 1:
+            return SingleRankFactory()
+        ranks = self._ranks.among(places, place, token)
+        return SubsetEngineFactory(ranks, self._backend, [self._places[each] for each in places])
 
     def _make_backend(self, name: str, store: Store) -> Any:
         rank, size, patience = self._ranks.rank, self._ranks.size, self._ranks.patience

@@ -136,6 +136,13 @@ class Group:
         self._share_with(group)
         return group
 
+    def part(self, places: Sequence[int], *, token: str) -> Group:
+        """Like `among`, by places in this group, for as long as this group is open: it is closed with it."""
+        group = self.among([self.ranks[place] for place in places], set_id=self.set_id, token=token)
+        group._duplicate_of = self
+        self._duplicates.add(group)
+        return group
+
     def change_engines(self, engine_factory: EngineFactory, engine: Engine) -> None:
         """From now on communicate over another engine of the same ranks, and open further ones where that is from."""
         self._engine_factory, self.engine = engine_factory, engine

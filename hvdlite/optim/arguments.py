@@ -9,19 +9,21 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from ..comm.reduce_op import Adasum, Average, ReduceOp, Sum
+from ..compression.casts import Compression, Travels
 from ..environment import Environment
 from ..errors import WrongTypeError
 from ..log import log
 from ..ops.reduction import DTYPES
 from ..ops.sendable import check_sendable, check_writable
 from ..values import MOST, real_number, shown, whole_number
+from .exchange import Exchange
 
 MEBIBYTE = 2**20
 
@@ -97,7 +99,38 @@ def check_cap(bucket_cap_mb: float | None, threshold_bytes: int | None, default_
     return max(1, int(number * MEBIBYTE))
 
 
-def check_autotune(autotune: object, bucket_cap_mb: float | None, op: ReduceOp, environment: Environment) -> bool:
+def check_exchange(
+    exchange: object, op: ReduceOp, compression: Travels, predivide: float
+) -> Callable[[], Exchange] | None:
+    """What makes the exchange, if the user has given one, which then says by itself how gradients are combined."""
+    if exchange is None:
+        return None
+    if isinstance(exchange, Exchange) or not callable(exchange):
+        hint = ", not an object of it" if isinstance(exchange, Exchange) else ""
+        raise TypeError(
+            f"exchange={shown(exchange)} makes no exchange: pass a class derived from hvd.Exchange{hint}, or a "
+            "function that makes an object of one and takes no argument"
+        )
+    given = {
+        f"op=hvd.{op.name}": op != Average,
+        "compression": compression is not Compression.none,
+        f"gradient_predivide_factor={predivide}": predivide != 1.0,
+    }
+    for argument, is_given in given.items():
+        if is_given:
+            raise ValueError(
+                f"exchange={shown(exchange)} says by itself how gradients travel and are combined: leave out {argument}"
+            )
+    return exchange
+
+
+def check_autotune(
+    autotune: object,
+    bucket_cap_mb: float | None,
+    op: ReduceOp,
+    environment: Environment,
+    exchange: Callable[[], Exchange] | None = None,
+) -> bool:
     """Whether the cap is to be measured. An argument beats the environment, which is said in the log."""
     if not isinstance(autotune, bool):
         raise ValueError(f"autotune={shown(autotune)} is neither True nor False")
@@ -108,6 +141,8 @@ def check_autotune(autotune: object, bucket_cap_mb: float | None, op: ReduceOp, 
         obstacle = f"HVDLITE_FUSION_THRESHOLD={size} says already how large buckets are: give one of the two"
     elif op == Adasum:
         obstacle = "with op=hvd.Adasum nothing travels during backward, so that the size of buckets decides nothing"
+    elif exchange is not None:
+        obstacle = f"it measures all-reduces, and exchange={shown(exchange)} is another way: give bucket_cap_mb"
     else:
         return autotune or environment.autotune
     if autotune:

@@ -26,8 +26,8 @@ from ..log import log
 from .gradient_hooks import require_same_model
 from .plan import ParamSpec, plan_buckets
 from .probe import Measured, measure
+from .settings import Settings
 from .tuning import Candidate, Engine, Line, best, candidates, fit
-from .wire import Settings
 
 LIMIT_S = 1.0
 """About how long the probe may take, over all engines."""

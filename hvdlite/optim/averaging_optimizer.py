@@ -4,7 +4,7 @@ An optimizer that steps with averaged gradients.
     loss.backward() ── Reducer (hooks) ── step: synchronize, then the wrapped optimizer's own step
 
 It wraps an instance and leaves it whole: state, schedulers and step hooks stay with it. How gradients become averages
-is in `reducer`, what Adasum does instead in `adasum_reducer`; how one is made of a user's arguments is in `optimizer`.
+is in `reducer`; how one is made of a user's arguments is in `optimizer`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import GradientError
-from .adasum_reducer import AdasumReducer
 from .arguments import check_trained, names_of_added_group
 from .horovod_attributes import HorovodsAttributes
 from .reducer import Reducer
 from .step_by_bucket import StepByBucket
+
+# In a state_dict.
+_EXCHANGE = "exchange"
 
 # So many steps in a row are no accident.
 _SINGLE_PASSES = 3
@@ -31,15 +33,13 @@ _SINGLE_PASSES = 3
 class AveragingOptimizer(HorovodsAttributes):
     """Adds to a proxy what averages gradients; whoever makes one calls `_connect`."""
 
-    def _connect(
-        self, reducer: Reducer | AdasumReducer, named: Sequence[tuple[str, Tensor]], groups: Sequence[Sequence[str]]
-    ) -> None:
+    def _connect(self, reducer: Reducer, named: Sequence[tuple[str, Tensor]], groups: Sequence[Sequence[str]]) -> None:
         self._reducer = reducer
         # GradScaler is to unscale averages itself before it decides whether to step. With Adasum gradients are each
         # rank's own, and so is what it finds: there the ranks decide together.
-        self._step_supports_amp_scaling = isinstance(reducer, AdasumReducer)
+        self._step_supports_amp_scaling = reducer.steps_first
         self._by_bucket: StepByBucket | None = None
-        if isinstance(reducer, Reducer) and reducer.settings.step_on_arrival:
+        if reducer.settings.step_on_arrival:
             self._by_bucket = StepByBucket(self._optimizer, reducer)
         self._named = list(named)
         self._named_groups = groups
@@ -75,12 +75,12 @@ class AveragingOptimizer(HorovodsAttributes):
         """
         self._reducer.synchronize()
         # With Adasum nothing has been waited for.
-        self._synchronized = isinstance(self._reducer, Reducer)
+        self._synchronized = not self._reducer.steps_first
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Let ``step()`` inside use the gradients as they are; call `synchronize` before."""
-        if isinstance(self._reducer, AdasumReducer):
+        if self._reducer.steps_first:
             # Horovod's words.
             raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
         earlier, self._skipping = self._skipping, True
@@ -118,10 +118,9 @@ class AveragingOptimizer(HorovodsAttributes):
         """
         self._warn_of_synchronizing_twice()
         self._warn_of_accumulating_nothing()
-        if isinstance(self._reducer, AdasumReducer):
-            set_by_scaler = vars(self)
-            if not self._reducer.agree_to_step(set_by_scaler.get("grad_scale"), set_by_scaler.get("found_inf")):
-                return None
+        set_by_scaler = vars(self)
+        if not self._reducer.agree_to_step(set_by_scaler.get("grad_scale"), set_by_scaler.get("found_inf")):
+            return None
         by_bucket = self._by_bucket
         if closure is not None and by_bucket is not None:
             raise ValueError(
@@ -186,6 +185,22 @@ class AveragingOptimizer(HorovodsAttributes):
         self._reducer.require_sound()
 
     # -- what belongs to the wrapped optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's, so that checkpoints do not depend on the wrapping.
+
+        And this rank's state of an exchange that keeps one, under the key ``"exchange"``.
+        """
+        state, exchanged = super().state_dict(), self._reducer.exchange.state_dict()
+        return {**state, _EXCHANGE: exchanged} if exchanged else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load on every rank, or on one and `broadcast_optimizer_state`, which leaves each rank its exchange's state.
+
+        Where there is none for an exchange that keeps one, it begins anew.
+        """
+        self._reducer.exchange.load_state_dict(state_dict.get(_EXCHANGE, {}))
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != _EXCHANGE})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ A bucket in memory: one flat buffer, the views of it that are the gradients, and
     param.grad ── take ── view of the buffer      (nothing to pack: the gradient lives there)
     seal: zeros for what did not arrive, flags for the others ── all-reduce elsewhere ── give back
 
-What a bucket holds is decided in `plan`; when it travels, in `reducer` and `in_flight`.
+What a bucket holds is decided in `plan`; when it travels, in `reducer`; what happens to it then, in an `exchange`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .flags import TAKES_PART, Flags, Ranks
+from .flags import TAKES_PART, Count, Flags, Ranks, presence_of
 from .plan import BucketPlan
 from .slot import Slot, changed_too_early, misfit
 
@@ -216,6 +216,8 @@ class Bucket:
 
     def _fill(self, slot: Slot) -> bool:
         """Make sure that the slice holds this rank's share; whether it has one."""
+        # What is written from here on, for this slice or the one before it, is no change of the user's.
+        self._version = None
         if not slot.arrived and slot.param.grad is not None:
             # Half an accumulation, or a gradient that no backward of ours made: it counts as it is.
             self.take(slot, last_pass=True)
@@ -264,7 +266,12 @@ class Bucket:
         """After the all-reduce: which of the `sleepers` some rank needs; waits as `read_flags` does."""
         return self._flags.read_wake(self.buffer, alone=alone)
 
+    def count(self, size: int) -> Count:
+        """After the all-reduce: how many of ``size`` ranks took part."""
+        return Count(presence_of(self.plan, self.buffer), size)
+
     @property
-    def presence(self) -> Tensor:
-        """After the all-reduce: how many ranks take part and how many do not count, as `flags` reads them."""
-        return self._flags.presence(self.buffer)
+    def tail(self) -> Tensor:
+        """The flags, as real numbers in the buffer's memory."""
+        tail = self.buffer[self.plan.grad_numel :]
+        return torch.view_as_real(tail).view(-1) if tail.is_complex() else tail

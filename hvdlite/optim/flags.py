@@ -93,24 +93,55 @@ class Flags:
         tail = self._written if alone else buffer[self._plan.grad_numel :].abs().tolist()
         return [value > 0 for value in tail[self._plan.wake_start - self._plan.grad_numel :]]
 
-    def presence(self, buffer: Tensor) -> Tensor:
-        """How many ranks sat out and do not count, and how many of each block took part; waits for nothing."""
-        counts = buffer[self._plan.presence_start : self._plan.wake_start]
-        return counts.real if counts.is_complex() else counts
+
+def presence_of(plan: BucketPlan, buffer: Tensor) -> Tensor:
+    """How many ranks sat out and do not count, and how many of each block took part, for a `Count`."""
+    counts = buffer[plan.presence_start : plan.wake_start]
+    return counts.real if counts.is_complex() else counts
 
 
-def active_of(presence: Tensor) -> int:
-    """How many ranks took part; waits for the device."""
-    return int(sum(presence.tolist()[1:]))
+class Count:
+    """How many ranks took part in a step, and over how many an average is; read from a bucket that has come back.
 
+    An average is over all ranks, unless some sat out and do not count.
+    """
 
-def count_of(presence: Tensor, size: int) -> int:
-    """Over how many of ``size`` ranks an average is; waits for the device."""
-    left_out, *active = presence.tolist()
-    return int(sum(active)) or size if left_out > 0 else size
+    __slots__ = ("_presence", "_size")
 
+    def __init__(self, presence: Tensor, size: int) -> None:
+        """``presence`` is as of `presence_of`, and is read when that is asked for; there are ``size`` ranks."""
+        self._presence = presence
+        self._size = size
 
-def count_there(presence: Tensor, size: int) -> Tensor:
-    """`count_of` as a float64 scalar on the tensor's device, which is not waited for; never 0."""
-    active = presence[1:].double().sum().clamp(min=1.0)
-    return torch.where(presence[0] > 0, active, float(size))
+    @classmethod
+    def of_all(cls, size: int) -> Count:
+        """Where nobody can sit out."""
+        return cls(torch.tensor([0, size]), size)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether reading it waits for no device."""
+        return self._presence.device.type == "cpu"
+
+    @property
+    def active(self) -> int:
+        """The ranks that took part; waits for the device."""
+        return int(sum(self._presence.tolist()[1:]))
+
+    def __int__(self) -> int:
+        """Over how many ranks an average is, never 0; waits for the device."""
+        left_out, *active = self._presence.tolist()
+        return int(sum(active)) or self._size if left_out > 0 else self._size
+
+    def there(self) -> Tensor:
+        """The same as a float64 scalar on the device, which is not waited for."""
+        active = self._presence[1:].double().sum().clamp(min=1.0)
+        return torch.where(self._presence[0] > 0, active, float(self._size))
+
+    def on_host(self) -> Count:
+        """The same to be read on any device; waits for its own."""
+        return Count(self._presence.cpu(), self._size)
+
+    def kept(self) -> Count:
+        """One that is not changed by what becomes of the bucket."""
+        return Count(self._presence.clone(), self._size)

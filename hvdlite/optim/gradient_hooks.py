@@ -1,14 +1,14 @@
 """
 The parameters of an optimizer as several ranks have them: the same on all, and each with one listener.
 
-What is done with them is in `reducer` and `adasum_reducer`.
+What is done with them is in `reducer`.
 """
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,7 +22,6 @@ from ..ops.base import compare
 from .parameter_check import ParameterCheck
 from .plan import Description, can_have_gradient, first_difference
 from .step_trace import StepTrace
-from .wire import Settings
 
 # Autograd's number of the backward pass under way. Looked up once: it is called at every gradient.
 number_of_backward = torch._C._current_graph_task_id
@@ -34,10 +33,7 @@ class GradientHooks(ABC):
     A parameter has one listener at most. What is done with the gradients is a subclass's.
     """
 
-    def __init__(
-        self, group: Group, settings: Settings, backward_passes_per_step: int, check_parameters: bool | int
-    ) -> None:
-        self.settings = settings
+    def __init__(self, group: Group, backward_passes_per_step: int, check_parameters: bool | int) -> None:
         self.size = group.size
         self.backward_passes_per_step = backward_passes_per_step
         self._ranks = group
@@ -52,8 +48,6 @@ class GradientHooks(ABC):
         # How many count on the channel, closed or not; held to look at that, never by a finalizer.
         self._pins = 0
         self._pinning = threading.Lock()
-        # Whether something is under way on that channel.
-        self._collecting = False
         self._only_accumulating = False
         # Autograd's numbers of the backward passes since the last step, those under `only_accumulating` among them.
         self._backwards: set[int] = set()
@@ -63,21 +57,27 @@ class GradientHooks(ABC):
         """How many backward passes there were since the last step."""
         return len(self._backwards)
 
+    @property
     @abstractmethod
-    def _on_gradient(self, param: Tensor) -> None:
-        """A backward pass has added to this gradient."""
+    def _collecting(self) -> bool:
+        """Whether something is under way on the channel to the other ranks."""
 
     @abstractmethod
     def sit_out(self, average_of_active: bool) -> bool:
         """Take part in one step of the other ranks with nothing to give; False if they all sat out as well."""
 
-    def _hear(self, named: Mapping[str, Tensor], description: Description) -> None:
-        """Listen to more parameters, which the ranks are to compare when they next meet; their values, in a step."""
+    def _hear(
+        self, named: Mapping[str, Tensor], description: Description, on_gradient: Callable[[Tensor], None]
+    ) -> None:
+        """Listen to more parameters, which the ranks are to compare when they next meet; their values, in a step.
+
+        ``on_gradient`` is a bound method, called when a backward pass has added to a gradient.
+        """
         params = list(named.values())
         take_over(params)
         self._check.add(named.items())
         self._uncompared.append(description)
-        self._hooks += [listen(param, self._on_gradient) for param in params if can_have_gradient(param.dtype)]
+        self._hooks += [listen(param, on_gradient) for param in params if can_have_gradient(param.dtype)]
 
     def meet(self) -> Group:
         """The channel to the other ranks; the first call opens it and compares the models.
@@ -87,17 +87,17 @@ class GradientHooks(ABC):
         """
         if self._group is None or self._uncompared:
             with self._ranks.opening.only("hvd.DistributedOptimizer"):
-                self._open()
-        assert self._group is not None, "it has just been opened"
+                return self._open()
         return self._group
 
-    def _open(self) -> None:
+    def _open(self) -> Group:
         while self._uncompared:
             require_same_model(self._ranks, self._uncompared.pop(0))
         if self._group is None:
             deferred_close.prepare()
             self._ranks.reducers.enter(self)
             self._group = self._ranks.duplicate()
+        return self._group
 
     def close(self) -> None:
         """Listen no more. Gradients stay where they are; what is under way is not waited for.

@@ -18,18 +18,17 @@ from ..comm.reduce_op import ReduceOp
 from ..compression.casts import AnyCompression
 from ..errors import GradientError
 from ..runtime.process_set import ProcessSet
-from .adasum_reducer import AdasumReducer
 from .arguments import check_positive_int
 from .optimizer_proxy import OptimizerProxy
 from .plan import can_have_gradient
 from .reducer import Reducer
-from .wire import Settings
+from .settings import Settings
 
 
 class HorovodsAttributes(OptimizerProxy):
     """Has Horovod's attributes; whoever makes one sets what is declared here."""
 
-    _reducer: Reducer | AdasumReducer
+    _reducer: Reducer
     _named: list[tuple[str, Tensor]]
     _skipping: bool
     # Whether the user has called `synchronize` since the last step.

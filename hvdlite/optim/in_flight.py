@@ -1,201 +1,94 @@
 """
-The buckets that travel in one step: launched in plan order, waited for, and what their flags say done.
+One bucket on its way: sealed, handed to the exchange, its counts beside it, waited for, and the result left in it.
 
-    full buckets ── InFlight ── ... ── the rest ── wait ── gradients of other ranks ── sleepers that some rank needs
+    bucket.seal ── exchange.begin (and the counts, unless it carries them) ── wait ── exchange.finish ── bucket
 
-`reducer` decides when a bucket is full, and when a step ends.
+On a GPU what travels is in the engine's own stream, and waiting holds up the program's stream and not the program. All
+else is in the program's: it takes as long as a copy, and would compete with backward for the same memory elsewhere.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
-
+import torch
 from torch import Tensor
 
-from ..comm.group import Group
-from ..errors import MismatchError
-from ..ops.failures import raise_together
+from ..comm.work import Work
 from .bucket import Bucket
-from .flags import active_of, count_of
-from .layout import Layout
-from .parameter_check import ParameterCheck
-from .parcel import Parcel, send
-from .slot import Slot
-from .step_trace import StepTrace
-from .wire import InFlight, Settings
-from .wire_memory import Wires
-
-# Wires of a bucket's own memory that are under way together, at most: one travels while the next is made.
-_WIRES = 2
+from .exchange import Exchange, Gradients, Links
+from .step_trace import NO_TRACK, BucketTrace, captures
 
 
-class BucketsInFlight:
-    """Empty before a step, and after `reset`."""
+class InFlight:
+    """A bucket under way, and all that must outlive it: engines read and write that memory meanwhile."""
 
     def __init__(
-        self, layout: Layout, settings: Settings, tracks: StepTrace, check: ParameterCheck, *, alone: bool
+        self, bucket: Bucket, exchange: Exchange, links: Links, track: BucketTrace = NO_TRACK, *, name: str = "a bucket"
     ) -> None:
-        """``alone`` is whether there are no other ranks."""
-        self._alone = alone
-        self._check = check
-        self._layout = layout
-        self._settings = settings
-        self._tracks = tracks
-        self._wires = Wires()
-        self._launched: list[Bucket] = []
-        # The last of those launched, which have not been finished.
-        self._in_flight: deque[InFlight | Parcel] = deque()
-        # What a compression of the user's own has raised on this rank at the end of a bucket's way.
-        self._failure: Exception | None = None
-        # How many ranks took part, once the first bucket has come back.
-        self._presence: Tensor | None = None
-        # Gradients that from the next step on are gathered, with the bucket that they leave.
-        self._leaving: list[tuple[Bucket, list[Slot]]] = []
-        # Gradients that are sparse on some ranks and dense on others, by name.
-        self._mixed: list[str] = []
-
-    def reset(self) -> None:
-        """The step is over, or is given up: nobody waits for what is still under way, and it writes where it lies."""
-        for in_flight in self._in_flight:
-            in_flight.bucket.abandon()
-        self._launched.clear()
-        self._in_flight.clear()
-        self._failure = None
-        self._presence = None
-        self._leaving.clear()
-        self._mixed.clear()
-
-    @property
-    def active(self) -> int:
-        """How many ranks took part in what has come back, not counting those that sat out."""
-        assert self._presence is not None, "something has come back"
-        return active_of(self._presence)
+        """Begin; ``name`` is the bucket's, by which errors and stalls tell it from others."""
+        self.bucket = bucket
+        self._exchange = exchange
+        self._size = links.all.size
+        self._track = track
+        plan = bucket.plan
+        buffer, scale = bucket.seal(leave_scale=exchange.scales(plan))
+        self._gradients = Gradients(
+            plan,
+            buffer[: plan.grad_numel],
+            bucket.views,
+            what=f"{plan.describe()} ({name})",
+            takes_part=bucket.takes_part,
+            with_counts=buffer,
+            scale=scale,
+            launching=track.launching,
+        )
+        self._counting: tuple[Tensor, Work] | None = None
+        if not exchange.carries_counts:
+            counts = bucket.tail.to(torch.int32)
+            self._counting = counts, links.all.all_reduce(counts, f"the counts of the {self._gradients.what}")
+        try:
+            self._begun = exchange.begin(self._gradients, links)
+        except BaseException:
+            # Something may have been launched before.
+            bucket.abandon()
+            raise
+        # The exchange may have used the gradients' own memory.
+        bucket.hold()
+        if self._begun.works and self._begun.wire is not None:
+            # They end in order.
+            track.launched(self._begun.works[-1], self._begun.wire)
 
     @property
-    def has_failed(self) -> bool:
-        """Whether what has come back is no average; `gather` will raise it on all ranks."""
-        return self._failure is not None
-
-    # -- there
-
-    def launch_full_buckets(self, group: Group) -> None:
-        """Launch what is full, as far as everything before it in the plan is; nothing that waits for the others."""
-        if self._settings.packs:
-            return
-        # Those that are done give their wires back, so that memory holds few of them at a time.
-        while self._in_flight and self._in_flight[0].is_completed():
-            self._finish_first()
-        # In plan order, not as buckets fill: ranks may fill them in different orders, and collectives
-        # pair up by the order of their launch alone.
-        for bucket in self._layout.awake()[len(self._launched) :]:
-            if not (bucket.full and self._has_room):
-                break
-            self._launch(bucket, group)
-
-    def _finish_first(self) -> None:
-        # It is under way until it is finished: a wait may be interrupted.
-        self._in_flight[0].finish()
-        self._failure = self._failure or self._in_flight.popleft().failure
+    def failure(self) -> Exception | None:
+        """After `finish`: what has gone wrong on this rank, which the others are to be told of."""
+        return self._begun.failure
 
     @property
-    def _has_room(self) -> bool:
-        """Whether one more wire may be made; if not, it is when one of those under way is finished."""
-        return sum([in_flight.holds_wire for in_flight in self._in_flight]) < _WIRES
+    def holds_wire(self) -> bool:
+        """Whether it takes memory beside the bucket's, of a kind that is scarce until `finish`.
 
-    def _launch(self, bucket: Bucket, group: Group) -> None:
-        place = len(self._launched)
-        track, name = self._tracks.of(place, bucket), self._tracks.name_of(place)
-        self._launched.append(bucket)
-        self._in_flight.append(send(bucket, group, self._settings, self._wires, track, name=name))
-
-    # -- and back
-
-    def arriving(self, group: Group) -> Iterator[Bucket]:
-        """Launch all that has not been, full or not; each bucket when it has come back, in plan order.
-
-        From then on its gradients are the user's to change. A GradientError before anything is, where that has been
-        done too early. Behind the buckets travels the comparison of parameters, where one is due; a MismatchError when
-        all have come back.
+        On a GPU the program runs ahead of what it launches: were it to wait there for a wire, nothing would travel
+        during backward.
         """
-        if self._layout.buckets:
-            self._check.begin(takes_part=self._layout.buckets[0].takes_part)
-        waiting = deque(self._layout.awake()[len(self._launched) :])
-        called: list[Bucket] = []
-        checked = back = 0
-        while waiting or called or back < len(self._launched):
-            if not waiting and back == len(self._launched):
-                # A call to wake travels in a bucket that has come back, so all ranks hear it at the same time.
-                for sleeper in called:
-                    sleeper.asleep = False
-                waiting.extend(called)
-                called.clear()
-            while waiting and self._has_room:
-                self._launch(waiting.popleft(), group)
-            if not waiting:
-                # After those that are awake, on every rank.
-                self._check.send(group)
-            for bucket in self._launched[checked:]:
-                bucket.require_same()
-            checked = len(self._launched)
-            if back + len(self._in_flight) == len(self._launched):
-                self._finish_first()
-            bucket = self._launched[back]
-            back += 1
-            called += self._calls_of(bucket)
-            if self._presence is None:
-                self._presence = bucket.presence.clone()
-            bucket.release()
-            yield bucket
-        self._check.finish(group)
+        return self._begun.takes_memory and self.bucket.plan.device.type == "cpu"
 
-    def _calls_of(self, carrier: Bucket) -> list[Bucket]:
-        """The sleeping buckets that some rank needs, by the flags of this one."""
-        if not any(sleeper.asleep for sleeper in carrier.sleepers):
-            return []
-        calls = zip(carrier.sleepers, carrier.read_wake(alone=self._alone), strict=True)
-        return [sleeper for sleeper, needed in calls if needed and sleeper.asleep]
+    def is_completed(self) -> bool:
+        """Whether `finish` would not have to wait."""
+        # What a CUDA graph captures does not happen yet, and cannot be asked.
+        return (
+            not captures(self.bucket.plan.device)
+            and (self._counting is None or self._counting[1].is_completed())
+            and self._begun.is_completed()
+        )
 
-    def settle(self, bucket: Bucket) -> list[Slot]:
-        """Set the gradients that this rank does not have but others do; return those that are to be gathered."""
-        if bucket.is_complete:
-            return []
-        flags = bucket.read_flags(alone=self._alone)
-        leaving = [slot for slot, used, sparse in flags if self._settle(slot, used, sparse)]
-        if leaving:
-            self._leaving.append((bucket, leaving))
-        return leaving
-
-    def _settle(self, slot: Slot, used: bool, sparse: bool) -> bool:
-        """Leave in one gradient what the flags of all ranks say; whether it is to be gathered instead."""
-        if self._settings.sparse_as_dense:
-            if sparse and slot.view is not None:
-                slot.param.grad = slot.view.to_sparse(1)
-            elif used and not slot.arrived:
-                slot.param.grad = slot.view
-            return False
-        if used and sparse:
-            # Said when all buckets have come back, so that no rank still waits for one.
-            self._mixed.append(slot.name)
-        elif used and not slot.arrived:
-            slot.param.grad = slot.view
-        return sparse
-
-    def gather(self, group: Group) -> None:
-        """When all have come back: join the sparse gradients of all ranks, also those that are new."""
-        if self._settings.packs:
-            raise_together(group, self._failure, f"the averaging of gradients ({self._tracks.optimizer})")
-        if self._mixed:
-            raise MismatchError(
-                f"parameter {self._mixed[0]!r} has a sparse gradient on some ranks and a dense one on others: build "
-                "the same model on every rank, or wrap the optimizer with sparse_as_dense=True"
-            )
-        for bucket, leaving in self._leaving:
-            self._layout.move_out(bucket, leaving)
-        if not self._layout.sparse:
-            return
-        count = group.size if self._presence is None else count_of(self._presence, group.size)
-        for home in self._layout.sparse:
-            # Their values travel as they are, and only their own rank's are added up as they are gathered.
-            scaling = self._settings.scaling_of_wire(home.dtype, group.size)
-            home.reduce(group, scaling, count, self._tracks.optimizer)
+    def finish(self) -> None:
+        """Block until done; leave the result in the bucket, and so in every gradient that is a view of it."""
+        bucket = self.bucket
+        with self._track.waiting():
+            if self._counting is not None:
+                self._counting[1].wait()
+            self._begun.wait()
+        bucket.accept()
+        if self._counting is not None:
+            bucket.tail.copy_(self._counting[0])
+        self._exchange.finish(self._gradients, self._begun, bucket.count(self._size))
+        bucket.hold()

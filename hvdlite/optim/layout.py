@@ -17,10 +17,9 @@ from torch import Tensor
 
 from .bucket import Bucket, Memory
 from .flags import Ranks
+from .homes import SparseHome, StayingHome, require_same
 from .plan import BucketPlan, Description, ParamSpec, plan_buckets
-from .single_rank import SingleRankHome, require_same
 from .slot import Slot
-from .sparse import SparseHome
 
 
 class Layout:
@@ -47,7 +46,7 @@ class Layout:
         # By the parameter's `id`: to hash a tensor is a call of Python's, and this is looked up at every gradient.
         self.slots: dict[int, Slot] = {}
         # Where all gradients are kept if not in buckets.
-        self._staying = SingleRankHome() if stays else None
+        self._staying = StayingHome() if stays else None
         # Of what is planned from now on.
         self.cap_bytes = cap_bytes
         self._ranks = ranks
@@ -56,8 +55,10 @@ class Layout:
         self._memory = memory
         self._aligned = aligned
 
-    def add(self, params: dict[str, Tensor], groups: Iterable[Iterable[str]]) -> Description:
-        """Plan buckets for more parameters, after those there are; what ranks are to compare of them."""
+    def add(
+        self, params: dict[str, Tensor], groups: Iterable[Iterable[str]]
+    ) -> tuple[Description, Sequence[BucketPlan]]:
+        """Plan buckets for more parameters, after those there are; what ranks are to compare of them, and the plans."""
         specs = [ParamSpec.of(name, param) for name, param in params.items()]
         plans = plan_buckets(
             specs,
@@ -75,7 +76,7 @@ class Layout:
                 # The first bucket's plan has room for their calls.
                 buckets[0].sleepers = [bucket for bucket in buckets if bucket.asleep]
             self.buckets += buckets
-        return [(spec.name, spec.describe()) for spec in specs]
+        return [(spec.name, spec.describe()) for spec in specs], plans
 
     def expect(self) -> None:
         """A step begins."""

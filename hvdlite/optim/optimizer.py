@@ -8,24 +8,23 @@ What it does then is in `averaging_optimizer`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm.group import Group
-from ..comm.reduce_op import Adasum, Average, ReduceOp
+from ..comm.reduce_op import Average, ReduceOp
 from ..compression.casts import AnyCompression, Compression, check_compression
 from ..environment import Environment
 from ..ops.base import require_equal
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from ..runtime.world import current_world, is_initialized
-from .adasum_reducer import AdasumReducer
 from .arguments import (
     check_autotune,
     check_cap,
+    check_exchange,
     check_groups,
     check_named_parameters,
     check_op,
@@ -39,8 +38,9 @@ from .arguments import (
 )
 from .autotune import tuned_cap
 from .averaging_optimizer import AveragingOptimizer
+from .exchange import Exchange
 from .reducer import Reducer
-from .wire import Settings
+from .settings import Settings
 
 # Measured with two ranks over gloo, from 1 to 64 MiB, on a 25 M-parameter MLP and on a ResNet of many small
 # tensors: fastest, by a few per cent, on both.
@@ -102,6 +102,12 @@ class DistributedOptimizer(AveragingOptimizer):
     step hook watches, is taken as a whole. One that fails on the way, with a rank that has gone, may have updated some
     parameters. Neither closures nor Adasum.
 
+    ``exchange``: what happens to gradients between the ranks, in place of an all-reduce: a class of your own derived
+    from `Exchange`, or a function without arguments that makes an object of one. It says by itself how gradients travel
+    and are combined, so that ``op``, ``compression`` and ``gradient_predivide_factor`` are left out, and ``autotune``.
+    What it keeps, ``state_dict()`` has under the key ``"exchange"``: each rank's own, to be saved and loaded on every
+    rank. Sparse gradients are gathered, unless ``sparse_as_dense``.
+
     An average is bit-identical on all ranks, and from run to run.
     """
 
@@ -121,6 +127,7 @@ class DistributedOptimizer(AveragingOptimizer):
         bucket_cap_mb: float | None = None,
         autotune: bool = False,
         step_on_arrival: bool = False,
+        exchange: Callable[[], Exchange] | None = None,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
@@ -128,14 +135,18 @@ class DistributedOptimizer(AveragingOptimizer):
         # A process set may be used without a world.
         environment = current_world().environment if is_initialized() else Environment()
         op = check_op(op)
-        tunes = check_autotune(autotune, bucket_cap_mb, op, environment)
+        predivide = check_predivide(gradient_predivide_factor, op)
+        travels = check_compression(compression)
+        exchange = check_exchange(exchange, op, travels, predivide)
+        tunes = check_autotune(autotune, bucket_cap_mb, op, environment, exchange)
         settings = Settings(
-            check_compression(compression),
+            travels,
             op,
-            check_predivide(gradient_predivide_factor, op),
+            predivide,
             check_cap(bucket_cap_mb, environment.fusion_threshold_bytes, DEFAULT_BUCKET_CAP_BYTES),
             check_sparse_as_dense(sparse_as_dense),
             check_step_on_arrival(step_on_arrival, op),
+            exchange,
         )
         self._given_settings, self._given_compression, self._given_process_set = settings, compression, process_set
         passes = check_positive_int(backward_passes_per_step, "backward_passes_per_step")
@@ -146,18 +157,17 @@ class DistributedOptimizer(AveragingOptimizer):
             group, settings, tunes = current_world().group.alone(), settings.of_bystander(), False
         else:
             group = group_of(process_set, "hvd.DistributedOptimizer")
-        reducer = _reducer_of(group, settings, passes, environment)
+        reducer = Reducer(group, settings, passes, check_parameters=environment.check_parameters)
         try:
             with group.opening.only("hvd.DistributedOptimizer"):
                 require_equal(
                     group,
-                    (*settings.signature(), passes, named_groups, tunes),
+                    (*settings.signature(reducer.exchange), passes, named_groups, tunes),
                     "hvd.DistributedOptimizer",
-                    "(compression, op, predivide, bucket cap in bytes, sparse_as_dense, step_on_arrival, passes per "
-                    "step, groups, autotune)",
+                    f"({'compression' if exchange is None else 'exchange'}, op, predivide, bucket cap in bytes, "
+                    "sparse_as_dense, step_on_arrival, passes per step, groups, autotune)",
                 )
                 if tunes:
-                    assert isinstance(reducer, Reducer), "with Adasum it is refused"
                     path = environment.autotune_log
                     reducer.set_cap(tuned_cap(reducer.meet(), settings, named, named_groups, path=path))
                 self._connect(reducer, named, named_groups)
@@ -182,6 +192,7 @@ class DistributedOptimizer(AveragingOptimizer):
             "settings": self._reducer.settings,
             "compression": self._given_compression,
             "backward_passes_per_step": self._reducer.backward_passes_per_step,
+            "exchange_state": self._reducer.exchange.state_dict(),
         }
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
@@ -197,15 +208,10 @@ class DistributedOptimizer(AveragingOptimizer):
         named = [(name, params[place]) for name, place in pickled["named_places"]]
         world = current_world()
         passes = pickled["backward_passes_per_step"]
-        reducer = _reducer_of(world.group, pickled["settings"], passes, world.environment)
+        check = world.environment.check_parameters
+        reducer = Reducer(world.group, pickled["settings"], passes, check_parameters=check)
+        reducer.exchange.load_state_dict(pickled["exchange_state"])
         self._connect(reducer, named, pickled["groups"])
 
     def _params(self) -> list[Tensor]:
         return [param for entry in self._optimizer.param_groups for param in entry["params"]]
-
-
-def _reducer_of(
-    group: Group, settings: Settings, backward_passes_per_step: int, environment: Environment
-) -> Reducer | AdasumReducer:
-    kind = AdasumReducer if settings.op is Adasum else Reducer
-    return kind(group, settings, backward_passes_per_step, check_parameters=environment.check_parameters)

@@ -5,8 +5,8 @@ Whether all ranks train the same model: a fingerprint of every parameter, compar
                ── equal: nothing more ── different: the fingerprints, exchanged ── MismatchError
 
 It finds the broadcast that was forgotten. What is compared are the bits of the parameters that an optimizer has, frozen
-ones included; not a model's buffers, nor the optimizer's state. `in_flight` and `adasum_reducer` say at
-which place of a step, the same on all ranks.
+ones included; not a model's buffers, nor the optimizer's state. `reducer` says at which place of a step, the
+same on all ranks.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ Which gradient lies where: the plan of the buckets, made once, before any memory
 
     ParamSpec (name, shape, stride, dtype, device) ── plan_buckets ── BucketPlan (slices of a flat buffer)
 
-Pure values and functions. The buffers themselves are in `bucket`; who launches them is `in_flight`.
+Pure values and functions. The buffers themselves are in `bucket`; who launches them is `reducer`.
 All ranks make the same plan because it depends on the specs alone, and they compare those
 (`first_difference`) before the first gradient travels.
 """

@@ -1,7 +1,7 @@
 """
 How long buckets of a few sizes take between the ranks: measured together, with one answer on all of them.
 
-    a bucket of zeros ── the way of `wire`, as in training ── seconds, several times ── median ── the slowest rank's
+    a bucket of zeros ── `in_flight`, as in training ── seconds, several times ── median ── the slowest rank's
 
 What follows from it is in `tuning`. Every rank must measure the same at the same time; how often, and how far up, they
 find out by common numbers alone, so that their collectives pair up however their clocks differ.
@@ -19,11 +19,12 @@ from ..comm.group import Group
 from ..comm.reduce_op import Max
 from ..ops.failures import raise_together
 from .bucket import Bucket
+from .exchange import Links
 from .flags import Ranks
-from .parcel import send
+from .in_flight import InFlight
 from .plan import ParamSpec, plan_buckets
-from .wire import Settings
-from .wire_memory import Wires
+from .settings import Settings
+from .strategies import AllReduce, PackedAllReduce
 
 SIZES = tuple(kib * 2**10 for kib in (4, 32, 256, 1024, 4096, 16384))
 """Bytes of gradients; of two of them at least there is always a time, and of those larger than the model never."""
@@ -73,7 +74,8 @@ class _Probe:
         self._settings = settings
         self._like = like
         self._clock = clock
-        self._wires = Wires()
+        self._exchange = PackedAllReduce(settings) if settings.packs else AllReduce(settings)
+        self._links = Links(group, by_host=False)
 
     def make_bucket(self, nbytes: int) -> Bucket:
         """One with the gradient of one parameter, of which there is nothing but the shape."""
@@ -81,18 +83,18 @@ class _Probe:
         shape = (nbytes // dtype.itemsize,)
         spec = ParamSpec("autotune's probe", shape, (1,), dtype, device, trainable=True)
         ranks = Ranks(self._group.rank, self._group.size)
-        (plan,) = plan_buckets([spec], cap_bytes=0, aligned=not self._settings.packs, count_slots=ranks.count_slots)
+        (plan,) = plan_buckets([spec], cap_bytes=0, aligned=self._exchange.aligned, count_slots=ranks.count_slots)
         param = torch.zeros(1, dtype=dtype, device=device).expand(shape)
-        before = self._settings.scaling(dtype, self._group.size).before
+        before = self._exchange.scale_before(dtype, self._group.size)
         return Bucket(plan, [param], ranks=ranks, scale=before, densify=False, memory=self._group.zeros)
 
     def send(self, bucket: Bucket) -> float:
         """The seconds that it took, from full to averaged, by this rank's clock."""
         begin_s = self._clock()
         bucket.expect()
-        in_flight = send(bucket, self._group, self._settings, self._wires, name="a trial of autotune")
+        in_flight = InFlight(bucket, self._exchange, self._links, name="a trial of autotune")
         in_flight.finish()
-        if self._settings.packs:
+        if self._exchange.tells_failures:
             raise_together(self._group, in_flight.failure, "the end of a trial of autotune")
         bucket.release()
         if bucket.plan.device.type != "cpu":

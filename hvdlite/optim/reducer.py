@@ -1,21 +1,21 @@
 """
 Gradients in, averaged gradients out.
 
-    hook(param) ── slice of a bucket ── compress ── all-reduce ──┐      inside backward
-    step        ── wait, in plan order ── decompress ── param.grad      inside synchronize
+    hook(param) ── slice of a bucket ── full buckets, in plan order: exchange.begin ──┐      inside backward
+    step        ── the rest ── wait, in plan order ── exchange.finish ── param.grad ──┘      inside synchronize
+                └─ gradients of other ranks ── sleeping buckets that some rank needs ── sparse gradients
 
-A gradient lives in a *slice* of a *bucket*; a full bucket becomes a *wire*, and the sum of all ranks'
-wires, scaled, is the *average*. A parameter has *arrived* when its gradient is complete for this step,
-that is after `backward_passes_per_step` backward passes.
-
-What lies where is decided in `plan` and kept in `layout`; how buckets travel is in `in_flight`, and what happens to one
-on its way in `wire`; sparse gradients take the way of `sparse`. Whether a user's calls come in an order that loses
-nothing is checked here, since only here is known what is under way.
+A gradient lives in a *slice* of a *bucket*. A parameter has *arrived* when its gradient is complete for this step, that
+is after `backward_passes_per_step` backward passes. The `Reducer` owns the buckets, their order, and what is in flight;
+what happens to a bucket between the ranks is its `exchange`. Whether a user's calls come in an order that loses nothing
+is checked here, since only here is known what is under way.
 """
 
 from __future__ import annotations
 
+import enum
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,22 +24,46 @@ import torch
 from torch import Tensor
 
 from ..comm.group import Group
-from ..compression.casts import Compression
-from ..errors import GradientError
-from .flags import Ranks
+from ..errors import GradientError, MismatchError
+from ..ops.failures import raise_together
+from .bucket import Bucket
+from .exchange import Links
+from .flags import Count, Ranks
 from .gradient_hooks import GradientHooks, number_of_backward, too_many_passes
-from .in_flight import BucketsInFlight
+from .in_flight import InFlight
 from .layout import Layout
+from .settings import Settings
 from .slot import Slot
-from .wire import Settings
+from .step_deltas import StepDeltas
+from .strategies import SparseGather, SparseGradient, exchange_of
+
+# Wires beside a bucket's own memory that are under way together, at most: one travels while the next is made.
+_WIRES = 2
+
+
+class Phase(enum.Enum):
+    """How far a step is."""
+
+    IDLE = "no gradient of this step has come"
+    COLLECTING = "gradients come, and full buckets travel"
+    SPOILT = "a backward pass too many has added to gradients that travel: the step is to be ended, and dropped"
+    AVERAGED = "the averages are in the gradients, for the optimizer to use"
+    DROPPED = "a spoilt step has ended: its gradients are good for nothing"
+
+
+# Looked at once for each gradient.
+_UNDER_WAY = (Phase.COLLECTING, Phase.SPOILT)
 
 
 class Reducer(GradientHooks):
-    """Averages the gradients of some parameters over the ranks of a group.
+    """Averages the gradients of some parameters over the ranks of a group, or combines what steps with them change.
 
     Knows neither optimizer nor world. `synchronize` must be called by all ranks equally often; everything
     between two of those calls may differ by rank, the parameters used and the order of their gradients
     included.
+
+    With an exchange that comes after the step (Adasum), gradients stay each rank's own: they are only counted, and
+    `stepping` combines what the step has changed.
     """
 
     def __init__(
@@ -51,24 +75,42 @@ class Reducer(GradientHooks):
         check_parameters: bool | int = False,
     ) -> None:
         """``check_parameters`` is as of `sameness.ParameterCheck`."""
-        super().__init__(group, settings, backward_passes_per_step, check_parameters)
+        super().__init__(group, backward_passes_per_step, check_parameters)
+        self.settings = settings
+        self.exchange = exchange_of(settings, group.size)
+        self._links: Links | None = None
+        self._gathers = SparseGather(settings)
         self._layout = Layout(
             ranks=Ranks(group.rank, group.size),
             cap_bytes=settings.cap_bytes,
-            scale_of=lambda dtype: settings.scaling(dtype, group.size).before,
+            scale_of=lambda dtype: self.exchange.scale_before(dtype, group.size),
             densify=settings.sparse_as_dense,
             memory=self._take_memory,
-            stays=group.size == 1 and settings.compression is Compression.none,
-            aligned=not settings.packs,
+            stays=self.exchange.stays,
+            aligned=self.exchange.aligned,
         )
-        self._in_flight = BucketsInFlight(self._layout, settings, self._tracks, self._check, alone=group.size == 1)
-        self._synchronized = False
-        # Whether a backward pass too many has added to gradients that were on their way.
-        self._is_spoilt = False
+        self._deltas = StepDeltas(self.exchange, self._tracks) if self.exchange.after_step else None
+        self._phase = Phase.IDLE
         # Held while a gradient is taken; again by the same thread, where that needs a backward pass of its own.
         self._lock = threading.RLock()
+        # In this step: the buckets that were launched, in order; of these the last, which have not been finished.
+        self._launched: list[Bucket] = []
+        self._in_flight: deque[InFlight] = deque()
+        # What an exchange that tells the others of it has failed with on this rank.
+        self._failure: Exception | None = None
+        # How many ranks took part, once the first bucket has come back.
+        self._count: Count | None = None
+        # Gradients that from the next step on are gathered, with the bucket that they leave.
+        self._leaving: list[tuple[Bucket, list[Slot]]] = []
+        # Gradients that are sparse on some ranks and dense on others, by name.
+        self._mixed: list[str] = []
 
     # -- the plan
+
+    @property
+    def steps_first(self) -> bool:
+        """Whether each rank steps with its own gradients, and what that changes is combined after it."""
+        return self._deltas is not None
 
     def set_cap(self, cap_bytes: int) -> None:
         """Plan with another cap whatever is taken in from now on. On every rank."""
@@ -78,11 +120,26 @@ class Reducer(GradientHooks):
     def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
         """Take in parameters: plan their buckets, after those there are, and hook their gradients."""
         params = dict(named_params)
-        self._hear(params, self._layout.add(params, groups))
+        description, plans = self._layout.add(params, groups)
+        if self._deltas is not None:
+            self._deltas.add(plans, params)
+        self._hear(params, description, self._on_gradient if self._deltas is None else self._count_pass)
 
     def _take_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Of the engine that will carry it: where that is shared memory, gradients are summed where they lie.
         return self.meet().zeros(numel, dtype, device)
+
+    def _open(self) -> Group:
+        group = super()._open()
+        if self._links is None:
+            self._links = Links(group, by_host=self.exchange.by_host)
+        return group
+
+    def _connected(self) -> Links:
+        """The links to the other ranks; the first call opens them, see `meet`."""
+        self.meet()
+        assert self._links is not None, "they have met"
+        return self._links
 
     # -- inside backward
 
@@ -94,7 +151,7 @@ class Reducer(GradientHooks):
                 # Its hooks go soon, and nobody will step with what they would begin.
                 return
             slot = self._layout.slots[id(param)]
-            if not self._collecting:
+            if self._phase not in _UNDER_WAY:
                 self._begin_step()
             elif slot.arrived:
                 self._require_surplus(slot)
@@ -111,7 +168,49 @@ class Reducer(GradientHooks):
                 slot.passes += 1
                 last_pass = slot.passes >= self.backward_passes_per_step
             if slot.home.take(slot, last_pass):
-                self._in_flight.launch_full_buckets(self.meet())
+                self._launch_full_buckets()
+
+    def _count_pass(self, param: Tensor) -> None:
+        """A gradient that stays this rank's own has been added to."""
+        with self._lock:
+            self._backwards.add(number_of_backward())
+            if self._only_accumulating or self._is_closed:
+                return
+            slot = self._layout.slots[id(param)]
+            slot.passes += 1
+            if slot.passes > self.backward_passes_per_step:
+                raise too_many_passes(slot.name, self.backward_passes_per_step)
+
+    def _launch_full_buckets(self) -> None:
+        """Launch what is full, as far as everything before it in the plan is; nothing that waits for the others."""
+        if not self.exchange.during_backward:
+            return
+        # Those that are done give their wires back, so that memory holds few of them at a time.
+        while self._in_flight and self._in_flight[0].is_completed():
+            self._finish_first()
+        links = self._connected()
+        # In plan order, not as buckets fill: ranks may fill them in different orders, and collectives
+        # pair up by the order of their launch alone.
+        for bucket in self._layout.awake()[len(self._launched) :]:
+            if not (bucket.full and self._has_room):
+                break
+            self._launch(bucket, links)
+
+    def _launch(self, bucket: Bucket, links: Links) -> None:
+        place = len(self._launched)
+        track, name = self._tracks.of(place, bucket), self._tracks.name_of(place)
+        self._launched.append(bucket)
+        self._in_flight.append(InFlight(bucket, self.exchange, links, track, name=name))
+
+    def _finish_first(self) -> None:
+        # It is under way until it is finished: a wait may be interrupted.
+        self._in_flight[0].finish()
+        self._failure = self._failure or self._in_flight.popleft().failure
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether one more wire may be made; if not, it is when one of those under way is finished."""
+        return sum([in_flight.holds_wire for in_flight in self._in_flight]) < _WIRES
 
     # -- between backward and step
 
@@ -125,31 +224,35 @@ class Reducer(GradientHooks):
         of them, the others counting as zero. After a backward pass too many it waits as well, and what is in the
         gradients then is good for nothing: see `require_sound`.
         """
-        self._require_not_closed()
-        self._synchronize(update)
+        if self._deltas is None:
+            self._require_not_closed()
+            self._synchronize(update)
 
     def _synchronize(self, update: Callable[[list[Tensor]], None] | None) -> None:
-        if self._synchronized:
+        if self._phase in (Phase.AVERAGED, Phase.DROPPED):
             return
-        if not self._collecting:
+        if self._phase is Phase.IDLE:
             self._begin_step()
         # Not at the end of backward, which would be too early: ranks that did not use every parameter launch
         # the rest only here, and may wait for each other in other collectives before.
         try:
             with self._tracks.synchronizing():
-                self._bring_home(None if self._is_spoilt else update)
+                if self._phase is Phase.SPOILT:
+                    self._bring_home(None)
+                else:
+                    self._layout.require_same()
+                    self._bring_home(update)
         finally:
             self._end_step()
-        self._synchronized = True
+        if self._phase is Phase.IDLE:
+            self._phase = Phase.AVERAGED
 
     def _bring_home(self, update: Callable[[list[Tensor]], None] | None) -> None:
-        group = self.meet()
-        if not self._is_spoilt:
-            self._layout.require_same()
+        links = self._connected()
         failure: Exception | None = None
-        for bucket in self._in_flight.arriving(group):
-            gathered = self._in_flight.settle(bucket)
-            if update is not None and failure is None and not self._in_flight.has_failed:
+        for bucket in self._arriving(links):
+            gathered = self._settle(bucket)
+            if update is not None and failure is None and self._failure is None:
                 try:
                     update([slot.param for slot in bucket.slots if slot not in gathered])
                 except Exception as error:  # noqa: BLE001 - raised below
@@ -157,9 +260,100 @@ class Reducer(GradientHooks):
                     failure = error
                 else:
                     bucket.drop(gathered)
-        self._in_flight.gather(group)
+        if self.exchange.tells_failures:
+            raise_together(links.all, self._failure, f"the averaging of gradients ({self._tracks.optimizer})")
+        self._gather(links)
         if failure is not None:
             raise failure
+
+    def _arriving(self, links: Links) -> Iterator[Bucket]:
+        """Launch all that has not been, full or not; each bucket when it has come back, in plan order.
+
+        From then on its gradients are the user's to change. A GradientError before anything is, where that has been
+        done too early. Behind the buckets travels the comparison of parameters, where one is due; a MismatchError when
+        all have come back.
+        """
+        if self._layout.buckets:
+            self._check.begin(takes_part=self._layout.buckets[0].takes_part)
+        waiting = deque(self._layout.awake()[len(self._launched) :])
+        called: list[Bucket] = []
+        checked = back = 0
+        while waiting or called or back < len(self._launched):
+            if not waiting and back == len(self._launched):
+                # A call to wake travels in a bucket that has come back, so all ranks hear it at the same time.
+                for sleeper in called:
+                    sleeper.asleep = False
+                waiting.extend(called)
+                called.clear()
+            while waiting and self._has_room:
+                self._launch(waiting.popleft(), links)
+            if not waiting:
+                # After those that are awake, on every rank.
+                self._check.send(links.all)
+            for bucket in self._launched[checked:]:
+                bucket.require_same()
+            checked = len(self._launched)
+            if back + len(self._in_flight) == len(self._launched):
+                self._finish_first()
+            bucket = self._launched[back]
+            back += 1
+            called += self._calls_of(bucket)
+            if self._count is None:
+                self._count = bucket.count(self.size).kept()
+            bucket.release()
+            yield bucket
+        self._check.finish(links.all)
+
+    def _calls_of(self, carrier: Bucket) -> list[Bucket]:
+        """The sleeping buckets that some rank needs, by the flags of this one."""
+        if not any(sleeper.asleep for sleeper in carrier.sleepers):
+            return []
+        calls = zip(carrier.sleepers, carrier.read_wake(alone=self.size == 1), strict=True)
+        return [sleeper for sleeper, needed in calls if needed and sleeper.asleep]
+
+    def _settle(self, bucket: Bucket) -> list[Slot]:
+        """Set the gradients that this rank does not have but others do; return those that are to be gathered."""
+        if bucket.is_complete:
+            return []
+        flags = bucket.read_flags(alone=self.size == 1)
+        leaving = [slot for slot, used, sparse in flags if self._settle_one(slot, used, sparse)]
+        if leaving:
+            self._leaving.append((bucket, leaving))
+        return leaving
+
+    def _settle_one(self, slot: Slot, used: bool, sparse: bool) -> bool:
+        """Leave in one gradient what the flags of all ranks say; whether it is to be gathered instead."""
+        if self.settings.sparse_as_dense:
+            if sparse and slot.view is not None:
+                slot.param.grad = slot.view.to_sparse(1)
+            elif used and not slot.arrived:
+                slot.param.grad = slot.view
+            return False
+        if used and sparse:
+            # Said when all buckets have come back, so that no rank still waits for one.
+            self._mixed.append(slot.name)
+        elif used and not slot.arrived:
+            slot.param.grad = slot.view
+        return sparse
+
+    def _gather(self, links: Links) -> None:
+        """When all have come back: join the sparse gradients of all ranks, also those that are new."""
+        if self._mixed:
+            raise MismatchError(
+                f"parameter {self._mixed[0]!r} has a sparse gradient on some ranks and a dense one on others: build "
+                "the same model on every rank, or wrap the optimizer with sparse_as_dense=True"
+            )
+        for bucket, leaving in self._leaving:
+            self._layout.move_out(bucket, leaving)
+        if not self._layout.sparse:
+            return
+        count = Count.of_all(self.size) if self._count is None else self._count.on_host()
+        for home in self._layout.sparse:
+            param = home.slot.param
+            gradient = SparseGradient(home.slot.name, param, param.grad)
+            begun = self._gathers.begin(gradient, links, self._tracks.optimizer)
+            self._gathers.finish(gradient, begun, count)
+            param.grad = gradient.grad
 
     def drop_gradients(self) -> None:
         """Leave no parameter a gradient, and give the memory of the buckets back, until the next one comes."""
@@ -169,47 +363,12 @@ class Reducer(GradientHooks):
 
     def require_sound(self) -> None:
         """Raise a GradientError if a backward pass too many has spoilt the gradients, and they were not dropped."""
-        if self._is_spoilt:
+        if self._phase in (Phase.SPOILT, Phase.DROPPED):
             raise GradientError(
                 "step() was called after gradients were computed more than backward_passes_per_step times, which has "
                 "spoilt them: after that error, call optimizer.synchronize() and optimizer.zero_grad() on every rank "
                 "to drop them"
             )
-
-    def sit_out(self, average_of_active: bool) -> bool:
-        """Take part in one step of the other ranks with nothing to give; False if they all sat out as well.
-
-        Gradients that are complete already go with that step. For `join`; afterwards no parameter has a gradient.
-        """
-        if self.has_arrivals:
-            # Also where it has been closed since: other ranks are in that step.
-            self._synchronize(None)
-            self.stepped()
-            return True
-        self._begin_step()
-        self._layout.drop_gradients()
-        for bucket in self._layout.buckets:
-            bucket.sit_out(average_of_active)
-        try:
-            self._bring_home(None)
-            active = self._in_flight.active
-        finally:
-            self._end_step()
-        self._layout.drop_gradients()
-        return active > 0
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """Let the optimizer use the gradients inside."""
-        yield
-        self.stepped()
-
-    def stepped(self) -> None:
-        """The optimizer has used the gradients."""
-        self._ranks.stepped_backwards.extend(self._backwards)
-        self._backwards.clear()
-        self._synchronized = False
-        self._tracks.stepped()
 
     def require_nothing_pending(self, action: str, way_out: str) -> None:
         """Raise a GradientError if gradients that nobody has waited for would be lost by this action.
@@ -226,9 +385,10 @@ class Reducer(GradientHooks):
                     )
                 self._discard()
             self._end_step()
+        elif self._deltas is not None:
+            self._layout.forget()
         self._backwards.clear()
-        self._synchronized = False
-        self._is_spoilt = False
+        self._phase = Phase.IDLE
 
     @property
     def has_arrivals(self) -> bool:
@@ -239,18 +399,104 @@ class Reducer(GradientHooks):
         """The backward passes that have added to each gradient of this step, where there were any."""
         return {slot.param: slot.passes for slot in self._layout.slots.values() if slot.passes}
 
-    # -- how it is done
+    # -- the step
+
+    def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
+        """Whether to step. Where the step comes first the ranks agree, since each sees its own gradients alone.
+
+        With GradScaler's scale they are divided by it, unless some rank has found one that is not finite: then none
+        steps. Every rank must call it before `stepping`, with None where there is no GradScaler.
+        """
+        if self._deltas is None:
+            return True
+        self._require_not_closed()
+        self._layout.forget()
+        return self._deltas.agree_to_step(self._connected() if self.size > 1 else None, grad_scale, found_inf)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Let the optimizer use the gradients inside."""
+        if self._deltas is not None and self.size > 1:
+            self._compare(takes_part=True)
+            self._deltas.remember()
+        yield
+        if self._deltas is not None and self.size > 1:
+            self._combine(self._deltas)
+        self._stepped()
+
+    def _stepped(self) -> None:
+        """The optimizer has used the gradients."""
+        if self._deltas is None:
+            self._ranks.stepped_backwards.extend(self._backwards)
+        self._backwards.clear()
+        if self._phase in (Phase.AVERAGED, Phase.DROPPED):
+            self._phase = Phase.IDLE
+        self._tracks.stepped()
+
+    def _compare(self, *, takes_part: bool) -> None:
+        group = self.meet()
+        self._check.begin(takes_part=takes_part)
+        self._check.send(group)
+        self._check.finish(group)
+
+    def _combine(self, deltas: StepDeltas) -> None:
+        links = self._connected()
+        with self._tracks.synchronizing():
+            deltas.combine(links)
+
+    def sit_out(self, average_of_active: bool) -> bool:
+        """Take part in one step of the other ranks with nothing to give; False if they all sat out as well.
+
+        Gradients that are complete already go with that step. For `join`; afterwards no parameter has a gradient. Where
+        the step comes first, the parameters become what theirs become.
+        """
+        if self._deltas is not None:
+            active, steps = self._deltas.sit_out(self._connected())
+            if steps:
+                self._compare(takes_part=False)
+                self._layout.drop_gradients()
+                self._combine(self._deltas)
+            return active > 0
+        if self.has_arrivals:
+            # Also where it has been closed since: other ranks are in that step.
+            self._synchronize(None)
+            self._stepped()
+            return True
+        self._begin_step()
+        self._layout.drop_gradients()
+        for bucket in self._layout.buckets:
+            bucket.sit_out(average_of_active)
+        try:
+            self._bring_home(None)
+            assert self._count is not None, "something has come back"
+            active = self._count.active
+        finally:
+            self._end_step()
+        self._layout.drop_gradients()
+        return active > 0
+
+    # -- phases
+
+    @property
+    def _collecting(self) -> bool:
+        return self._phase in _UNDER_WAY
 
     def _begin_step(self) -> None:
         self.meet().require_open("averaging gradients")
-        self._collecting = True
-        self._synchronized = False
-        self._is_spoilt = False
+        self._phase = Phase.COLLECTING
         self._layout.expect()
 
     def _end_step(self) -> None:
-        self._collecting = False
-        self._in_flight.reset()
+        """The step is over, or is given up: nobody waits for what is still under way, and it writes where it lies."""
+        self._phase = Phase.DROPPED if self._phase is Phase.SPOILT else Phase.IDLE
+        for in_flight in self._in_flight:
+            in_flight.bucket.abandon()
+        self._launched.clear()
+        self._in_flight.clear()
+        self._failure = None
+        self._count = None
+        self._leaving.clear()
+        self._mixed.clear()
         self._layout.forget()
 
     def _is_surplus(self) -> bool:
@@ -264,7 +510,7 @@ class Reducer(GradientHooks):
     def _require_surplus(self, slot: Slot) -> None:
         if not self._is_surplus():
             # So that the step can still be taken to its end with the other ranks, and dropped.
-            self._is_spoilt = True
+            self._phase = Phase.SPOILT
             self._layout.give_up()
             raise too_many_passes(slot.name, self.backward_passes_per_step)
 
@@ -272,7 +518,7 @@ class Reducer(GradientHooks):
         """Let what is under way come to its end on all ranks, and begin anew."""
         self._layout.give_up()
         try:
-            for _ in self._in_flight.arriving(self.meet()):
+            for _ in self._arriving(self._connected()):
                 pass
         finally:
             self._end_step()

@@ -1,8 +1,7 @@
 """
 One parameter's place among the gradients, and how far it is in this step.
 
-Where the gradient itself is kept is its *home*: in a `bucket`, in `single_rank` where a rank is alone, or, of
-a sparse one, in `sparse`.
+Where the gradient itself is kept is its *home*: a `bucket`, or one of `homes`.
 """
 
 from __future__ import annotations

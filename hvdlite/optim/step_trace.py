@@ -36,9 +36,8 @@ _FAMILY = 10_000  # rows of an optimizer, at most
 class BucketTrace:
     """A bucket's way in one step, which nobody records."""
 
-    def compressing(self) -> AbstractContextManager[None]:
-        """While it is made ready to travel."""
-        return contextlib.nullcontext()
+    def launching(self) -> None:
+        """It is ready to travel, and about to be launched; before `launched`, which says so otherwise."""
 
     def launched(self, work: Work, wire: Tensor) -> None:
         """Its all-reduce has just begun."""
@@ -102,7 +101,9 @@ class _RecordedTrack(BucketTrace):
         self._steps = steps
         self._row = row
         self._detail: dict[str, Any] = {"of": bucket.plan.describe()}
-        self._sent_ns = now_ns = time.monotonic_ns()
+        # When it is begun to be made ready, and since when it is; None until then.
+        self._taken_ns = now_ns = time.monotonic_ns()
+        self._sent_ns: int | None = None
         # Whoever first sees the end of the all-reduce notes it, a thread of the engine's or the program, which goes
         # on when that is done.
         self._noting = threading.Lock()
@@ -110,13 +111,13 @@ class _RecordedTrack(BucketTrace):
         # A bucket that some gradient did not come for is ready when it is no longer waited for.
         recorder.note(row, "ready", now_ns if bucket.full_since_ns is None else bucket.full_since_ns, now_ns)
 
-    @contextlib.contextmanager
-    def compressing(self) -> Iterator[None]:
-        with self._recorder.span(self._row, "wire"):
-            yield
+    def launching(self) -> None:
         self._sent_ns = time.monotonic_ns()
+        self._recorder.note(self._row, "wire", self._taken_ns, self._sent_ns)
 
     def launched(self, work: Work, wire: Tensor) -> None:
+        if self._sent_ns is None:
+            self.launching()
         self._detail["bytes"] = wire.numel() * wire.element_size()
         if wire.is_cuda:
             began = _here_on_gpu()
@@ -133,7 +134,7 @@ class _RecordedTrack(BucketTrace):
 
     def _ended(self) -> None:
         with self._noting:
-            if self._is_under_way:
+            if self._is_under_way and self._sent_ns is not None:
                 self._is_under_way = False
                 self._recorder.note(self._row, "all-reduce", self._sent_ns, time.monotonic_ns(), self._detail)
 

@@ -22,8 +22,8 @@ from hvdlite.environment import Environment
 from hvdlite.optim.autotune import tuned_cap
 from hvdlite.optim.plan import ParamSpec
 from hvdlite.optim.probe import SIZES, measure
+from hvdlite.optim.settings import Settings
 from hvdlite.optim.tuning import Engine, Line, best, candidates, fit
-from hvdlite.optim.wire import Settings
 
 KIB = 2**10
 DEFAULT = 16 * 2**20

@@ -733,3 +733,15 @@ def test_gradients_assigned_by_hand_are_averaged():
         return param.tolist()
 
     assert run_ranks(2, rank) == [[-1.5, -1.5]] * 2
+
+
+def test_gradients_assigned_by_hand_beside_some_that_are_missing_are_averaged():
+    def rank(group: Group):
+        params = [weight() for _ in range(4)]
+        optimizer = wrap(group, params)
+        for param in params[::2]:
+            param.grad = torch.full((2,), 1.0 + group.rank)
+        optimizer.step()
+        return [param.tolist() for param in params]
+
+    assert run_ranks(2, rank) == [[[-1.5, -1.5], [0.0, 0.0]] * 2] * 2

@@ -386,6 +386,67 @@ def test_after_an_error_on_the_way_the_groups_are_whole_and_nothing_was_changed_
     run_ranks(2, rank)
 
 
+class EndsAtLeisure:
+    """All-reduces of gradients after the first are never done until somebody writes what comes of them."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.holds = True
+        self.under_way: list[Tensor] = []
+
+    def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
+        work = self._engine.allreduce(tensors, options)
+        if not (self.holds and tensors[0].is_floating_point()):
+            return work
+        self.under_way += tensors
+        return work if len(self.under_way) == 1 else Unfinished(work)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+
+class Unfinished:
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
+def test_what_is_in_flight_when_a_part_of_the_step_is_interrupted_writes_into_no_later_gradient(compression):
+    class Interrupted(torch.optim.SGD):
+        interrupts = True
+
+        def step(self, closure=None):
+            if self.interrupts:
+                raise KeyboardInterrupt
+            return super().step(closure)
+
+    def rank(group: Group) -> list[list[float]]:
+        params = [nn.Parameter(torch.zeros(64)) for _ in range(4)]
+        own = Interrupted(params, lr=1.0)
+        optimizer = wrap(group, own, step_on_arrival=True, compression=compression)
+        torch.cat(params).sum().backward()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        engine = optimizer._reducer._group.engine
+        late = engine.under_way[1:]
+        assert late
+        engine.holds = own.interrupts = False
+        optimizer.zero_grad()
+        (torch.cat(params).sum() * (2 + 2 * group.rank)).backward()
+        for tensor in late:
+            tensor.fill_(float("nan"))
+        optimizer.step()
+        return [param.unique().tolist() for param in params]
+
+    assert run_ranks(2, rank, lambda: EndsAtLeisure) == [[[-3.0]] * 4] * 2
+
+
 def test_where_a_part_of_the_step_fails_the_rest_still_comes_home_and_the_next_step_is_right():
     """The failing rank takes the others' step to its end: else its next gradients would meet this step's."""
 

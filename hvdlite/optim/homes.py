@@ -1,10 +1,8 @@
 """
-Gradients that stay where autograd has put them: those of a rank that has nobody to average with.
+Where gradients are kept between backward and step that are in no bucket: in ``param.grad``, as autograd has left them.
 
-    param.grad ── (remembered, to see whether somebody changes it) ── the optimizer
-
-A rank alone takes no bucket's memory and copies nothing. What is an error among several ranks is one here too, so
-that a program is tried at one rank and runs at many.
+`StayingHome` is for those that are exchanged with nobody, `SparseHome` for sparse ones, whose rows are gathered. What
+is an error among several ranks is one on a rank alone too, so that a program is tried at one rank and runs at many.
 """
 
 from __future__ import annotations
@@ -13,11 +11,12 @@ from collections.abc import Iterable
 
 import torch
 
+from ..errors import GradientError
 from .slot import Slot, changed_too_early
 
 
-class SingleRankHome:
-    """Where all gradients of such a rank are kept."""
+class StayingHome:
+    """Remembers gradients, to see whether somebody changes them."""
 
     def take(self, slot: Slot, last_pass: bool) -> bool:
         """Remember the gradient as it is."""
@@ -42,3 +41,26 @@ def require_same(slots: Iterable[Slot]) -> None:
                 raise changed_too_early(f"the gradient of {slot.name} was {how}", slot.param)
             if slot.fresh and grad is not None and grad._version != 0:
                 raise changed_too_early(f"the gradient of {slot.name} was changed", slot.param)
+
+
+class SparseHome:
+    """Checks that a gradient stays sparse.
+
+    A parameter comes here once some rank has shown a sparse gradient for it; until then it is in a bucket like any
+    other.
+    """
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+
+    def take(self, slot: Slot, last_pass: bool) -> bool:
+        """Check that the gradient is still of the kind that all ranks gather."""
+        grad = slot.param.grad
+        if grad is not None and grad.layout == torch.strided:
+            raise GradientError(
+                f"parameter {slot.name!r} had sparse gradients in earlier steps and has a dense one now: keep "
+                "it one or the other, or wrap the optimizer with sparse_as_dense=True"
+            )
+        if last_pass:
+            slot.arrived = True
+        return False

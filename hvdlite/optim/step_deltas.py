@@ -1,0 +1,118 @@
+"""
+What an optimizer's step changes, as what an exchange is given in place of gradients (for Adasum).
+
+    parameters ── copied ── the optimizer's own step, with this rank's gradients ── difference: the delta
+               ── exchange, a bucket after the other ── added to the copies ── parameters
+
+Deltas are put together in buckets as gradients are; a bucket that no rank has a gradient for is not exchanged. They are
+dense, also where gradients are sparse. The `Reducer` says when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm.flat_bytes import flat_of, pieces_of
+from .exchange import Exchange, Gradients, Links
+from .flags import Count
+from .plan import BucketPlan
+from .step_trace import StepTrace
+
+
+class StepDeltas:
+    """The deltas of one optimizer; parameters that are equal on all ranks before the first step are so after each."""
+
+    def __init__(self, exchange: Exchange, tracks: StepTrace) -> None:
+        self._exchange = exchange
+        self._tracks = tracks
+        self._buckets: list[_Bucket] = []
+
+    def add(self, plans: Sequence[BucketPlan], params: Mapping[str, Tensor]) -> None:
+        """Take in parameters, after those there are."""
+        self._buckets += [_Bucket(plan, [params[piece.spec.name] for piece in plan.slices]) for plan in plans]
+
+    def agree_to_step(self, links: Links | None, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
+        """Divide the gradients by GradScaler's scale, unless some rank has found one that is not finite.
+
+        Then none steps. Every rank must call it before its step, with None where there is no GradScaler. ``links`` is
+        None for a rank that is alone.
+        """
+        _, overflows = self._count(links, [1, 0 if found_inf is None else int(found_inf.item() > 0)])
+        if overflows:
+            return False
+        if grad_scale is not None:
+            inverse = 1.0 / float(grad_scale)
+            for bucket in self._buckets:
+                for param in bucket.params:
+                    if param.grad is not None:
+                        param.grad.mul_(inverse)
+        return True
+
+    def sit_out(self, links: Links) -> tuple[int, bool]:
+        """`agree_to_step` of a rank that does not step: how many ranks do step or would, and whether they will."""
+        active, overflows = self._count(links, [0, 0])
+        return active, active > 0 and not overflows
+
+    def remember(self) -> None:
+        """Copy the parameters, before a step."""
+        for bucket in self._buckets:
+            bucket.remember()
+
+    def combine(self, links: Links) -> None:
+        """Make of the parameters what they were, and what the exchange makes of all ranks' deltas."""
+        needed = self._count(links, [bucket.has_gradients for bucket in self._buckets])
+        for place, (bucket, count) in enumerate(zip(self._buckets, needed, strict=True)):
+            if count:
+                with self._tracks.combining(place, f"the {self._exchange.word} of the {bucket.what}"):
+                    bucket.combine(self._exchange, links, self._tracks.name_of(place))
+            bucket.forget()
+
+    def _count(self, links: Links | None, own: Sequence[int]) -> list[int]:
+        """The sums over all ranks."""
+        counts = torch.tensor(own, dtype=torch.int32)
+        if links is not None:
+            links.all.all_reduce(counts, f"an {self._exchange.word} step of {self._tracks.optimizer}").wait()
+        return [int(count) for count in counts.tolist()]
+
+
+class _Bucket:
+    """Parameters of one dtype and device whose deltas travel together."""
+
+    def __init__(self, plan: BucketPlan, params: Sequence[Tensor]) -> None:
+        self.params = params
+        self.what = plan.describe().replace("gradients of", "deltas of", 1)
+        self._plan = plan
+        self._before: Tensor | None = None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether this rank's step may have changed it."""
+        return any(param.grad is not None for param in self.params)
+
+    def remember(self) -> None:
+        """Copy the parameters, if a step may change them."""
+        if any(param.requires_grad or param.grad is not None for param in self.params):
+            self._before = flat_of(self.params)
+
+    def forget(self) -> None:
+        """Give the copies back."""
+        self._before = None
+
+    @torch.no_grad()
+    def combine(self, exchange: Exchange, links: Links, name: str) -> None:
+        """``name`` is the bucket's, by which errors and stalls tell it from others."""
+        before = flat_of(self.params) if self._before is None else self._before
+        delta = flat_of(self.params).sub_(before)
+        deltas = Gradients(self._plan, delta, lambda: self._pieces(delta), what=f"{self.what} ({name})")
+        begun = exchange.begin(deltas, links)
+        begun.wait()
+        exchange.finish(deltas, begun, Count.of_all(links.all.size))
+        for param, piece in zip(self.params, self._pieces(before.add_(delta)), strict=True):
+            param.copy_(piece)
+
+    def _pieces(self, flat: Tensor) -> list[Tensor]:
+        pieces = pieces_of(flat, [param.numel() for param in self.params])
+        return [piece.view(param.shape) for piece, param in zip(pieces, self.params, strict=True)]

@@ -1,0 +1,329 @@
+"""An exchange from outside of the package: it is given gradients and links, and what it keeps is saved and loaded."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from ranks import counting, run_ranks, set_of
+from torch import Tensor, nn
+from worlds import run_worlds
+
+import hvdlite as hvd
+from hvdlite.comm.group import Group
+
+
+class ScaledSigns(hvd.Exchange):
+    """Sends the sign of each number and a scale for each parameter; what that leaves out is added the next time."""
+
+    def __init__(self) -> None:
+        self.residual: dict[str, Tensor] = {}
+
+    def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.Begun:
+        for name, piece in zip(gradients.names, gradients.pieces, strict=True):
+            whole = piece + self.residual.get(name, 0.0)
+            piece.copy_(whole.sign() * whole.abs().mean())
+            self.residual[name] = whole - piece
+        within = links.within.all_reduce(gradients.flat, f"the signs of the {gradients.what}")
+        within.wait()
+        return hvd.Begun([links.across.all_reduce(gradients.flat, f"the signs of the {gradients.what}")])
+
+    def finish(self, gradients: hvd.Gradients, begun: hvd.Begun, count: int) -> None:
+        gradients.flat.div_(int(count))
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.residual)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.residual = dict(state)
+
+
+class Looking(hvd.Exchange):
+    """Sums, and notes what it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[list[str], int, list[tuple[int, ...]], bool]] = []
+        self.counts: list[int] = []
+
+    def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.Begun:
+        shapes = [tuple(piece.shape) for piece in gradients.pieces]
+        self.seen.append((gradients.names, gradients.flat.numel(), shapes, gradients.takes_part))
+        return hvd.Begun([links.all.all_reduce(gradients.flat, f"the sum of the {gradients.what}")])
+
+    def finish(self, gradients: hvd.Gradients, begun: hvd.Begun, count: int) -> None:
+        self.counts.append(int(count))
+        gradients.flat.div_(int(count))
+
+
+def wrap(group: Group, model: nn.Module, **options: Any) -> hvd.DistributedOptimizer:
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return hvd.DistributedOptimizer(inner, model.named_parameters(), process_set=set_of(group), **options)
+
+
+def make_model() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    for number, param in enumerate(model.parameters()):
+        nn.init.constant_(param, 0.1 * (number + 1))
+    return model
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(torch.arange(4.0).view(1, 4) + rank - step).square().sum().mul(0.01).backward()
+        optimizer.step()
+
+
+def values(model: nn.Module) -> list[float]:
+    return torch.cat([param.detach().view(-1) for param in model.parameters()]).tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"step_on_arrival": True}, {"bucket_cap_mb": 1e-6}])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_signs_with_a_scale_and_error_feedback_train_alike_on_all_ranks(size, options):
+    def expected() -> list[float]:
+        models = [make_model() for _ in range(size)]
+        residuals = [[torch.zeros_like(param) for param in model.parameters()] for model in models]
+        for step in range(4):
+            sums: list[Any] = [0.0] * 4
+            for rank, model in enumerate(models):
+                model.zero_grad()
+                model(torch.arange(4.0).view(1, 4) + rank - step).square().sum().mul(0.01).backward()
+                for place, param in enumerate(model.parameters()):
+                    whole = param.grad + residuals[rank][place]
+                    sent = whole.sign() * whole.abs().mean()
+                    residuals[rank][place] = whole - sent
+                    sums[place] = sums[place] + sent
+            with torch.no_grad():
+                for model in models:
+                    for param, total in zip(model.parameters(), sums, strict=True):
+                        param.sub_(0.1 * total / size)
+        return values(models[0])
+
+    def rank(group: Group) -> list[float]:
+        model = make_model()
+        train(model, wrap(group, model, exchange=ScaledSigns, **options), group.rank, range(4))
+        return values(model)
+
+    first, *others = run_ranks(size, rank)
+    assert all(other == first for other in others)
+    assert first == pytest.approx(expected(), abs=1e-5)
+
+
+@pytest.mark.parametrize("how", ["state_dict", "pickle"])
+def test_its_state_is_saved_by_parameter_name_and_training_goes_on_with_it(how):
+    def train_on(optimizer: Any, model: nn.Module, again: Any, model_again: nn.Module, rank: int) -> None:
+        train(model, optimizer, rank, range(3, 6))
+        train(model_again, again, rank, range(3, 6))
+        assert values(model_again) == values(model)
+
+    def by_state_dict(group: Group) -> None:
+        model = make_model()
+        optimizer = wrap(group, model, exchange=ScaledSigns)
+        assert "exchange" not in optimizer.state_dict()
+        train(model, optimizer, group.rank, range(3))
+        saved = copy.deepcopy(optimizer.state_dict())
+        assert sorted(saved["exchange"]) == sorted(name for name, _ in model.named_parameters())
+        model_again = copy.deepcopy(model)
+        again = wrap(group, model_again, exchange=ScaledSigns)
+        again.load_state_dict(saved)
+        assert "exchange" in saved
+        train_on(optimizer, model, again, model_again, group.rank)
+        # A plain optimizer, and one whose exchange begins anew.
+        torch.optim.SGD(model.parameters(), lr=0.1).load_state_dict(saved)
+        again.load_state_dict({key: value for key, value in saved.items() if key != "exchange"})
+        assert "exchange" not in again.state_dict()
+
+    def by_pickle(rank: int) -> None:
+        model = make_model()
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), exchange=ScaledSigns)
+        train(model, optimizer, rank, range(3))
+        model_again, again = pickle.loads(pickle.dumps((model, optimizer)))
+        train_on(optimizer, model, again, model_again, rank)
+
+    if how == "pickle":
+        run_worlds(2, by_pickle)
+    else:
+        run_ranks(2, by_state_dict)
+
+
+def test_state_that_there_is_nobody_for_is_an_error():
+    def rank(group: Group) -> None:
+        optimizer = wrap(group, make_model())
+        state = optimizer.state_dict()
+        assert set(state) == {"state", "param_groups"}
+        with pytest.raises(ValueError, match=r"the state of an exchange, for '0.weight' .*with the same exchange="):
+            optimizer.load_state_dict({**state, "exchange": {"0.weight": torch.zeros(3, 4)}})
+
+    run_ranks(1, rank)
+
+
+def test_it_sees_gradients_alone_and_counts_travel_beside_them():
+    def rank(group: Group) -> None:
+        model = make_model()
+        optimizer = wrap(group, model, exchange=Looking)
+        optimizer._reducer.meet()
+        group.engine.calls.clear()
+        # The last layer's bias has a gradient on rank 1 alone.
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        if group.rank == 0:
+            model[1].bias.grad = None
+        model[0].bias.grad = None
+        optimizer.synchronize()
+        names = ["1.bias", "1.weight", "0.bias", "0.weight"]
+        shapes = [(2,), (2, 3), (3,), (3, 4)]
+        assert optimizer._reducer.exchange.seen == [(names, 23, shapes, True)]
+        assert optimizer._reducer.exchange.counts == [2]
+        # Behind them the comparison of parameters.
+        assert [numel for _, numel in group.engine.calls][:2] == [2 * 4 + 2, 23]
+        assert model[0].bias.grad is None
+        assert model[1].bias.grad.tolist() == [0.5, 0.5]
+        assert model[1].weight.grad.unique().tolist() == [1.0]
+
+    run_ranks(2, rank, counting)
+
+
+def test_buckets_travel_during_backward():
+    def rank(group: Group) -> tuple[int, int]:
+        params = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
+        inner = torch.optim.SGD(params, lr=1.0)
+        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), exchange=Looking, bucket_cap_mb=1e-6)
+        torch.cat(params).sum().backward()
+        after_backward = len(optimizer._reducer.exchange.seen)
+        optimizer.step()
+        return after_backward, len(optimizer._reducer.exchange.seen)
+
+    assert run_ranks(2, rank) == [(3, 3)] * 2
+
+
+def test_links_lead_within_hosts_and_across_them():
+    class Summing(hvd.Exchange):
+        def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.Begun:
+            self.ranks = links.within.ranks, links.across.ranks, links.all.ranks
+            links.within.all_reduce(gradients.flat, "within").wait()
+            return hvd.Begun([links.across.all_reduce(gradients.flat, "across")])
+
+        def finish(self, gradients: hvd.Gradients, begun: hvd.Begun, count: int) -> None:
+            gradients.flat.div_(int(count))
+
+    def on(hosts: list[str]) -> Callable[[Group], Any]:
+        def rank(group: Group) -> Any:
+            group.hosts = tuple(hosts)
+            param = nn.Parameter(torch.zeros(2))
+            inner = torch.optim.SGD([param], lr=1.0)
+            optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), exchange=Summing)
+            (param * (group.rank + 1)).sum().backward()
+            optimizer.step()
+            optimizer.close()
+            return optimizer._reducer.exchange.ranks[:2], param.tolist()
+
+        return rank
+
+    everybody = (0, 1, 2, 3)
+    assert run_ranks(4, on(["a", "b", "a", "b"])) == [
+        (((0, 2), (0, 1)), [-2.5, -2.5]),
+        (((1, 3), (0, 1)), [-2.5, -2.5]),
+        (((0, 2), (2, 3)), [-2.5, -2.5]),
+        (((1, 3), (2, 3)), [-2.5, -2.5]),
+    ]
+    for hosts in (["a", "b", "c", "d"], ["a", "a", "a", "b"]):
+        assert run_ranks(4, on(hosts)) == [(((own,), everybody), [-2.5, -2.5]) for own in range(4)]
+    assert run_ranks(4, on(["a"] * 4)) == [((everybody, (own,)), [-2.5, -2.5]) for own in range(4)]
+
+
+@pytest.mark.parametrize("average", ["all", "active"])
+def test_a_rank_that_has_joined_gives_zeros_and_is_counted_or_not(average):
+    def rank(own: int) -> Any:
+        param = nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), exchange=Looking)
+        if own == 0:
+            param.sum().backward()
+            optimizer.step()
+        hvd.join(average=average)
+        exchange = optimizer._reducer.exchange
+        return next(takes_part for *_, takes_part in exchange.seen), exchange.counts[0], param[0].item()
+
+    divisor = {"all": 2, "active": 1}[average]
+    first, second = run_worlds(2, rank)
+    assert first == (True, divisor, -1.0 / divisor)
+    assert second[:2] == (False, divisor)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"op": hvd.Sum}, "leave out op=hvd.Sum"),
+        ({"op": hvd.Adasum}, "leave out op=hvd.Adasum"),
+        ({"compression": hvd.Compression.fp16}, "leave out compression"),
+        ({"gradient_predivide_factor": 2.0}, "leave out gradient_predivide_factor=2.0"),
+        ({"autotune": True}, "it measures all-reduces"),
+    ],
+)
+def test_what_says_otherwise_how_gradients_are_combined_is_refused(options, words):
+    def rank(group: Group) -> None:
+        with pytest.raises(ValueError, match=words):
+            wrap(group, make_model(), exchange=Looking, **options)
+
+    run_ranks(1, rank)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "words"),
+    [
+        (3, "pass a class derived from hvd.Exchange, or a function"),
+        (Looking(), "pass a class derived from hvd.Exchange, not an object of it"),
+        (dict, "which is not an hvd.Exchange"),
+    ],
+)
+def test_what_is_no_exchange_is_a_type_error_that_says_what_is_wanted(exchange, words):
+    def rank(group: Group) -> None:
+        with pytest.raises(TypeError, match=words):
+            wrap(group, make_model(), exchange=exchange)
+
+    run_ranks(1, rank)
+
+
+def test_ranks_with_different_exchanges_are_told():
+    def rank(group: Group) -> None:
+        with pytest.raises(
+            hvd.MismatchError, match=r"\(exchange, .*test_exchange\.Looking.*test_exchange\.ScaledSigns"
+        ):
+            wrap(group, make_model(), exchange=(Looking, ScaledSigns)[group.rank])
+
+    run_ranks(2, rank)
+
+
+def test_what_an_exchange_has_launched_before_it_failed_writes_into_no_later_gradient():
+    launched: dict[int, Tensor] = {}
+
+    class Failing(Looking):
+        fails = True
+
+        def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.Begun:
+            begun = super().begin(gradients, links)
+            if self.fails:
+                launched[links.all.rank] = gradients.flat
+                raise ArithmeticError("in the midst of it")
+            return begun
+
+    def rank(group: Group) -> list[float]:
+        param = nn.Parameter(torch.zeros(2))
+        inner = torch.optim.SGD([param], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), exchange=Failing)
+        param.grad = torch.ones(2)
+        with pytest.raises(ArithmeticError, match="in the midst"):
+            optimizer.step()
+        optimizer._reducer.exchange.fails = False
+        optimizer.zero_grad()
+        (param * 3.0).sum().backward()
+        launched[group.rank].fill_(float("nan"))
+        optimizer.step()
+        return param.tolist()
+
+    assert run_ranks(2, rank) == [[-3.0, -3.0]] * 2
