@@ -175,8 +175,8 @@ class ClosedEngine:
     def error(self) -> RuntimeError:
         """What every operation raises."""
         return RuntimeError(
-            "hvd.shutdown(), remove_process_set() or close() was called before: make the optimizer anew after "
-            "hvd.init() or add_process_set()"
+            "hvd.shutdown(), remove_process_set() or close() was called before: after shutdown() call "
+            "hvd.init(), otherwise make the optimizer anew"
         )
 
 

@@ -195,6 +195,11 @@ class Group:
         for duplicate in list(self._duplicates):
             duplicate.quiesce(reason)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether this rank has left the group."""
+        return isinstance(self.engine, ClosedEngine)
+
     def require_open(self, what: str) -> None:
         """Raise a CommunicationError if the group has been left, where no collective would say so."""
         if isinstance(self.engine, ClosedEngine):

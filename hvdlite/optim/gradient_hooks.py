@@ -34,14 +34,8 @@ class GradientHooks(ABC):
     """
 
     def __init__(self, group: Group, backward_passes_per_step: int, check_parameters: bool | int) -> None:
-        self.size = group.size
         self.backward_passes_per_step = backward_passes_per_step
-        self._ranks = group
-        self._tracks = StepTrace(group.recorder)
-        self._check = ParameterCheck(group, check_parameters)
-        # A channel of our own between the same ranks, opened when they first meet.
-        self._group: Group | None = None
-        self._uncompared: list[Description] = []
+        self._join(group, check_parameters)
         self._hooks: list[RemovableHandle] = []
         self._is_closed = False
         self._spoilt_by: str | None = None
@@ -51,6 +45,21 @@ class GradientHooks(ABC):
         self._only_accumulating = False
         # Autograd's numbers of the backward passes since the last step, those under `only_accumulating` among them.
         self._backwards: set[int] = set()
+
+    def _join(self, group: Group, check_parameters: bool | int) -> None:
+        """Belong to these ranks from now on, which have not met for it."""
+        self.size = group.size
+        self._ranks = group
+        self._tracks = StepTrace(group.recorder)
+        self._check = ParameterCheck(group, check_parameters)
+        # A channel of our own between the same ranks, opened when they first meet.
+        self._group: Group | None = None
+        self._uncompared: list[Description] = []
+
+    @property
+    def ranks(self) -> Group:
+        """The ranks, over the channel that is not the optimizer's own."""
+        return self._ranks
 
     @property
     def backwards_of_step(self) -> int:
@@ -66,17 +75,14 @@ class GradientHooks(ABC):
     def sit_out(self, average_of_active: bool) -> bool:
         """Take part in one step of the other ranks with nothing to give; False if they all sat out as well."""
 
-    def _hear(
-        self, named: Mapping[str, Tensor], description: Description, on_gradient: Callable[[Tensor], None]
-    ) -> None:
-        """Listen to more parameters, which the ranks are to compare when they next meet; their values, in a step.
-
-        ``on_gradient`` is a bound method, called when a backward pass has added to a gradient.
-        """
-        params = list(named.values())
-        take_over(params)
+    def _compare_later(self, named: Mapping[str, Tensor], description: Description) -> None:
+        """Have the ranks compare these parameters when they next meet; their values, in a step."""
         self._check.add(named.items())
         self._uncompared.append(description)
+
+    def _hear(self, params: Sequence[Tensor], on_gradient: Callable[[Tensor], None]) -> None:
+        """Listen to more parameters; the bound method ``on_gradient`` is called after each addition to a gradient."""
+        take_over(params)
         self._hooks += [listen(param, on_gradient) for param in params if can_have_gradient(param.dtype)]
 
     def meet(self) -> Group:

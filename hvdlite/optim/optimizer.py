@@ -9,6 +9,7 @@ What it does then is in `averaging_optimizer`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from .arguments import (
 from .autotune import tuned_cap
 from .averaging_optimizer import AveragingOptimizer
 from .exchange import Exchange
-from .reducer import Reducer
+from .reducer import Connection, Reducer
 from .settings import Settings
 
 # Measured with two ranks over gloo, from 1 to 64 MiB, on a 25 M-parameter MLP and on a ResNet of many small
@@ -152,12 +153,9 @@ class DistributedOptimizer(AveragingOptimizer):
         passes = check_positive_int(backward_passes_per_step, "backward_passes_per_step")
         named = check_trained(check_named_parameters(optimizer, named_parameters))
         named_groups = check_groups(groups_of(num_groups, groups), named)
-        if isinstance(process_set, ProcessSet) and process_set.membership().group is None:
-            # This rank trains by itself.
-            group, settings, tunes = current_world().group.alone(), settings.of_bystander(), False
-        else:
-            group = group_of(process_set, "hvd.DistributedOptimizer")
-        reducer = Reducer(group, settings, passes, check_parameters=environment.check_parameters)
+        reducer = Reducer(partial(_connection_of, process_set, settings), passes)
+        group, settings = reducer.ranks, reducer.settings
+        tunes = tunes and _is_member(process_set)
         try:
             with group.opening.only("hvd.DistributedOptimizer"):
                 require_equal(
@@ -206,12 +204,26 @@ class DistributedOptimizer(AveragingOptimizer):
         self._given_process_set = global_process_set
         params = self._params()
         named = [(name, params[place]) for name, place in pickled["named_places"]]
-        world = current_world()
-        passes = pickled["backward_passes_per_step"]
-        check = world.environment.check_parameters
-        reducer = Reducer(world.group, pickled["settings"], passes, check_parameters=check)
+        connect = partial(_connection_of, global_process_set, pickled["settings"])
+        reducer = Reducer(connect, pickled["backward_passes_per_step"])
         reducer.exchange.load_state_dict(pickled["exchange_state"])
         self._connect(reducer, named, pickled["groups"])
 
     def _params(self) -> list[Tensor]:
         return [param for entry in self._optimizer.param_groups for param in entry["params"]]
+
+
+def _is_member(process_set: object) -> bool:
+    """Whether this rank is one of the set's; also where it is no set, of which `group_of` has more to say."""
+    return not isinstance(process_set, ProcessSet) or process_set.membership().group is not None
+
+
+def _connection_of(process_set: ProcessSet, settings: Settings) -> Connection:
+    """The ranks of the set in the world of the time. One that is no member trains by itself."""
+    # A process set may be used without a world.
+    world = current_world() if is_initialized() else None
+    check = Environment().check_parameters if world is None else world.environment.check_parameters
+    ranks = None if world is None else world.group
+    if not _is_member(process_set):
+        return Connection(current_world().group.alone(), settings.of_bystander(), check, ranks)
+    return Connection(group_of(process_set, "hvd.DistributedOptimizer"), settings, check, ranks)

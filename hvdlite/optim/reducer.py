@@ -18,13 +18,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..comm.group import Group
-from ..errors import GradientError, MismatchError
+from ..errors import GradientError, MismatchError, NotInitializedError
 from ..ops.failures import raise_together
 from .bucket import Bucket
 from .exchange import Links
@@ -51,6 +51,19 @@ class Phase(enum.Enum):
     DROPPED = "a spoilt step has ended: its gradients are good for nothing"
 
 
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """The ranks that gradients are averaged over, and how, for as long as the group of the world is open.
+
+    ``check_parameters`` is as of `parameter_check.ParameterCheck`; ``world`` is None where there is none.
+    """
+
+    group: Group
+    settings: Settings
+    check_parameters: bool | int = False
+    world: Group | None = None
+
+
 # Looked at once for each gradient.
 _UNDER_WAY = (Phase.COLLECTING, Phase.SPOILT)
 
@@ -64,32 +77,19 @@ class Reducer(GradientHooks):
 
     With an exchange that comes after the step (Adasum), gradients stay each rank's own: they are only counted, and
     `stepping` combines what the step has changed.
+
+    It outlives its world. Where that has been left and there is another, the next gradient, step or `zero_grad` finds
+    the ranks of the new one, be they more or fewer, and plans anew.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        settings: Settings,
-        backward_passes_per_step: int = 1,
-        *,
-        check_parameters: bool | int = False,
-    ) -> None:
-        """``check_parameters`` is as of `sameness.ParameterCheck`."""
-        super().__init__(group, backward_passes_per_step, check_parameters)
-        self.settings = settings
-        self.exchange = exchange_of(settings, group.size)
-        self._links: Links | None = None
-        self._gathers = SparseGather(settings)
-        self._layout = Layout(
-            ranks=Ranks(group.rank, group.size),
-            cap_bytes=settings.cap_bytes,
-            scale_of=lambda dtype: self.exchange.scale_before(dtype, group.size),
-            densify=settings.sparse_as_dense,
-            memory=self._take_memory,
-            stays=self.exchange.stays,
-            aligned=self.exchange.aligned,
-        )
-        self._deltas = StepDeltas(self.exchange, self._tracks) if self.exchange.after_step else None
+    def __init__(self, connect: Callable[[], Connection], backward_passes_per_step: int = 1) -> None:
+        """``connect`` finds the ranks in the world of the time; a NotInitializedError where there is none."""
+        connection = connect()
+        super().__init__(connection.group, backward_passes_per_step, connection.check_parameters)
+        self._connect = connect
+        # What has been taken in: the parameters by name, and which of them are to share a bucket.
+        self._added: list[tuple[dict[str, Tensor], list[list[str]]]] = []
+        self._plan(connection)
         self._phase = Phase.IDLE
         # Held while a gradient is taken; again by the same thread, where that needs a backward pass of its own.
         self._lock = threading.RLock()
@@ -107,6 +107,53 @@ class Reducer(GradientHooks):
 
     # -- the plan
 
+    def _plan(self, connection: Connection) -> None:
+        """Take up the settings, for the ranks that have been joined; nothing has been taken in."""
+        settings, group = connection.settings, connection.group
+        self.settings = settings
+        self.exchange = exchange_of(settings, group.size)
+        self._world = connection.world
+        self._links: Links | None = None
+        self._gathers = SparseGather(settings)
+        self._layout = Layout(
+            ranks=Ranks(group.rank, group.size),
+            cap_bytes=settings.cap_bytes,
+            scale_of=lambda dtype: self.exchange.scale_before(dtype, group.size),
+            densify=settings.sparse_as_dense,
+            memory=self._take_memory,
+            stays=self.exchange.stays,
+            aligned=self.exchange.aligned,
+        )
+        self._deltas = StepDeltas(self.exchange, self._tracks) if self.exchange.after_step else None
+
+    def _follow_world(self) -> None:
+        """Join the ranks of the world that there is now, where the one of before has been left. Waits for nobody.
+
+        What was under way there is dropped; an exchange's own state comes along.
+        """
+        if self._world is None or not self._world.is_closed:
+            return
+        try:
+            connection = self._connect()
+        except NotInitializedError:
+            # Who communicates is told that the group has been left.
+            return
+        if self._collecting:
+            self._end_step()
+        self._phase = Phase.IDLE
+        if self._spoilt_by is not None:
+            # By what was under way in the other world.
+            self._spoilt_by, self._is_closed = None, False
+        self._backwards.clear()
+        exchanged = self.exchange.state_dict()
+        self._join(connection.group, connection.check_parameters)
+        # Autotune's cap stays.
+        self._plan(replace(connection, settings=replace(connection.settings, cap_bytes=self.settings.cap_bytes)))
+        if exchanged:
+            self.exchange.load_state_dict(exchanged)
+        for params, groups in self._added:
+            self._take_in(params, groups)
+
     @property
     def steps_first(self) -> bool:
         """Whether each rank steps with its own gradients, and what that changes is combined after it."""
@@ -119,11 +166,22 @@ class Reducer(GradientHooks):
 
     def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
         """Take in parameters: plan their buckets, after those there are, and hook their gradients."""
-        params = dict(named_params)
+        self._follow_world()
+        params, named_groups = dict(named_params), [list(group) for group in groups]
+        self._added.append((params, named_groups))
+        self._take_in(params, named_groups)
+        self._hear(list(params.values()), self._on_gradient)
+
+    def _take_in(self, params: dict[str, Tensor], groups: list[list[str]]) -> None:
         description, plans = self._layout.add(params, groups)
         if self._deltas is not None:
             self._deltas.add(plans, params)
-        self._hear(params, description, self._on_gradient if self._deltas is None else self._count_pass)
+        self._compare_later(params, description)
+
+    def meet(self) -> Group:
+        """The channel to the other ranks, those of the world that there is now; see `GradientHooks.meet`."""
+        self._follow_world()
+        return super().meet()
 
     def _take_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Of the engine that will carry it: where that is shared memory, gradients are summed where they lie.
@@ -150,13 +208,17 @@ class Reducer(GradientHooks):
             if self._is_closed:
                 # Its hooks go soon, and nobody will step with what they would begin.
                 return
-            slot = self._layout.slots[id(param)]
+            if self._deltas is not None:
+                self._count_pass(param)
+                return
             if self._phase not in _UNDER_WAY:
                 self._begin_step()
-            elif slot.arrived:
-                self._require_surplus(slot)
+            elif self._layout.slots[id(param)].arrived:
+                self._require_surplus(self._layout.slots[id(param)])
                 self._discard()
                 self._begin_step()
+            # Not before: a step that begins in another world is planned anew.
+            slot = self._layout.slots[id(param)]
             backward = number_of_backward()
             if backward not in self._backwards:
                 self._backwards.add(backward)
@@ -172,14 +234,13 @@ class Reducer(GradientHooks):
 
     def _count_pass(self, param: Tensor) -> None:
         """A gradient that stays this rank's own has been added to."""
-        with self._lock:
-            self._backwards.add(number_of_backward())
-            if self._only_accumulating or self._is_closed:
-                return
-            slot = self._layout.slots[id(param)]
-            slot.passes += 1
-            if slot.passes > self.backward_passes_per_step:
-                raise too_many_passes(slot.name, self.backward_passes_per_step)
+        self._backwards.add(number_of_backward())
+        if self._only_accumulating:
+            return
+        slot = self._layout.slots[id(param)]
+        slot.passes += 1
+        if slot.passes > self.backward_passes_per_step:
+            raise too_many_passes(slot.name, self.backward_passes_per_step)
 
     def _launch_full_buckets(self) -> None:
         """Launch what is full, as far as everything before it in the plan is; nothing that waits for the others."""
@@ -224,6 +285,8 @@ class Reducer(GradientHooks):
         of them, the others counting as zero. After a backward pass too many it waits as well, and what is in the
         gradients then is good for nothing: see `require_sound`.
         """
+        if not self._collecting:
+            self._follow_world()
         if self._deltas is None:
             self._require_not_closed()
             self._synchronize(update)
@@ -373,8 +436,10 @@ class Reducer(GradientHooks):
     def require_nothing_pending(self, action: str, way_out: str) -> None:
         """Raise a GradientError if gradients that nobody has waited for would be lost by this action.
 
-        Unless they are surplus (see `_is_surplus`): then wait, and drop them. A half accumulation is dropped.
+        Unless they are surplus (see `_is_surplus`): then wait, and drop them. A half accumulation is dropped, and so
+        is what was under way in a world that has been left.
         """
+        self._follow_world()
         if self._collecting:
             arrived = next((slot for slot in self._layout.slots.values() if slot.arrived), None)
             if arrived is not None:
@@ -407,6 +472,8 @@ class Reducer(GradientHooks):
         With GradScaler's scale they are divided by it, unless some rank has found one that is not finite: then none
         steps. Every rank must call it before `stepping`, with None where there is no GradScaler.
         """
+        if not self._collecting:
+            self._follow_world()
         if self._deltas is None:
             return True
         self._require_not_closed()
@@ -508,6 +575,12 @@ class Reducer(GradientHooks):
         return bool(self._backwards) and self._backwards <= set(self._ranks.stepped_backwards)
 
     def _require_surplus(self, slot: Slot) -> None:
+        if self._world is not None and self._world.is_closed:
+            raise GradientError(
+                f"the gradient of {slot.name!r} was computed again while an earlier one was on its way between ranks "
+                "that have been left since, by hvd.shutdown(): call optimizer.zero_grad() after hvd.init(), before the "
+                "first backward pass"
+            )
         if not self._is_surplus():
             # So that the step can still be taken to its end with the other ranks, and dropped.
             self._phase = Phase.SPOILT

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from ranks import attempt_ranks
+from ranks import attempt_ranks, run_ranks
 
 from hvdlite.comm.group import Group
 from hvdlite.control import thread_labels
@@ -86,8 +87,7 @@ def attempt_worlds(
     engine: str = "gloo",
 ) -> list[Any]:
     """Like `run_worlds`, but an exception is the rank's outcome."""
-    earlier, shared = world._world, WorldOfThread()
-    names_beside = thread_labels.names_beside
+    shared = WorldOfThread()
 
     def run(group: Group) -> Any:
         controller = make_controller(group, ["here"] * group.size, environment, timeout_s=10.0)
@@ -100,13 +100,57 @@ def attempt_worlds(
             controller.close()
             sets.close()
 
+    with _instead_of_the_world(shared):
+        return attempt_ranks(size, run, make_wrapper, engine)
+
+
+@contextmanager
+def _instead_of_the_world(shared: WorldOfThread) -> Iterator[None]:
+    earlier, names_beside = world._world, thread_labels.names_beside
     world._world = shared  # type: ignore[assignment]  # it has all that a world has
     thread_labels.names_beside = shared.names_beside
     try:
-        return attempt_ranks(size, run, make_wrapper, engine)
+        yield
     finally:
         world._world = earlier
         thread_labels.names_beside = names_beside
+
+
+def run_generations(sizes: Sequence[int], function: Callable[[Iterator[int]], Any], engine: str = "gloo") -> list[Any]:
+    """One world after the other, of so many ranks each, the first ones; what each rank's ``function`` returns.
+
+    It is called once on each of the ranks that the largest world has, with the generations that the rank is in: while
+    it is at one, this is the world.
+    """
+    shared = WorldOfThread()
+
+    def run(base: Group) -> Any:
+        def generations() -> Iterator[int]:
+            for number, size in enumerate(sizes):
+                if base.rank < size:
+                    own = _world_within(base, size, f"generation {number}")
+                    shared.enter(own)
+                    try:
+                        yield number
+                    finally:
+                        own.group.close()
+                        own.sets.close()
+                        own.controller.close()
+
+        return function(generations())
+
+    with _instead_of_the_world(shared):
+        return run_ranks(max(sizes), run, engine=engine)
+
+
+def _world_within(base: Group, size: int, token: str) -> World:
+    """A world of the first ranks of a group."""
+    engine_factory = base._engine_factory.among(range(size), base.rank, token)
+    signer = base.signer.derive(token)
+    group = Group(engine_factory, base.rank, size, base.hosts[:size], signer=signer, label=token)
+    controller = make_controller(group, ["here"] * size, PLAIN, timeout_s=10.0)
+    sets = Registry(group, controller)
+    return World(_topology(group), group, controller, PLAIN, sets, leave=lambda: None, pid=0)
 
 
 def _topology(group: Group) -> Topology:
