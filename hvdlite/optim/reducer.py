@@ -212,13 +212,13 @@ class Reducer(GradientHooks):
                 self._count_pass(param)
                 return
             if self._phase not in _UNDER_WAY:
+                # In another world, that plans anew.
                 self._begin_step()
-            elif self._layout.slots[id(param)].arrived:
-                self._require_surplus(self._layout.slots[id(param)])
+            slot = self._layout.slots[id(param)]
+            if slot.arrived:
+                self._require_surplus(slot)
                 self._discard()
                 self._begin_step()
-            # Not before: a step that begins in another world is planned anew.
-            slot = self._layout.slots[id(param)]
             backward = number_of_backward()
             if backward not in self._backwards:
                 self._backwards.add(backward)

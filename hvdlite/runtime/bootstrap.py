@@ -12,11 +12,12 @@ import contextlib
 import itertools
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -51,7 +52,9 @@ _GIVING_UP = timedelta(seconds=1)  # for saying so
 
 _GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
 
+# How often this process has met others: in hvdlite's own store, and in that of each default group of the program's.
 _generation = itertools.count()
+_generation_in: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -199,7 +202,10 @@ def _adopt(patience: Patience, environment: Environment, undo: contextlib.ExitSt
         host=host if told is None else told.host,
         local_rank=None if told is None else told.local_rank,
     )
-    store = PrefixStore(f"hvdlite.init{next(_generation)}", _get_default_store())
+    assert dist.group.WORLD is not None, "it has been asked"
+    # By group: its ranks have met equally often in it, whatever worlds each of them was in before.
+    generation = next(_generation_in.setdefault(dist.group.WORLD, itertools.count()))
+    store = PrefixStore(f"hvdlite.init{generation}", _get_default_store())
     meeting = _meet_all(placement, store, None, patience, environment)
     return _world_of(
         placement, TorchEngineFactory(backend, meeting.ranks), meeting, environment, undo, leave=lambda: None
