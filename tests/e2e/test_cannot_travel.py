@@ -1,7 +1,8 @@
-"""The calls of tests/test_cannot_travel.py by real ranks, over shared memory: checked and unchecked."""
+"""The calls of tests/ops/test_cannot_travel.py by real ranks, over shared memory: checked and unchecked."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,9 @@ with kinds.a_mesh():
 
 @pytest.mark.parametrize("env", [{}, {"HVDLITE_CHECK": "0"}], ids=["checked", "unchecked"])
 def test_real_ranks_end_every_call_in_step(launch, env):
-    helpers = str(Path(__file__).parents[1] / "helpers")
-    job = launch("-np", "2", "python", "-X", "faulthandler", "-c", PROGRAM, env={"PYTHONPATH": helpers, **env})
+    tests = Path(__file__).parents[1]
+    paths = os.pathsep.join([str(tests / "ops"), str(tests / "helpers")])
+    job = launch("-np", "2", "python", "-X", "faulthandler", "-c", PROGRAM, env={"PYTHONPATH": paths, **env})
     code, _, err = job.ended(5 * PATIENCE_S)
     assert code == 0, err.decode()
     job.assert_gone()
