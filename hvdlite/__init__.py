@@ -61,7 +61,7 @@ from .ops.operations import (
     sparse_allreduce_async,
     synchronize,
 )
-from .optim.exchange import Begun, Exchange, Gradients, Links
+from .optim.exchange import Exchange, ExchangeWork, Gradients, Links
 from .optim.optimizer import DistributedOptimizer
 from .optim.optimizer_state import broadcast_optimizer_state
 from .runtime.built import (
@@ -99,12 +99,12 @@ _register_backend()
 __all__ = [
     "Adasum",
     "Average",
-    "Begun",
     "CommunicationError",
     "Compression",
     "Compressor",
     "DistributedOptimizer",
     "Exchange",
+    "ExchangeWork",
     "GradientError",
     "Gradients",
     "Handle",

@@ -3,8 +3,8 @@ Signatures with a key that only the ranks of a job have: HMAC-SHA256 over everyt
 
     key ── Signer ── sign(parts) on one rank ── tag travels beside the message ── is_signed(tag, parts) on another
 
-Pure. Where the key comes from is in `rendezvous.secret`. Placements are signed in `entry`, engines prove themselves in
-`comm.engine`, objects are signed in `comm.group`, control messages in `control`.
+Where the key comes from is in `rendezvous.secret`. Introductions are signed in `rendezvous.introductions`, connections
+of gloo prove themselves in `comm.gloo`, objects are signed in `comm.group`, control messages in `control`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Mapping
 
-from .rendezvous.store_client import Operation, StoreClient
+from .rendezvous.store_client import StoreClient, StoreCommand
 
 
 def main(environ: Mapping[str, str] = os.environ) -> None:
@@ -65,4 +65,4 @@ def _tell(client: StoreClient, environ: Mapping[str, str], what: Mapping[str, ob
     rank = environ["HVDLITE_RANK"].encode()
     told = {"host": environ["HVDLITE_HOST"], "size": int(environ["HVDLITE_SIZE"]), **what}
     client.set_large(b"return/" + rank, pickle.dumps(told))
-    client.request(Operation.APPEND, [b"returned", rank + b" "])
+    client.request(StoreCommand.APPEND, [b"returned", rank + b" "])

@@ -1,5 +1,5 @@
 """
-Whether operations may begin on an engine, and whether waits on it go on: until it is quiesced, or revoked.
+The state of an engine: open, quiesced (nothing more may begin), or revoked (waits end, too).
 
     quiesce(reason) ── nothing begins any more; what is under way comes to its end
     revoke(reason)  ── ... and neither does anything that is under way: each wait ends with that reason

@@ -1,5 +1,5 @@
 """
-What the garbage collector has found and is to be closed: done by a thread of its own, and not where it was found.
+Closes, on a thread of its own, what the garbage collector has found.
 
     finalizer ── close_later ── a queue that can be added to at any point ── this thread ── close
 

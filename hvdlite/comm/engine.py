@@ -1,7 +1,7 @@
 """
 What carries a collective: a torch.distributed process group, or nobody where a rank is alone.
 
-    EngineFactory (where engines come from) ── open ── Engine (four operations) ── EngineWork (under way)
+    EngineFactory (where engines come from) ── open ── Engine (all-reduce, broadcast, ...) ── EngineWork (under way)
 
 What is sent through an engine, and which ranks take part, is in `group`.
 hvdlite's own engine, through memory that ranks of a host share, is in `shm`.

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ..log import log
 from .engine import Engine, EngineFactory
 from .group import Group
-from .hierarchy import HierarchicalEngineFactory, places_of
+from .hierarchy import HierarchicalEngineFactory, host_groups_of
 
 _TRIAL_BYTES = (2**20, 16 * 2**20)
 _WARM_UP, _TRIALS = 2, 5
@@ -36,11 +36,11 @@ def choose_levels(
     """Have a group's all-reduces go within hosts and between them, where that is wanted, or is the faster.
 
     Every rank must call it, with equal arguments but for ``within`` and ``device``, before anything else is made of the
-    group; ``comm`` is where its engines come from. ``within`` is where those between the ranks of this host come
-    from if they have something better: tensors of the CPU then go that way unless they are wanted not to. ``nodes``
-    tells the ranks' hosts apart. ``device`` is this rank's own GPU to measure on, or None on all ranks.
+    group; ``engine_factory`` is where its engines come from. ``within`` is where those between the ranks of this host
+    come from if they have something better: tensors of the CPU then go that way unless they are wanted not to.
+    ``nodes`` tells the ranks' hosts apart. ``device`` is this rank's own GPU to measure on, or None on all ranks.
     """
-    places = places_of(group.rank, nodes)
+    places = host_groups_of(group.rank, nodes)
     if places is None:
         if wanted and group.rank == 0:
             log.warning(

@@ -44,7 +44,7 @@ class HostEngine(Engine, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class HostGroups:
     """Who is on this rank's host, and who, one on each host, has the same place there; in the order of ranks.
 
     ``hosts`` are the ranks of each host.
@@ -55,7 +55,7 @@ class Places:
     hosts: tuple[tuple[int, ...], ...]
 
 
-def places_of(rank: int, nodes: Sequence[Hashable]) -> Places | None:
+def host_groups_of(rank: int, nodes: Sequence[Hashable]) -> HostGroups | None:
     """The places of ``rank``, given each rank's host.
 
     None where there are no two levels: of one host, of one rank on each, and of hosts that have not as many.
@@ -68,11 +68,11 @@ def places_of(rank: int, nodes: Sequence[Hashable]) -> Places | None:
         return None
     place = within.index(rank)
     hosts = tuple(tuple(ranks) for ranks in members.values())
-    return Places(tuple(within), tuple(ranks[place] for ranks in hosts), hosts)
+    return HostGroups(tuple(within), tuple(ranks[place] for ranks in hosts), hosts)
 
 
 class HierarchicalEngine:
-    """A flat engine, but for reductions of tensors that are large enough and on one of some kinds of device.
+    """Reduces large tensors in two levels, within hosts and between them; all else goes through a flat engine.
 
     Floats of 16 bits are rounded in each step.
     """
@@ -83,7 +83,7 @@ class HierarchicalEngine:
         scatter: HostEngine,
         across: Engine,
         gather: HostEngine,
-        places: Places,
+        places: HostGroups,
         devices: set[str],
     ) -> None:
         """``scatter`` and ``gather`` are between the ranks of a host, ``across`` between those of the same place.
@@ -249,7 +249,7 @@ class _ReduceScatterWay:
         output: Tensor,
         input: Tensor,
         counts: Sequence[int],
-        places: Places,
+        places: HostGroups,
         opts: dist.ReduceScatterOptions,
         shards: _Shards,
     ) -> None:
@@ -435,7 +435,7 @@ class HierarchicalEngineFactory:
         self,
         flat: EngineFactory,
         within: EngineFactory | None,
-        places: Places,
+        places: HostGroups,
         rank: int,
         token: str,
         devices: set[str],

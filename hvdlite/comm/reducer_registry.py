@@ -1,5 +1,5 @@
 """
-Who averages gradients among the ranks of a group, under numbers that are equal on all of them.
+The reducers of a group (one for each DistributedOptimizer), under numbers that are equal on all ranks.
 
     enter (all ranks, in one order) ── number ── pin: those that live here are kept, until unpin
 
@@ -35,7 +35,7 @@ class SitsOut(Protocol):
 
 
 class ReducerRegistry:
-    """Members are held by nothing here but pins."""
+    """Holds its members by weak references alone, but for those that are pinned."""
 
     def __init__(self) -> None:
         self._entering = threading.Lock()

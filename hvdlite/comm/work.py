@@ -1,5 +1,5 @@
 """
-A collective of an engine under way, and word of it for who watches what this process is blocked in.
+`Work`: a collective under way. `Watch`: what each thread of this process waits for.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..errors import CommunicationError, MismatchError, say_where
 from .engine import EngineWork
 
 # One collective among those of a group: the group's label, its number there, and the global ranks that take part.
-Place = tuple[str, int, tuple[int, ...]]
+CollectiveId = tuple[str, int, tuple[int, ...]]
 
 # An engine may know that a rank has gone a little earlier than who tells which.
 _WORD_S = 3.0
@@ -24,7 +24,7 @@ class Watch:
     def __init__(self) -> None:
         # By thread, by its ident: an engine's collective, since when (`time.monotonic`), and which it is. Each thread
         # writes its own entry, on the way of every bucket.
-        self.waits: dict[int, tuple[str, float, Place | None]] = {}
+        self.waits: dict[int, tuple[str, float, CollectiveId | None]] = {}
         # By a group's label: how many of its collectives this rank has begun. And the threads that have.
         self.begun: dict[str, int] = {}
         self.beginners: set[int] = set()
@@ -35,7 +35,7 @@ class Watch:
         self._heard = threading.Event()
         self._first_end: tuple[int, bool] | None = None
 
-    def blocked(self) -> dict[int, tuple[str, float, Place | None]]:
+    def blocked(self) -> dict[int, tuple[str, float, CollectiveId | None]]:
         """What each thread is blocked in now, by its ident, since when, and which collective it is."""
         # In one step of the interpreter's, while other threads change it.
         return self.waits.copy()
@@ -76,7 +76,7 @@ class Work:
         what: str,
         watch: Watch,
         error_of: Callable[[str, BaseException], CommunicationError],
-        place: Place | None = None,
+        place: CollectiveId | None = None,
     ) -> None:
         """``error_of`` makes hvdlite's error of the engine's, which was about ``what``; ``place`` says which it is."""
         self._place = place

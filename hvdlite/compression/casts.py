@@ -5,7 +5,9 @@ What a bucket looks like on the wire: `Compression.none`, `.fp16`, `.bf16`.
 
 A wire of 16 bits carries what has been scaled before, in the bucket's own precision: an average of values that fit the
 wire does not overflow it, and each value is rounded once. The sum of wider ones is divided. Compressions of a user's
-own are in `custom`. Parameters and optimizer state keep their dtype; only what travels is smaller.
+own are in `custom`. Wires are summed as they are: what cannot be (4 bits with a scale, top-k) is an `Exchange` of
+`optim.exchange`, which can also keep error feedback for each parameter. Parameters and optimizer state keep their
+dtype; only what travels is smaller.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ class CastCompression:
         return self._name
 
 
-def wire_dtype(compression: Travels, dtype: torch.dtype) -> torch.dtype:
+def wire_dtype(compression: ResolvedCompression, dtype: torch.dtype) -> torch.dtype:
     """Of what dtype floats travel with one of hvdlite's own compressions."""
     return compression.dtype if isinstance(compression, CastCompression) and compression.casts(dtype) else dtype
 
@@ -107,10 +109,10 @@ class Compression:
 
 
 # How tensors travel, once it is known what the user has passed.
-Travels: TypeAlias = NoCompression | CastCompression | CustomCompression
+ResolvedCompression: TypeAlias = NoCompression | CastCompression | CustomCompression
 
 
-def check_compression(compression: object) -> Travels:
+def check_compression(compression: object) -> ResolvedCompression:
     """How tensors travel, or a TypeError that lists the ways there are.
 
     Of Horovod's manner (see `horovod_compressors`) is a class, or an object of such a class.

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from ..log import log
 from ..signing import Signer
-from .handshake import HELLO_BYTES, PROOF_BYTES, Answerer
+from .handshake import HELLO_BYTES, PROOF_BYTES, HandshakeServer
 
 # Who has not proved anything by then is sent away, and may come again.
 HANDSHAKE_S = 5.0
@@ -36,7 +36,7 @@ class _Visitor:
         self.connection = connection
         self.since_s = since_s
         self.received = b""
-        self.answerer: Answerer | None = None
+        self.answerer: HandshakeServer | None = None
 
     @property
     def missing(self) -> int:
@@ -147,7 +147,7 @@ class Acceptor:
     def _step(self, visitor: _Visitor) -> None:
         said, visitor.received = visitor.received, b""
         if visitor.answerer is None:
-            visitor.answerer = Answerer(self._signer, said)
+            visitor.answerer = HandshakeServer(self._signer, said)
             if not self._is_expected(visitor.answerer.rank):
                 raise ValueError(f"it says that it is rank {visitor.answerer.rank}, which is none, or is there already")
             if visitor.connection.send(visitor.answerer.challenge) != len(visitor.answerer.challenge):

@@ -26,7 +26,7 @@ from ..signing import Signer
 from .control_client import ControlClient, Welcome
 from .controller import Controller
 from .coordinator import Coordinator
-from .handshake import CHALLENGE_BYTES, Caller
+from .handshake import CHALLENGE_BYTES, HandshakeClient
 from .mailbox import Mailbox, mailbox_pair
 from .negotiation import Negotiation
 from .stall import StallRules
@@ -165,7 +165,7 @@ def _introduce(
     connection: socket.socket, group: Group, give_up_at_s: float
 ) -> tuple[Mailbox, Welcome, list[list[Any]]]:
     """A ValueError where who answers does not prove that it is rank 0; an OSError or EOFError where it goes."""
-    caller = Caller(group.signer, group.rank)
+    caller = HandshakeClient(group.signer, group.rank)
     connection.settimeout(max(_AGAIN_S, give_up_at_s - time.monotonic()))
     connection.sendall(caller.hello)
     challenge = b""

@@ -105,7 +105,7 @@ class ControlClient:
         self._lock = threading.Lock()
         self._asked: dict[int, _Asked] = {}  # by ticket, the handle's number
         self._names: set[_Name] = set()
-        self._engine_factory: dict[int, Group] = {}
+        self._channels: dict[int, Group] = {}
         self._groups: dict[int, Group] = {}
         self._joining: _Joining | None = None
         # What lives here and was asked for, for a join of other ranks.
@@ -142,11 +142,11 @@ class ControlClient:
 
     def open_channel(self, group: Group) -> None:
         self._groups[group.set_id] = group
-        self._engine_factory[group.set_id] = group.duplicate()
+        self._channels[group.set_id] = group.duplicate()
 
     def close_channel(self, group: Group) -> None:
         del self._groups[group.set_id]
-        self._engine_factory.pop(group.set_id).close()
+        self._channels.pop(group.set_id).close()
 
     # -- from any thread
 
@@ -338,10 +338,10 @@ class ControlClient:
                 return
             case ["go", ticket, owns, divisor]:
                 asked = self._pop(ticket)
-                execution = Execution(self._engine_factory[asked.group.set_id], asked.handle.what, owns, divisor)
+                execution = Execution(self._channels[asked.group.set_id], asked.handle.what, owns, divisor)
                 self._executor.put(Agreed(asked.handle, asked.run, execution, asked.since_ns))
             case ["stand_in", set_id, owns, divisor, kind, what, same]:
-                self._stand_in(Execution(self._engine_factory[set_id], what, owns, divisor), kind_named(kind), same)
+                self._stand_in(Execution(self._channels[set_id], what, owns, divisor), kind_named(kind), same)
             case ["no", ticket, error, words]:
                 self._pop(ticket).handle.fail(_ERRORS[error](words))
             case ["pin", int(), int()] | ["where"]:

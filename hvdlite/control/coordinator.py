@@ -40,7 +40,7 @@ Rank 0's end of the connections to all ranks: what they ask goes into the negoti
     ["over", words]                     rank 0 has ended by itself; the words name who did so first
 
 A connection that closes without a bye is a rank that has gone, and so is one over which something else comes. The rules
-are in `negotiation`, what a rank's word must be like in `words`.
+are in `negotiation`, what a rank's message must be like in `incoming`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ CHALLENGE_BYTES = _CHALLENGE.size
 PROOF_BYTES = TAG_BYTES
 
 
-class Caller:
+class HandshakeClient:
     """The rank's side of one connection."""
 
     def __init__(self, signer: Signer, rank: int) -> None:
@@ -44,7 +44,7 @@ class Caller:
         return self._signer.sign("control", "rank", *said), self._signer.derive("control", *said)
 
 
-class Answerer:
+class HandshakeServer:
     """Rank 0's side of one connection."""
 
     def __init__(self, signer: Signer, hello: bytes) -> None:

@@ -14,7 +14,7 @@ from .negotiation import Negotiation
 from .operation import kind_named
 from .pending import Ask
 from .stall import Blocked
-from .thread_labels import Caller
+from .thread_labels import CallingThread
 
 _MOST_BLOCKED = 64
 
@@ -81,14 +81,14 @@ def _members(ranks: list[Any] | None, rank: int, set_id: int, everybody: tuple[i
     return tuple(ranks)
 
 
-def _caller(said: object) -> Caller | None:
+def _caller(said: object) -> CallingThread | None:
     match said:
         case None:
             return None
         case [str(label), str(name)]:
-            return Caller(label, name)
+            return CallingThread(label, name)
         case [str(label), str(name), bool(has_rivals), bool(has_twins), list(others)]:
-            return Caller(label, name, has_rivals, has_twins, tuple(map(str, others)))
+            return CallingThread(label, name, has_rivals, has_twins, tuple(map(str, others)))
         case _:
             raise MessageError(f"{str(said)[:200]} is no thread that can call")
 

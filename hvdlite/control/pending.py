@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .operation import Kind
-from .thread_labels import Caller
+from .thread_labels import CallingThread
 
 Id = int
 """An operation that is pending; never used again."""
@@ -31,7 +31,7 @@ class Ask:
     members: tuple[int, ...]
     same: dict[str, Any]
     own: Any
-    caller: Caller | None = None
+    caller: CallingThread | None = None
 
     @property
     def pairs_with(self) -> tuple[int, str, str | None]:
@@ -74,7 +74,7 @@ class Pending:
         """Whether the rank is still to ask for it, or to be told that it will not be."""
         return rank not in self.asks and (self.refusal is None or rank not in self.refusal.told)
 
-    def callers(self) -> dict[int, Caller]:
+    def callers(self) -> dict[int, CallingThread]:
         """By rank, where no name of the user's says what is meant."""
         return {rank: ask.caller for rank, ask in self.asks.items() if ask.caller is not None}
 
@@ -84,7 +84,7 @@ class Pending:
 
 
 class Alike:
-    """Pending operations that mean the same, in their order: a rank's next one is the first that waits for it.
+    """A queue of pending operations of one name and kind: a rank's next one is the first that waits for it.
 
     What has once not waited for a rank never does again. So each rank has a place up to which there is nothing for
     it, and nothing is looked through twice.

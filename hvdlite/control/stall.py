@@ -1,5 +1,5 @@
 """
-Ranks that do not come: when that is told of, when it is the end, and in what words.
+Stalled ranks: when a warning names them, when the job is ended, and the words for both.
 
     operations that are pending, and what ranks say they are blocked in ── look, now and then ── warnings, ends
 

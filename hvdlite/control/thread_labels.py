@@ -24,7 +24,7 @@ _OWN_PREFIX = "hvdlite"
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class CallingThread:
     """A thread that calls an operation without a name.
 
     ``has_rivals``: two threads that lived at a time have called such operations. ``has_twins``: one that had, or might,
@@ -49,7 +49,7 @@ class Caller:
             return [self.label, self.name]
         return [self.label, self.name, self.has_rivals, self.has_twins, list(self.others)]
 
-    def may_be(self, other: Caller) -> bool:
+    def may_be(self, other: CallingThread) -> bool:
         """Whether it is the other rank's thread of the same part, as far as one can tell."""
         if self.name == other.name:
             return True
@@ -72,9 +72,9 @@ class _Seen:
 
     threads: dict[int, threading.Thread] = field(default_factory=dict)
     had_rivals: bool = False
-    # ThreadLabels of threads that lived beside one that called for the first time.
+    # Labels of threads that lived beside one that called for the first time.
     beside: set[str] = field(default_factory=set)
-    # ThreadLabels, and whole names, that two living threads have had at a time.
+    # Labels, and whole names, that two living threads have had at a time.
     twins: set[str] = field(default_factory=set)
     namesakes: set[str] = field(default_factory=set)
 
@@ -86,7 +86,7 @@ class ThreadLabels:
         self._lock = threading.Lock()
         self._seen: dict[Hashable, _Seen] = {}
 
-    def of_call(self, key: Hashable) -> Caller:
+    def of_call(self, key: Hashable) -> CallingThread:
         """The current thread, which calls an operation that pairs up with others of this key."""
         thread = threading.current_thread()
         if isinstance(thread, threading._DummyThread):
@@ -98,7 +98,7 @@ class ThreadLabels:
             is_first = callers.get(id(thread)) is not thread
             callers[id(thread)] = thread
             if not is_first and len(callers) == 1 and not seen.had_rivals and not seen.twins:
-                return Caller(label, name)
+                return CallingThread(label, name)
             for gone in [number for number, other in callers.items() if not _lives(other)]:
                 del callers[gone]
             rivals = [other.name for other in callers.values() if other is not thread]
@@ -114,7 +114,7 @@ class ThreadLabels:
                 # Not even their names tell them apart: on no rank is it known which of them is meant.
                 name = f"{name} ({threading.get_ident()})"
             others = tuple(dict.fromkeys(labels)) if is_first else ()
-            return Caller(label, name, seen.had_rivals, label in seen.twins, others)
+            return CallingThread(label, name, seen.had_rivals, label in seen.twins, others)
 
 
 def _lives(thread: threading.Thread) -> bool:

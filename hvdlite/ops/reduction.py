@@ -1,5 +1,5 @@
 """
-How the tensors of several ranks become one: the ops and the dtypes that engines do not know included.
+Reduces tensors over ranks, also by ops and of dtypes that gloo and NCCL lack.
 
     flat tensor ── scale ── compress ── all ranks combined ── decompress ── divide ── scale ── in place
 
@@ -24,7 +24,14 @@ from torch import Tensor
 from ..comm.group import Group
 from ..comm.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from ..comm.work import Work
-from ..compression.casts import AnyCompression, Compression, Travels, check_compression, is_narrow, wire_dtype
+from ..compression.casts import (
+    AnyCompression,
+    Compression,
+    ResolvedCompression,
+    check_compression,
+    is_narrow,
+    wire_dtype,
+)
 from ..compression.custom import CustomCompression
 from ..compression.kernels import divide
 from ..errors import UnsupportedError, WrongTypeError
@@ -36,7 +43,7 @@ WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.b
 _FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 DTYPES = frozenset((*WHOLE, *_FRACTIONS))
 
-COMPRESSIONS: dict[str, Travels] = {
+COMPRESSIONS: dict[str, ResolvedCompression] = {
     repr(known): known for known in (Compression.none, Compression.fp16, Compression.bf16)
 }
 
@@ -52,7 +59,7 @@ class Reduction:
     op: ReduceOp
     prescale_factor: float = 1.0
     postscale_factor: float = 1.0
-    compression: Travels = Compression.none
+    compression: ResolvedCompression = Compression.none
 
     def check_dtype(self, tensor: Tensor, what: str) -> None:
         """Raise a ValueError if such a tensor cannot be reduced so."""

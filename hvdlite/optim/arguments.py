@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.reduce_op import Adasum, Average, ReduceOp, Sum
-from ..compression.casts import Compression, Travels
+from ..compression.casts import Compression, ResolvedCompression
 from ..environment import Environment
 from ..errors import WrongTypeError
 from ..log import log
@@ -100,7 +100,7 @@ def check_cap(bucket_cap_mb: float | None, threshold_bytes: int | None, default_
 
 
 def check_exchange(
-    exchange: object, op: ReduceOp, compression: Travels, predivide: float
+    exchange: object, op: ReduceOp, compression: ResolvedCompression, predivide: float
 ) -> Callable[[], Exchange] | None:
     """What makes the exchange, if the user has given one, which then says by itself how gradients are combined."""
     if exchange is None:

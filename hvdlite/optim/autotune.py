@@ -27,7 +27,7 @@ from .gradient_hooks import require_same_model
 from .plan import ParamSpec, plan_buckets
 from .probe import Measured, measure
 from .settings import Settings
-from .tuning import Candidate, Engine, Line, best, candidates, fit
+from .tuning import Candidate, GradientType, Line, best, candidates, fit
 
 LIMIT_S = 1.0
 """About how long the probe may take, over all engines."""
@@ -53,22 +53,22 @@ def tuned_cap(
     _by_rank_0(group, lambda: _append(path, ""))
     specs = [ParamSpec.of(name, param) for name, param in named]
     require_same_model(group, [(spec.name, spec.describe()) for spec in specs])
-    measured: dict[Engine, Measured] = {}
+    measured: dict[GradientType, Measured] = {}
     if group.size > 1:
         nbytes_of = _needed(specs)
         for engine, nbytes in nbytes_of.items():
-            like = next(spec for spec in specs if Engine.of(spec) == engine)
+            like = next(spec for spec in specs if GradientType.of(spec) == engine)
             limit_s = LIMIT_S / len(nbytes_of)
             measured[engine] = measure(group, settings, like, most_bytes=nbytes, limit_s=limit_s, clock=clock)
     return _by_rank_0(group, lambda: _conclude(group, settings, specs, groups, measured, path))
 
 
-def _needed(specs: Sequence[ParamSpec]) -> dict[Engine, int]:
+def _needed(specs: Sequence[ParamSpec]) -> dict[GradientType, int]:
     """The bytes of gradients that each engine carries in a step."""
-    nbytes_of: dict[Engine, int] = {}
+    nbytes_of: dict[GradientType, int] = {}
     for plan in plan_buckets(specs, cap_bytes=0):
         if not plan.asleep:
-            nbytes_of[Engine.of(plan)] = nbytes_of.get(Engine.of(plan), 0) + plan.nbytes
+            nbytes_of[GradientType.of(plan)] = nbytes_of.get(GradientType.of(plan), 0) + plan.nbytes
     return nbytes_of
 
 
@@ -97,7 +97,7 @@ def _conclude(
     settings: Settings,
     specs: Sequence[ParamSpec],
     groups: Sequence[Sequence[str]],
-    measured: Mapping[Engine, Measured],
+    measured: Mapping[GradientType, Measured],
     path: str | None,
 ) -> int:
     line_of = {engine: fit(each.sizes, each.medians_s) for engine, each in measured.items()}
@@ -126,7 +126,7 @@ def _conclude(
     return cap_bytes
 
 
-def _tell(cap_bytes: int, among: Sequence[Candidate], line_of: Mapping[Engine, Line]) -> None:
+def _tell(cap_bytes: int, among: Sequence[Candidate], line_of: Mapping[GradientType, Line]) -> None:
     size = f"gradients travel in buckets of at most {cap_bytes / 2**20:g} MiB"
     if not among:
         log.info("autotune: one rank has nothing to measure; %s", size)

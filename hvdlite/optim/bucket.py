@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from .flags import TAKES_PART, Count, Flags, Ranks, presence_of
+from .flags import TAKES_PART, Flags, ParticipantCount, RankAndSize, presence_of
 from .plan import BucketPlan
 from .slot import Slot, changed_too_early, misfit
 
@@ -27,7 +27,14 @@ class Bucket:
     """The gradients of some parameters as one flat tensor, and the flags that travel with them."""
 
     def __init__(
-        self, plan: BucketPlan, params: Sequence[Tensor], *, ranks: Ranks, scale: float, densify: bool, memory: Memory
+        self,
+        plan: BucketPlan,
+        params: Sequence[Tensor],
+        *,
+        ranks: RankAndSize,
+        scale: float,
+        densify: bool,
+        memory: Memory,
     ) -> None:
         self.plan = plan
         self._memory = memory
@@ -266,9 +273,9 @@ class Bucket:
         """After the all-reduce: which of the `sleepers` some rank needs; waits as `read_flags` does."""
         return self._flags.read_wake(self.buffer, alone=alone)
 
-    def count(self, size: int) -> Count:
+    def count(self, size: int) -> ParticipantCount:
         """After the all-reduce: how many of ``size`` ranks took part."""
-        return Count(presence_of(self.plan, self.buffer), size)
+        return ParticipantCount(presence_of(self.plan, self.buffer), size)
 
     @property
     def tail(self) -> Tensor:

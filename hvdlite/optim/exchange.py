@@ -1,7 +1,7 @@
 """
 What happens to the gradients of a bucket between the ranks: one strategy, an `Exchange`, for each optimizer.
 
-    Gradients (of a full bucket) ── begin (launch what is to travel over the Links) ── Begun
+    Gradients (of a full bucket) ── begin (launch what is to travel over the Links) ── ExchangeWork
                                  ── finish (when that is done: leave the result in the gradients)
 
 An exchange sees gradients and nothing else. When a bucket is full, in which order buckets travel and who waits for them
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from ..comm.group import Group
-from ..comm.hierarchy import places_of
+from ..comm.hierarchy import host_groups_of
 from ..comm.work import Work
-from .flags import Count
+from .flags import ParticipantCount
 from .plan import BucketPlan
 
 
@@ -79,7 +79,7 @@ class Gradients:
 
 
 @dataclass(slots=True)
-class Begun:
+class ExchangeWork:
     """What `Exchange.begin` has launched for one bucket, and what `Exchange.finish` needs of it."""
 
     works: Sequence[Work] = ()
@@ -118,7 +118,7 @@ class Links:
         if len(set(group.hosts)) == 1:
             self.within, self.across = self.across, self.within
             return
-        places = places_of(group.rank, group.hosts)
+        places = host_groups_of(group.rank, group.hosts)
         if places is not None:
             (token, *_) = group.all_gather_json(uuid.uuid4().hex, "opening the links of an exchange")
             self.within = group.part(places.within, token=f"{token}.within.{places.within[0]}")
@@ -156,14 +156,14 @@ class Exchange(ABC):
     """Whether it adds up `Gradients.counts` over the ranks with what travels anyway; else they travel by themselves."""
 
     tells_failures: ClassVar[bool] = False
-    """Whether ranks tell each other at the end of a step whether `finish` has left a `Begun.failure`."""
+    """Whether ranks tell each other at the end of a step whether `finish` has left a `ExchangeWork.failure`."""
 
     @abstractmethod
-    def begin(self, gradients: Gradients, links: Links) -> Begun:
+    def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
         """Launch what is to travel. The gradients may be overwritten; they stay in place until `finish`."""
 
     @abstractmethod
-    def finish(self, gradients: Gradients, begun: Begun, count: Count) -> None:
+    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
         """Leave the result in the gradients, when all works of ``begun`` are done.
 
         An average is over ``int(count)`` ranks: all, unless some have joined and do not count.

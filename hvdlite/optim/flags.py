@@ -30,7 +30,7 @@ TAKES_PART = (0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankAndSize:
     """How many ranks share a bucket, and which of them this is."""
 
     rank: int = 0
@@ -45,7 +45,7 @@ class Ranks:
 class Flags:
     """Writes and reads the flags of one bucket's buffer."""
 
-    def __init__(self, plan: BucketPlan, ranks: Ranks) -> None:
+    def __init__(self, plan: BucketPlan, ranks: RankAndSize) -> None:
         self._plan = plan
         self._ranks = ranks
         self._usual: Tensor | None = None
@@ -95,12 +95,12 @@ class Flags:
 
 
 def presence_of(plan: BucketPlan, buffer: Tensor) -> Tensor:
-    """How many ranks sat out and do not count, and how many of each block took part, for a `Count`."""
+    """How many ranks sat out and do not count, and how many of each block took part, for a `ParticipantCount`."""
     counts = buffer[plan.presence_start : plan.wake_start]
     return counts.real if counts.is_complex() else counts
 
 
-class Count:
+class ParticipantCount:
     """How many ranks took part in a step, and over how many an average is; read from a bucket that has come back.
 
     An average is over all ranks, unless some sat out and do not count.
@@ -114,7 +114,7 @@ class Count:
         self._size = size
 
     @classmethod
-    def of_all(cls, size: int) -> Count:
+    def of_all(cls, size: int) -> ParticipantCount:
         """Where nobody can sit out."""
         return cls(torch.tensor([0, size]), size)
 
@@ -138,10 +138,10 @@ class Count:
         active = self._presence[1:].double().sum().clamp(min=1.0)
         return torch.where(self._presence[0] > 0, active, float(self._size))
 
-    def on_host(self) -> Count:
+    def on_host(self) -> ParticipantCount:
         """The same to be read on any device; waits for its own."""
-        return Count(self._presence.cpu(), self._size)
+        return ParticipantCount(self._presence.cpu(), self._size)
 
-    def kept(self) -> Count:
+    def kept(self) -> ParticipantCount:
         """One that is not changed by what becomes of the bucket."""
-        return Count(self._presence.clone(), self._size)
+        return ParticipantCount(self._presence.clone(), self._size)

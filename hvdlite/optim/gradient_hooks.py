@@ -1,7 +1,7 @@
 """
-The parameters of an optimizer as several ranks have them: the same on all, and each with one listener.
+Hooks on an optimizer's parameters, and the channel on which the ranks average their gradients.
 
-What is done with them is in `reducer`.
+What is done with the gradients is in `reducer`.
 """
 
 from __future__ import annotations

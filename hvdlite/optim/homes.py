@@ -1,5 +1,5 @@
 """
-Where gradients are kept between backward and step that are in no bucket: in ``param.grad``, as autograd has left them.
+Gradients that are in no bucket: between backward and step they stay in ``param.grad``, as autograd has left them.
 
 `StayingHome` is for those that are exchanged with nobody, `SparseHome` for sparse ones, whose rows are gathered. What
 is an error among several ranks is one on a rank alone too, so that a program is tried at one rank and runs at many.

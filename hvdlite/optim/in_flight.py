@@ -15,14 +15,14 @@ from torch import Tensor
 from ..comm.work import Work
 from .bucket import Bucket
 from .exchange import Exchange, Gradients, Links
-from .step_trace import NO_TRACK, BucketTrace, captures
+from .step_trace import NO_TRACE, BucketTrace, captures
 
 
 class InFlight:
     """A bucket under way, and all that must outlive it: engines read and write that memory meanwhile."""
 
     def __init__(
-        self, bucket: Bucket, exchange: Exchange, links: Links, track: BucketTrace = NO_TRACK, *, name: str = "a bucket"
+        self, bucket: Bucket, exchange: Exchange, links: Links, track: BucketTrace = NO_TRACE, *, name: str = "a bucket"
     ) -> None:
         """Begin; ``name`` is the bucket's, by which errors and stalls tell it from others."""
         self.bucket = bucket

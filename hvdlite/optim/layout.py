@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .bucket import Bucket, Memory
-from .flags import Ranks
+from .flags import RankAndSize
 from .homes import SparseHome, StayingHome, require_same
 from .plan import BucketPlan, Description, ParamSpec, plan_buckets
 from .slot import Slot
@@ -28,7 +28,7 @@ class Layout:
     def __init__(
         self,
         *,
-        ranks: Ranks,
+        ranks: RankAndSize,
         cap_bytes: int,
         scale_of: Callable[[torch.dtype], float],
         densify: bool,

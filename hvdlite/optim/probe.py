@@ -20,7 +20,7 @@ from ..comm.reduce_op import Max
 from ..ops.failures import raise_together
 from .bucket import Bucket
 from .exchange import Links
-from .flags import Ranks
+from .flags import RankAndSize
 from .in_flight import InFlight
 from .plan import ParamSpec, plan_buckets
 from .settings import Settings
@@ -82,7 +82,7 @@ class _Probe:
         dtype, device = self._like.dtype, self._like.device
         shape = (nbytes // dtype.itemsize,)
         spec = ParamSpec("autotune's probe", shape, (1,), dtype, device, trainable=True)
-        ranks = Ranks(self._group.rank, self._group.size)
+        ranks = RankAndSize(self._group.rank, self._group.size)
         (plan,) = plan_buckets([spec], cap_bytes=0, aligned=self._exchange.aligned, count_slots=ranks.count_slots)
         param = torch.zeros(1, dtype=dtype, device=device).expand(shape)
         before = self._exchange.scale_before(dtype, self._group.size)

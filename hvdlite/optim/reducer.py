@@ -28,7 +28,7 @@ from ..errors import GradientError, MismatchError, NotInitializedError
 from ..ops.failures import raise_together
 from .bucket import Bucket
 from .exchange import Links
-from .flags import Count, Ranks
+from .flags import ParticipantCount, RankAndSize
 from .gradient_hooks import GradientHooks, number_of_backward, too_many_passes
 from .in_flight import InFlight
 from .layout import Layout
@@ -99,7 +99,7 @@ class Reducer(GradientHooks):
         # What an exchange that tells the others of it has failed with on this rank.
         self._failure: Exception | None = None
         # How many ranks took part, once the first bucket has come back.
-        self._count: Count | None = None
+        self._count: ParticipantCount | None = None
         # Gradients that from the next step on are gathered, with the bucket that they leave.
         self._leaving: list[tuple[Bucket, list[Slot]]] = []
         # Gradients that are sparse on some ranks and dense on others, by name.
@@ -116,7 +116,7 @@ class Reducer(GradientHooks):
         self._links: Links | None = None
         self._gathers = SparseGather(settings)
         self._layout = Layout(
-            ranks=Ranks(group.rank, group.size),
+            ranks=RankAndSize(group.rank, group.size),
             cap_bytes=settings.cap_bytes,
             scale_of=lambda dtype: self.exchange.scale_before(dtype, group.size),
             densify=settings.sparse_as_dense,
@@ -410,7 +410,7 @@ class Reducer(GradientHooks):
             self._layout.move_out(bucket, leaving)
         if not self._layout.sparse:
             return
-        count = Count.of_all(self.size) if self._count is None else self._count.on_host()
+        count = ParticipantCount.of_all(self.size) if self._count is None else self._count.on_host()
         for home in self._layout.sparse:
             param = home.slot.param
             gradient = SparseGradient(home.slot.name, param, param.grad)

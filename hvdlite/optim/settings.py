@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from ..comm.reduce_op import Average, ReduceOp, Sum
-from ..compression.casts import Compression, Travels, is_narrow, wire_dtype
+from ..compression.casts import Compression, ResolvedCompression, is_narrow, wire_dtype
 from ..compression.custom import CustomCompression
 from ..compression.kernels import divide, divide_by, scale_by
 from ..ops.reduction import Reduction
 from .exchange import Exchange
-from .flags import Count
+from .flags import ParticipantCount
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How a sum becomes an average: its terms times ``before``, and the sum times ``over``, divided by the ranks.
+    """The factors of an average: the terms times ``before``; the sum times ``over``, divided by the number of ranks.
 
     These are all ranks, or those that take part. ``over`` is None where it is to stay a sum. Where it is 1 there is no
     product, and the average is the sum divided: of equal gradients that very gradient.
@@ -32,7 +32,7 @@ class Scaling:
     before: float = 1.0
     over: float | None = None
 
-    def finish(self, total: Tensor, count: Count) -> None:
+    def finish(self, total: Tensor, count: ParticipantCount) -> None:
         """Make a flat tensor of floats, which has been summed, the average over so many ranks.
 
         Where the count is on a GPU, the tensor is there too, and nothing waits for it.
@@ -57,7 +57,7 @@ AS_IT_IS = Scaling()
 class Settings:
     """How gradients are combined; the same on every rank."""
 
-    compression: Travels
+    compression: ResolvedCompression
     op: ReduceOp
     gradient_predivide_factor: float
     cap_bytes: int

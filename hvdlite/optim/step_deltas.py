@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..comm.flat_bytes import flat_of, pieces_of
 from .exchange import Exchange, Gradients, Links
-from .flags import Count
+from .flags import ParticipantCount
 from .plan import BucketPlan
 from .step_trace import StepTrace
 
@@ -109,7 +109,7 @@ class _Bucket:
         deltas = Gradients(self._plan, delta, lambda: self._pieces(delta), what=f"{self.what} ({name})")
         begun = exchange.begin(deltas, links)
         begun.wait()
-        exchange.finish(deltas, begun, Count.of_all(links.all.size))
+        exchange.finish(deltas, begun, ParticipantCount.of_all(links.all.size))
         for param, piece in zip(self.params, self._pieces(before.add_(delta)), strict=True):
             param.copy_(piece)
 

@@ -47,7 +47,7 @@ class BucketTrace:
         return contextlib.nullcontext()
 
 
-NO_TRACK = BucketTrace()
+NO_TRACE = BucketTrace()
 
 
 class StepTrace:
@@ -63,8 +63,8 @@ class StepTrace:
     def of(self, place: int, bucket: Bucket) -> BucketTrace:
         """For the bucket that is launched as number ``place`` in this step."""
         if not self._recorder.is_on or captures(bucket.plan.device):
-            return NO_TRACK
-        return _RecordedTrack(self._recorder, self._steps, self._row(place), bucket)
+            return NO_TRACE
+        return _RecordedTrace(self._recorder, self._steps, self._row(place), bucket)
 
     def name_of(self, place: int) -> str:
         """The bucket that is launched as number ``place`` in a step, as errors and stalls name it."""
@@ -95,7 +95,7 @@ class StepTrace:
             self._recorder.write_soon()
 
 
-class _RecordedTrack(BucketTrace):
+class _RecordedTrace(BucketTrace):
     def __init__(self, recorder: Recorder, steps: Row, row: Row, bucket: Bucket) -> None:
         self._recorder = recorder
         self._steps = steps

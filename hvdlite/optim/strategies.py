@@ -26,8 +26,8 @@ from ..ops.failures import raise_together
 from ..ops.gather_scatter import all_gather_rows
 from ..ops.packing import PackedTensors, put_back
 from ..ops.reduction import Reduction, Underway
-from .exchange import Begun, Exchange, Gradients, Links
-from .flags import Count, presence_of
+from .exchange import Exchange, ExchangeWork, Gradients, Links
+from .flags import ParticipantCount, presence_of
 from .plan import BucketPlan
 from .settings import Settings
 
@@ -58,11 +58,11 @@ class SingleRank(Exchange):
     stays = True
     aligned = True
 
-    def begin(self, gradients: Gradients, links: Links) -> Begun:
+    def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
         """Launch nothing."""
-        return Begun()
+        return ExchangeWork()
 
-    def finish(self, gradients: Gradients, begun: Begun, count: Count) -> None:
+    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
         """Change nothing."""
 
 
@@ -91,7 +91,7 @@ class AllReduce(Exchange):
         cast = self._settings.compression
         return cast if isinstance(cast, CastCompression) and cast.casts(plan.dtype.to_real()) else None
 
-    def begin(self, gradients: Gradients, links: Links) -> Begun:
+    def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
         """Cast, and launch the all-reduce, of the counts too; in the bucket's own memory where nothing is cast."""
         wire, memory = as_real(gradients.with_counts), None
         cast = self._cast_of(gradients.plan)
@@ -103,9 +103,9 @@ class AllReduce(Exchange):
             cast.convert(source, gradients.scale, as_real(gradients.flat).numel(), wire)
         gradients.launching()
         work = links.all.all_reduce(wire, f"the {self.word} of the {gradients.what}")
-        return Begun([work], (links.all.size, memory), wire, takes_memory=memory is not None)
+        return ExchangeWork([work], (links.all.size, memory), wire, takes_memory=memory is not None)
 
-    def finish(self, gradients: Gradients, begun: Begun, count: Count) -> None:
+    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
         """Cast back, and make of the sum the average."""
         size, memory = begun.kept
         scaling = self._settings.scaling(gradients.plan.dtype, size)
@@ -140,7 +140,7 @@ class PackedAllReduce(Exchange):
         self._compression = settings.compression
         self._reduction = settings.of_wires()
 
-    def begin(self, gradients: Gradients, links: Links) -> Begun:
+    def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
         """Pack, wait for all ranks to have packed, and launch the wires."""
         what = f"the {self.word} of the {gradients.what}"
         tensors, words = [as_real(gradients.flat)], [f"the {gradients.plan.describe()}"]
@@ -153,14 +153,16 @@ class PackedAllReduce(Exchange):
         counts = [int(count) for count in tail.tolist()]
         sums = raise_together(links.all, pack.failure, what, layout=pack.layout, counts=counts)
         tail.copy_(torch.tensor(sums))
-        divisor = int(Count(presence_of(gradients.plan, gradients.with_counts), links.all.size))
+        divisor = int(ParticipantCount(presence_of(gradients.plan, gradients.with_counts), links.all.size))
         flats = list(pack.flats())
         underway = [self._reduction.begin(links.all, flat, counts, divisor, what) for flat, counts, _ in flats]
         works = [each.work for each in underway if each.work is not None]
         elsewhere = any(_is_elsewhere(flat, gradients.flat) for flat, _, _ in flats)
-        return Begun(works, _Packed(pack, flats, underway), flats[-1][0] if works else None, takes_memory=elsewhere)
+        return ExchangeWork(
+            works, _Packed(pack, flats, underway), flats[-1][0] if works else None, takes_memory=elsewhere
+        )
 
-    def finish(self, gradients: Gradients, begun: Begun, count: Count) -> None:
+    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
         """Unpack the averages."""
         pack, flats, underway = begun.kept
         for each, (flat, counts, packed) in zip(underway, flats, strict=True):
@@ -196,7 +198,7 @@ class StepAdasum(Exchange):
     def __init__(self, settings: Settings) -> None:
         self._compression = settings.compression
 
-    def begin(self, gradients: Gradients, links: Links) -> Begun:
+    def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
         """Combine them."""
         what = f"the {self.word} of the {gradients.what}"
         counts = [piece.spec.numel for piece in gradients.plan.slices]
@@ -205,9 +207,9 @@ class StepAdasum(Exchange):
             _combine_packed(links.all, self._compression, tensors, counts, what)
         else:
             Reduction(Adasum, compression=self._compression).all_reduce(links.all, gradients.flat, counts, 1, what)
-        return Begun()
+        return ExchangeWork()
 
-    def finish(self, gradients: Gradients, begun: Begun, count: Count) -> None:
+    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
         """Nothing is left to be done."""
 
 
@@ -260,7 +262,7 @@ class SparseGather:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    def begin(self, gradient: SparseGradient, links: Links, optimizer: str) -> Begun:
+    def begin(self, gradient: SparseGradient, links: Links, optimizer: str) -> ExchangeWork:
         """Gather the rows; ``optimizer`` is its name, by which errors and stalls tell it from others."""
         group, name, grad = links.all, gradient.name, gradient.grad
         what = f"the all-gather of the sparse gradient of {name} ({optimizer})"
@@ -268,7 +270,7 @@ class SparseGather:
         dims = group.all_gather_json(None if mine is None else mine.sparse_dim(), what)
         known = {dim for dim in dims if dim is not None}
         if not known:
-            return Begun()
+            return ExchangeWork()
         if len(known) > 1:
             raise MismatchError(f"parameter {name!r} has gradients of {sorted(known)} sparse dimensions on the ranks")
         rows = mine if mine is not None else _no_rows(gradient.like, known.pop())
@@ -276,9 +278,9 @@ class SparseGather:
         scaling = self._settings.scaling_of_wire(gradient.like.dtype.to_real(), group.size)
         indices = all_gather_rows(group, rows.indices().t(), what).t()
         mine_scaled = rows.values() if scaling.before == 1.0 else rows.values() * scaling.before
-        return Begun(kept=(indices, all_gather_rows(group, mine_scaled, what), scaling))
+        return ExchangeWork(kept=(indices, all_gather_rows(group, mine_scaled, what), scaling))
 
-    def finish(self, gradient: SparseGradient, begun: Begun, count: Count) -> None:
+    def finish(self, gradient: SparseGradient, begun: ExchangeWork, count: ParticipantCount) -> None:
         """Join them."""
         if begun.kept is None:
             return

@@ -26,14 +26,14 @@ _SHORTEST_S = 1e-9
 
 
 @dataclass(frozen=True, order=True, slots=True)
-class Engine:
+class GradientType:
     """The device type and the dtype of the gradients that it carries, such as ``cpu`` and ``float32``."""
 
     device_type: str
     dtype: str
 
     @classmethod
-    def of(cls, part: ParamSpec | BucketPlan) -> Engine:
+    def of(cls, part: ParamSpec | BucketPlan) -> GradientType:
         """The engine of a parameter's gradient, or of a bucket."""
         return cls(part.device.type, str(part.dtype).removeprefix("torch."))
 
@@ -79,7 +79,7 @@ def fit(sizes: Sequence[int], times_s: Sequence[float]) -> Line:
 
 
 def candidates(
-    specs: Sequence[ParamSpec], groups: Sequence[Sequence[str]], line_of: Mapping[Engine, Line]
+    specs: Sequence[ParamSpec], groups: Sequence[Sequence[str]], line_of: Mapping[GradientType, Line]
 ) -> list[Candidate]:
     """The powers of two from 64 KiB to the first that holds all gradients, each with its predicted step."""
 
@@ -100,7 +100,7 @@ def best(among: Sequence[Candidate]) -> Candidate:
     return min(among, key=lambda candidate: (candidate.step_s, candidate.buckets, candidate.cap_bytes))
 
 
-def step_s(specs: Sequence[ParamSpec], plans: Sequence[BucketPlan], line_of: Mapping[Engine, Line]) -> float:
+def step_s(specs: Sequence[ParamSpec], plans: Sequence[BucketPlan], line_of: Mapping[GradientType, Line]) -> float:
     """Predicted seconds from the start of backward to the last average, with these buckets."""
     travelling = {piece.spec.name for plan in plans for piece in plan.slices}
     computed, backward_s = 0, 0.0
@@ -110,10 +110,10 @@ def step_s(specs: Sequence[ParamSpec], plans: Sequence[BucketPlan], line_of: Map
             nbytes = spec.numel * spec.dtype.itemsize
             computed += nbytes
             computed_at[spec.name] = computed
-            backward_s += line_of[Engine.of(spec)].beta_s * nbytes
+            backward_s += line_of[GradientType.of(spec)].beta_s * nbytes
     done_s = 0.0
     for plan in plans:
         last = max((computed_at[piece.spec.name] for piece in plan.slices), default=0)
         ready_s = backward_s * last / computed if computed else 0.0
-        done_s = max(ready_s, done_s) + line_of[Engine.of(plan)].time_s(plan.nbytes)
+        done_s = max(ready_s, done_s) + line_of[GradientType.of(plan)].time_s(plan.nbytes)
     return done_s

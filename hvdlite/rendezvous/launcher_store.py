@@ -1,7 +1,7 @@
 """
 The store of hvdlite-run as a `torch.distributed.Store`, by which gloo and NCCL find the other ranks.
 
-C++ calls these methods from threads of its own. How an answer is got is in `client`.
+C++ calls these methods from threads of its own. How an answer is got is in `store_client`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from .store_client import Operation, StoreClient
+from .store_client import StoreClient, StoreCommand
 
 # C++ knows only the half of an instance that is its own, and finds no methods once the other half is collected:
 # an instance that it has been given must not be. There are a few for each init().
@@ -22,7 +22,7 @@ _CHECK_S = 1.0
 
 
 class LauncherStore(Store):
-    """What C++ looks up by name here has the names that it knows, which are not all those of the Python side."""
+    """A `torch.distributed.Store` that asks hvdlite-run; its methods have the names by which C++ looks them up."""
 
     def __init__(self, client: StoreClient, timeout: timedelta) -> None:
         super().__init__()
@@ -34,42 +34,42 @@ class LauncherStore(Store):
         return LauncherStore(self._client, self._timeout())
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._ask(Operation.SET, [key], [key, value])
+        self._ask(StoreCommand.SET, [key], [key, value])
 
     def get(self, key: str) -> bytes:
-        return self._ask(Operation.GET, [key], [key], self._timeout())[0]
+        return self._ask(StoreCommand.GET, [key], [key], self._timeout())[0]
 
     def add(self, key: str, value: int) -> int:
-        return int(self._ask(Operation.ADD, [key], [key, str(value)])[0])
+        return int(self._ask(StoreCommand.ADD, [key], [key, str(value)])[0])
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
-        return self._ask(Operation.COMPARE_SET, [key], [key, expected_value, desired_value])[0]
+        return self._ask(StoreCommand.COMPARE_SET, [key], [key, expected_value, desired_value])[0]
 
     def append(self, key: str, value: bytes | str) -> None:
-        self._ask(Operation.APPEND, [key], [key, value])
+        self._ask(StoreCommand.APPEND, [key], [key, value])
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._ask(Operation.CHECK, keys, keys) == [b"1"]
+        return self._ask(StoreCommand.CHECK, keys, keys) == [b"1"]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._ask(Operation.WAIT, keys, keys, self._timeout() if timeout is None else timeout)
+        self._ask(StoreCommand.WAIT, keys, keys, self._timeout() if timeout is None else timeout)
 
     def has_extended_api(self) -> bool:
         return True
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._ask(Operation.GET, keys, keys, self._timeout())
+        return self._ask(StoreCommand.GET, keys, keys, self._timeout())
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         if keys:
             items = [part for item in zip(keys, values, strict=True) for part in item]
-            self._ask(Operation.SET, keys, items)
+            self._ask(StoreCommand.SET, keys, items)
 
     def delete_key(self, key: str) -> bool:
-        return self._ask(Operation.DELETE, [key], [key]) == [b"1"]
+        return self._ask(StoreCommand.DELETE, [key], [key]) == [b"1"]
 
     def num_keys(self) -> int:
-        return int(self._ask(Operation.COUNT, [], [])[0])
+        return int(self._ask(StoreCommand.COUNT, [], [])[0])
 
     deleteKey = delete_key  # noqa: N815  # C++'s names for them
     getNumKeys = num_keys  # noqa: N815
@@ -77,7 +77,7 @@ class LauncherStore(Store):
     def _missing(self, keys: Sequence[str]) -> Sequence[str]:
         """Those of ``keys`` that are not there; all, if that cannot be found out."""
         try:
-            checks = [self._client.request(Operation.CHECK, [key.encode()], _CHECK_S) for key in keys]
+            checks = [self._client.request(StoreCommand.CHECK, [key.encode()], _CHECK_S) for key in keys]
         except (OSError, ValueError):
             return keys
         return [key for key, there in zip(keys, checks, strict=True) if there == [b"0"]] or keys
@@ -88,7 +88,11 @@ class LauncherStore(Store):
         return timeout
 
     def _ask(
-        self, operation: Operation, keys: Sequence[str], parts: Iterable[bytes | str], timeout: timedelta | None = None
+        self,
+        operation: StoreCommand,
+        keys: Sequence[str],
+        parts: Iterable[bytes | str],
+        timeout: timedelta | None = None,
     ) -> list[bytes]:
         """Without ``timeout``, what does not wait for other ranks, and takes as long as a store does."""
         patience = self._timeout() if timeout is None else timeout

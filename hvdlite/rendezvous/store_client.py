@@ -3,8 +3,8 @@ Questions to the store of hvdlite-run, over the Unix socket on which this host's
 
     any thread ── request ── a connection that is idle, or a new one ── agent ── launcher
 
-No torch here: what `torch.distributed` makes of it is in `store`. The operations and their frames are a contract
-with the launcher, whose end of it is `hvdlite_launcher.wire.worker_requests`.
+No torch here: what `torch.distributed` makes of it is in `launcher_store`. The operations and their frames are a
+contract with the launcher, whose end of it is `hvdlite_launcher.wire.worker_requests`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _HEADER = struct.Struct(">BI")  # operation or outcome, payload's length
 _LENGTH = struct.Struct(">I")
 
 
-class Operation(IntEnum):
-    """What may be asked; `hvdlite_launcher.wire.worker_requests.Operation` has what each is given and answers."""
+class StoreCommand(IntEnum):
+    """What may be asked; `hvdlite_launcher.wire.worker_requests.StoreCommand` has what each is given and answers."""
 
     SET = 1
     GET = 2
@@ -61,7 +61,9 @@ class StoreClient:
             )
         return cls(path)
 
-    def request(self, operation: Operation, parts: Iterable[bytes] = (), timeout_s: float | None = None) -> list[bytes]:
+    def request(
+        self, operation: StoreCommand, parts: Iterable[bytes] = (), timeout_s: float | None = None
+    ) -> list[bytes]:
         """The answer.
 
         Raises TimeoutError if none came in time, ConnectionError if the agent is gone, ValueError if it, or the
@@ -79,11 +81,11 @@ class StoreClient:
         return _unpack(answer)
 
     def set(self, values: Mapping[bytes, bytes]) -> None:
-        self.request(Operation.SET, [part for item in values.items() for part in item])
+        self.request(StoreCommand.SET, [part for item in values.items() for part in item])
 
     def get(self, keys: Sequence[bytes], timeout_s: float | None = None) -> list[bytes]:
         """The keys' values, as soon as all are there."""
-        return self.request(Operation.GET, keys, timeout_s)
+        return self.request(StoreCommand.GET, keys, timeout_s)
 
     def set_large(self, key: bytes, value: bytes) -> None:
         """Set a value of any size, for `get_large`."""

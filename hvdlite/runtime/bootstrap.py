@@ -41,12 +41,12 @@ from ..rendezvous.master_address import store_at_given_address
 from ..rendezvous.mpi_rendezvous import meet
 from ..rendezvous.placement import Placement, Topology, placements_to_topology
 from ..rendezvous.secret import given_secret
-from ..rendezvous.store_client import Operation, StoreClient
+from ..rendezvous.store_client import StoreClient, StoreCommand
 from ..shm.shm_factory import ShmEngineFactory
 from ..signing import Signer
 from ..timeline import session as timeline
 from .process_set_registry import Registry
-from .startup_line import greet
+from .startup_line import log_startup
 
 _GIVING_UP = timedelta(seconds=1)  # for saying so
 
@@ -113,14 +113,14 @@ def _connect(placement: Placement, patience: Patience, environment: Environment,
     client = None if placement.store_url is None else StoreClient.from_url(placement.store_url)
     if client is not None:
         undo.callback(client.close)
-    _tell_launcher(client, Operation.JOINING, placement, patience.left())
+    _tell_launcher(client, StoreCommand.JOINING, placement, patience.left())
     try:
         world = _connect_all(placement, backend, client, patience, environment, undo)
     except BaseException:
         with contextlib.suppress(CommunicationError):
-            _tell_launcher(client, Operation.GAVE_UP, placement, _GIVING_UP)
+            _tell_launcher(client, StoreCommand.GAVE_UP, placement, _GIVING_UP)
         raise
-    _tell_launcher(client, Operation.JOINED, placement, patience.left())
+    _tell_launcher(client, StoreCommand.JOINED, placement, patience.left())
     return world
 
 
@@ -159,7 +159,7 @@ def _connect_all(
     return _world_of(placement, engine_factory, meeting, environment, undo, leave=partial(_leave, client, connections))
 
 
-def _tell_launcher(client: StoreClient | None, what: Operation, placement: Placement, timeout: timedelta) -> None:
+def _tell_launcher(client: StoreClient | None, what: StoreCommand, placement: Placement, timeout: timedelta) -> None:
     """How far this rank is: others may wait for it, and the launcher knows whether it will ever come."""
     if client is None:
         return
@@ -279,7 +279,7 @@ def _world_of(
     environment = replace(environment, check_parameters=introductions[0].settings["check_parameters"])
     if placement.rank == 0:
         backend = engine_factory.backend if isinstance(engine_factory, TorchEngineFactory) else ""
-        greet(group.engine, nodes, backend, replace(environment, hierarchical=hierarchical))
+        log_startup(group.engine, nodes, backend, replace(environment, hierarchical=hierarchical))
     controller = make_controller(group, nodes, environment, ranks.patience.timeout.total_seconds())
     undo.callback(controller.close)
     # Rank 0 is the one to write it, so its variable counts.
@@ -301,7 +301,7 @@ def _require_same_switch(name: str, introductions: Sequence[Introduction], group
 
 
 def _over_shared_memory(group: Group, engine_factory: EngineFactory, ranks: Ranks) -> Group:
-    """The same ranks, all of one host, over what is fastest there; ``comm`` carry what that does not."""
+    """The same ranks, all of one host, over shared memory; ``engine_factory`` is for what that does not carry."""
     on_host = ShmEngineFactory(ranks, engine_factory, for_gpus=torch.cuda.is_available())
     shared = Group(on_host, group.rank, group.size, group.hosts, signer=group.signer.derive("shared memory"))
     group.close()

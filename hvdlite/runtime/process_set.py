@@ -1,9 +1,9 @@
 """
-Some of the ranks, as a user holds them: who they are, and whether this rank is one of them.
+`ProcessSet`: some of the ranks, as a user holds them.
 
     ProcessSet(ranks) ── add_process_set, on all ranks ── process_set_id, and a Group on its members ── removed
 
-Who registers them, and gives them numbers, is `registry`; the set of all ranks is made in `process_sets`.
+`process_set_registry` registers and numbers them; the set of all ranks is in `process_set_functions`.
 """
 
 from __future__ import annotations

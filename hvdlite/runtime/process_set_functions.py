@@ -1,7 +1,7 @@
 """
 Process sets as users and operations know them: all ranks, further ones to add and remove, and the group of each.
 
-    global_process_set ── the current world's ranks          add_process_set ── its `registry`
+    global_process_set ── the current world's ranks          add_process_set ── its `Registry`
 
 `world` knows which world that is. A set by itself is in `process_set`.
 """

@@ -3,7 +3,7 @@ The line at the start: which ranks there are, on which hosts, and how tensors tr
 
     4 ranks on 2 hosts (2 + 2); CPU tensors: shared memory within hosts, gloo (eth0) between; OMP threads 1; check on
 
-Rank 0 says it, once it is known what the choice has come to; see `entry`.
+Rank 0 says it, once it is known what the choice has come to; see `bootstrap`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..shm.shm_engine import ShmEngine
 from ..shm.shm_factory import DeviceEngine
 
 
-def greet(engine: Engine, nodes: Sequence[Hashable], backend: str, environment: Environment) -> None:
+def log_startup(engine: Engine, nodes: Sequence[Hashable], backend: str, environment: Environment) -> None:
     """Log the line, and print it to stderr where HVDLITE_VERBOSE asks for it and the log does not show it.
 
     ``nodes`` tells the ranks' hosts apart; ``backend`` is torch's name for what carries what ``engine`` does not.

@@ -1,7 +1,7 @@
 """
 The world: the one group of all ranks, and the one module variable of hvdlite.
 
-    init ── World (made in `entry`) ── rank(), size(), … ── shutdown
+    init ── World (made in `bootstrap`) ── rank(), size(), … ── shutdown
 
 Only this module knows that there is a current world; everything below is handed its `Group`.
 """

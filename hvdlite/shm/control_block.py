@@ -41,7 +41,7 @@ NOWHERE, INLINE, RESIDENT, STAGED = range(4)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DataLocation:
     """Where a rank's data of an operation lie: ``how`` is one of NOWHERE, INLINE, RESIDENT and STAGED."""
 
     how: int
@@ -71,7 +71,7 @@ class ControlBlock:
 
     # -- written by its own rank
 
-    def write_header(self, number: int, signature: bytes, place: Place) -> None:
+    def write_header(self, number: int, signature: bytes, place: DataLocation) -> None:
         """What the operation is; visible to others once it is posted."""
         header = self._headers[number % WINDOW]
         header[: SIGNATURE.size] = signature
@@ -124,9 +124,9 @@ class ControlBlock:
         """Of an operation that has been posted and is not done everywhere."""
         return self._signatures[number % WINDOW]
 
-    def place(self, number: int) -> Place:
+    def place(self, number: int) -> DataLocation:
         """Where the data of such an operation lie."""
-        return Place(*_PLACE.unpack_from(self._headers[number % WINDOW], SIGNATURE.size))
+        return DataLocation(*_PLACE.unpack_from(self._headers[number % WINDOW], SIGNATURE.size))
 
     # -- the bell: one word that all of an engine's ranks sleep at; rank 0's
 

@@ -1,5 +1,5 @@
 """
-Collectives that move data and change none: broadcast, all-gather, all-to-all, barrier; gather and scatter are of these.
+Collectives that move data and change none: broadcast, all-gather, all-to-all, barrier.
 
 Each is a generator that yields what it waits for, as those in `reductions`. Large data go through staging slots.
 """

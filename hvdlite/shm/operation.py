@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import MismatchError
 from .arithmetic import DTYPES, OPS
-from .control_block import DONE, INLINE, NOWHERE, POSTED, RESIDENT, SIGNATURE, STAGED, WINDOW, Place
+from .control_block import DONE, INLINE, NOWHERE, POSTED, RESIDENT, SIGNATURE, STAGED, WINDOW, DataLocation
 from .peers import Peers
 from .segment import Address, Piece, Segment
 
@@ -50,7 +50,7 @@ class EngineContext:
         self._staged = 0
         self._used = [0] * _SLOTS
 
-    def bytes_of(self, place: int, where: Place) -> Tensor:
+    def bytes_of(self, place: int, where: DataLocation) -> Tensor:
         """The whole piece of memory that a rank's data lie in."""
         key = (place, where.offset)
         piece = self._seen.get(key)
@@ -75,9 +75,9 @@ class EngineContext:
         self._used[self._staged % _SLOTS] = value
         self._staged += 1
 
-    def staging_place(self) -> Place:
+    def staging_place(self) -> DataLocation:
         """For the header of an operation whose first chunk will be in the next slot."""
-        return Place(STAGED, within=self.next_slot())
+        return DataLocation(STAGED, within=self.next_slot())
 
 
 class Operation:
@@ -105,22 +105,22 @@ class Operation:
 
     def show_nothing(self) -> None:
         """This rank has nothing to give."""
-        self._show(Place(NOWHERE))
+        self._show(DataLocation(NOWHERE))
 
     def show_payload(self, data: Tensor) -> None:
         """At most `PAYLOAD_BYTES`, copied."""
         self.peers.own.payloads[self.number % WINDOW][: data.numel()].copy_(data)
-        self._show(Place(INLINE))
+        self._show(DataLocation(INLINE))
 
     def show_resident(self, data: Tensor) -> bool:
         """Bytes that the others read where they lie; False if that is not in this rank's segment."""
         found = self.context.segment.find(data)
         if found is None:
             return False
-        self._show(Place(RESIDENT, *found))
+        self._show(DataLocation(RESIDENT, *found))
         return True
 
-    def _show(self, place: Place) -> None:
+    def _show(self, place: DataLocation) -> None:
         self.peers.own.write_header(self.number, self._signature, place)
         self.peers.advance(POSTED, self.end)
 
@@ -155,7 +155,7 @@ class Operation:
                 )
 
     @cached_property
-    def places(self) -> list[Place]:
+    def places(self) -> list[DataLocation]:
         """Where each rank's data lie. Once all have posted."""
         return [control_block.place(self.number) for control_block in self.peers.control_blocks]
 

@@ -24,7 +24,7 @@ from .shm_work import ShmWork
 _GRACE_S = 0.02
 
 
-class Collective(Protocol):
+class CollectiveSteps(Protocol):
     """What one operation does: an all-reduce, a broadcast, ..."""
 
     def begin(self) -> bool:
@@ -41,7 +41,7 @@ class _Entry:
 
     __slots__ = ("awaited", "collective", "has_begun", "is_shown", "operation", "steps", "work")
 
-    def __init__(self, operation: Operation, collective: Collective, work: ShmWork) -> None:
+    def __init__(self, operation: Operation, collective: CollectiveSteps, work: ShmWork) -> None:
         self.operation = operation
         self.collective = collective
         self.work = work
@@ -76,7 +76,7 @@ class Queue:
         self._is_urgent = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def submit(self, operation: Operation, collective: Collective, work: ShmWork, in_background: bool) -> None:
+    def submit(self, operation: Operation, collective: CollectiveSteps, work: ShmWork, in_background: bool) -> None:
         """Have it carried out after all before it; ``in_background``: without anybody waiting for it.
 
         To be followed by `tell`.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .arithmetic import BLOCK_BYTES, Arithmetic
-from .control_block import DONE, PAYLOAD_BYTES, POSTED, REDUCED, RESIDENT, Place
+from .control_block import DONE, PAYLOAD_BYTES, POSTED, REDUCED, RESIDENT, DataLocation
 from .operation import CHUNK_BYTES, EngineContext, Operation, Steps, share_of
 
 _REMEMBERED = 512
@@ -30,7 +30,9 @@ class Blocks:
         self._context = context
         self._made: dict[tuple[object, ...], list[list[Tensor]]] = {}
 
-    def of(self, places: Sequence[Place], dtype: torch.dtype, numel: int, share: tuple[int, int]) -> list[list[Tensor]]:
+    def of(
+        self, places: Sequence[DataLocation], dtype: torch.dtype, numel: int, share: tuple[int, int]
+    ) -> list[list[Tensor]]:
         """Block by block of elements ``share``, each rank's."""
         key = (tuple(places), dtype, numel, share)
         blocks = self._made.get(key)

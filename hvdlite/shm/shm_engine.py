@@ -3,7 +3,7 @@ The engine: collectives of `torch.distributed.ProcessGroup` on tensors of the CP
 
     a call ── checked, its turn taken ── Operation ── Queue ── ShmWork
 
-What the operations do is in `reductions` and `data_movement`; how an engine comes into being in `rendezvous`.
+What the operations do is in `reductions` and `data_movement`; how an engine is made, in `setup`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .arithmetic import DTYPES, OPS, Arithmetic, factor_of
 from .control_block import LEFT, PAYLOAD_BYTES
 from .data_movement import AllGather, AllToAll, Barrier, Broadcast
 from .operation import KINDS, EngineContext, Operation
-from .queue import Collective, Queue
+from .queue import CollectiveSteps, Queue
 from .reductions import AllReduce, Blocks, ReduceScatter
 from .segment import NoMemoryError
 from .shm_work import ShmWork
@@ -202,7 +202,7 @@ class ShmEngine:
     def _submit(
         self,
         tensors: list[Tensor],
-        make: Callable[[Operation], Collective],
+        make: Callable[[Operation], CollectiveSteps],
         kind: str,
         numel: int,
         dtype: torch.dtype,

@@ -3,7 +3,7 @@ Where ranks of one host get engines from: shared memory for tensors of the CPU, 
 
     open ── meet in the store ── ShmEngine ── with others for GPUs beside it: DeviceEngine
 
-Whether a group's ranks are on one host is for `entry` to know.
+Whether a group's ranks are on one host is known to `runtime.bootstrap`.
 """
 
 from __future__ import annotations

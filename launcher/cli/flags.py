@@ -88,7 +88,7 @@ Value = str | list[str | None] | Mapping[str, str | None] | None
 
 
 class Parser(argparse.ArgumentParser):
-    """Every flag; a new one is added here and in `HELP`, or in `horovodrun`, and nowhere else."""
+    """Every flag; a new one is added here and in `HELP`, or in `horovodrun_flags`, and nowhere else."""
 
     def __init__(self) -> None:
         super().__init__(prog="hvdlite-run", add_help=False, allow_abbrev=False)

@@ -58,7 +58,7 @@ GIVE_UP_S = 1.0
 
 
 class Screen(Protocol):
-    """Where text goes; `output.Screen`."""
+    """Where text goes; `screen.Screen`."""
 
     def show(self, output: Output) -> None: ...
     def finish(self, worker: int) -> None: ...
@@ -66,7 +66,7 @@ class Screen(Protocol):
 
 
 class Input(Protocol):
-    """Where input comes from; `stdin.Stdin`. Each read is answered by an `InputRead`."""
+    """Where input comes from; `launcher_stdin.Stdin`. Each read is answered by an `InputRead`."""
 
     def read(self) -> None: ...
 

@@ -1,6 +1,6 @@
 """Chooses which of the launcher's environment variables the workers get, from ``-x`` and ``--no-env``.
 
-What hvdlite-run itself sets for each of them is in `plan`.
+What hvdlite-run itself sets for each of them is in `worker_environment`.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _Reply = Callable[[int, bytes], None]
 
 
 class Agent(Protocol):
-    """Who holds copies; `remote.RemoteAgent`."""
+    """Who holds copies; `agents.remote_agent.RemoteAgent`."""
 
     def send(self, message: StoreCommand, /) -> None:
         """Must not wait for anything, nor change the order of what it is given."""

@@ -46,7 +46,7 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Ask:
-    """A worker's request as it came (see `request`); ``number`` is the agent's, to know the answer by."""
+    """A worker's request as it came (see `worker_requests`); ``number`` is the agent's, to know the answer by."""
 
     number: int
     operation: int

@@ -15,7 +15,7 @@ from hvdlite.comm import hierarchy
 from hvdlite.comm.admission import RevokedError
 from hvdlite.comm.engine import SingleRankFactory
 from hvdlite.comm.group import Group
-from hvdlite.comm.hierarchy import HierarchicalEngineFactory, places_of
+from hvdlite.comm.hierarchy import HierarchicalEngineFactory, host_groups_of
 from hvdlite.comm.reduce_op import Max, Min, Product, ReduceOp, Sum
 from hvdlite.signing import Signer
 
@@ -48,7 +48,7 @@ def run_kind(kind: str, size: int, function: Callable[[Group], Any], attempt: bo
 
     def rank(group: Group) -> Any:
         if kind == "two levels":
-            places = places_of(group.rank, "aabbcc"[:size])
+            places = host_groups_of(group.rank, "aabbcc"[:size])
             assert places is not None
             levels = HierarchicalEngineFactory(group._engine_factory, None, places, group.rank, "test", {"cpu"})
             group = Group(levels, group.rank, group.size, group.hosts, signer=Signer(b"test"), label="levels")

@@ -12,24 +12,24 @@ from hvdlite.comm import engine_selection, hierarchy
 from hvdlite.comm.engine import Engine, SingleRankEngine
 from hvdlite.comm.engine_selection import choose_levels, fastest
 from hvdlite.comm.group import Group
-from hvdlite.comm.hierarchy import HierarchicalEngineFactory, Places, places_of
+from hvdlite.comm.hierarchy import HierarchicalEngineFactory, HostGroups, host_groups_of
 from hvdlite.comm.reduce_op import Max, Min, Product, Sum
 
 
 def test_places_are_found_whatever_the_order_of_ranks_on_hosts():
-    assert places_of(0, "aabb") == Places((0, 1), (0, 2), ((0, 1), (2, 3)))
-    assert places_of(3, "abab") == Places((1, 3), (2, 3), ((0, 2), (1, 3)))
-    assert places_of(5, "aaabbb") == Places((3, 4, 5), (2, 5), ((0, 1, 2), (3, 4, 5)))
-    assert places_of(2, "abcabc") == Places((2, 5), (0, 1, 2), ((0, 3), (1, 4), (2, 5)))
+    assert host_groups_of(0, "aabb") == HostGroups((0, 1), (0, 2), ((0, 1), (2, 3)))
+    assert host_groups_of(3, "abab") == HostGroups((1, 3), (2, 3), ((0, 2), (1, 3)))
+    assert host_groups_of(5, "aaabbb") == HostGroups((3, 4, 5), (2, 5), ((0, 1, 2), (3, 4, 5)))
+    assert host_groups_of(2, "abcabc") == HostGroups((2, 5), (0, 1, 2), ((0, 3), (1, 4), (2, 5)))
 
 
 @pytest.mark.parametrize("nodes", ["a", "ab", "aaaa", "aab", "aaabb"])
 def test_where_hosts_are_one_or_have_one_rank_or_not_as_many_there_are_no_levels(nodes):
-    assert [places_of(rank, nodes) for rank in range(len(nodes))] == [None] * len(nodes)
+    assert [host_groups_of(rank, nodes) for rank in range(len(nodes))] == [None] * len(nodes)
 
 
 def hierarchical(group: Group, nodes: str) -> HierarchicalEngineFactory:
-    places = places_of(group.rank, nodes)
+    places = host_groups_of(group.rank, nodes)
     assert places is not None
     return HierarchicalEngineFactory(group._engine_factory, None, places, group.rank, "test", {"cpu"})
 

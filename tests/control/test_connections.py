@@ -21,7 +21,7 @@ from hvdlite.control import acceptor, connect
 from hvdlite.control.acceptor import Acceptor
 from hvdlite.control.coordinator import Coordinator
 from hvdlite.control.frames import MAX_BYTES, FrameError, Opener, Sealer
-from hvdlite.control.handshake import CHALLENGE_BYTES, HELLO_BYTES, Answerer, Caller
+from hvdlite.control.handshake import CHALLENGE_BYTES, HELLO_BYTES, HandshakeClient, HandshakeServer
 from hvdlite.control.heartbeat import LOOK_S, Heartbeat, Silence
 from hvdlite.control.incoming import MessageError, handle_message
 from hvdlite.control.mailbox import Mailbox, mailbox_pair
@@ -153,8 +153,8 @@ def test_sending_to_who_is_gone_is_no_error_and_receiving_tells_after_the_last_w
 def test_two_ends_with_one_key_come_to_one_session_and_each_connection_to_another():
     sessions = []
     for _ in range(2):
-        caller = Caller(KEY, 3)
-        answerer = Answerer(KEY, caller.hello)
+        caller = HandshakeClient(KEY, 3)
+        answerer = HandshakeServer(KEY, caller.hello)
         proof, session = caller.prove(answerer.challenge)
         assert answerer.rank == 3
         assert answerer.session(proof).sign("x") == session.sign("x")
@@ -163,21 +163,21 @@ def test_two_ends_with_one_key_come_to_one_session_and_each_connection_to_anothe
 
 
 def test_who_does_not_know_the_key_is_no_rank_and_no_rank_0():
-    caller = Caller(STRANGERS_KEY, 1)
-    answerer = Answerer(KEY, caller.hello)
+    caller = HandshakeClient(STRANGERS_KEY, 1)
+    answerer = HandshakeServer(KEY, caller.hello)
     assert caller.prove(answerer.challenge) is None
     with pytest.raises(ValueError, match="does not know the job's key"):
         answerer.session(bytes(32))
 
 
 def test_a_signature_of_rank_0_or_of_another_connection_proves_nothing():
-    answerer = Answerer(KEY, Caller(KEY, 1).hello)
+    answerer = HandshakeServer(KEY, HandshakeClient(KEY, 1).hello)
     with pytest.raises(ValueError, match="does not know"):
         answerer.session(answerer.challenge[-32:])
-    overheard = Caller(KEY, 1)
-    proof, _ = overheard.prove(Answerer(KEY, overheard.hello).challenge)
+    overheard = HandshakeClient(KEY, 1)
+    proof, _ = overheard.prove(HandshakeServer(KEY, overheard.hello).challenge)
     with pytest.raises(ValueError, match="does not know"):
-        Answerer(KEY, overheard.hello).session(proof)
+        HandshakeServer(KEY, overheard.hello).session(proof)
 
 
 # -- the door
@@ -223,7 +223,7 @@ class Entrance:
             return True
 
     def enter(self, rank: int, *, piece: int = 1000) -> None:
-        visitor, caller = self.come(), Caller(KEY, rank)
+        visitor, caller = self.come(), HandshakeClient(KEY, rank)
         self.send(visitor, caller.hello, piece)
         challenge = visitor.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
         proof, session = caller.prove(challenge)
@@ -257,7 +257,7 @@ def test_who_is_silent_or_talks_nonsense_holds_up_nobody(entrance, caplog):
     nonsense.sendall(secrets.token_bytes(100_000)[: HELLO_BYTES * 50])
     assert entrance.is_closed(nonsense)
     nobody = entrance.come()
-    nobody.sendall(Caller(KEY, 77).hello)
+    nobody.sendall(HandshakeClient(KEY, 77).hello)
     assert entrance.is_closed(nobody)
     entrance.enter(2)
     assert "does not speak as hvdlite's ranks do" in caplog.text
@@ -267,7 +267,7 @@ def test_who_is_silent_or_talks_nonsense_holds_up_nobody(entrance, caplog):
 
 def test_a_rank_cannot_be_stolen_by_who_does_not_know_the_key_nor_taken_twice(entrance):
     thief = entrance.come()
-    thief.sendall(Caller(STRANGERS_KEY, 1).hello)
+    thief.sendall(HandshakeClient(STRANGERS_KEY, 1).hello)
     entrance.serve()
     thief.recv(CHALLENGE_BYTES, socket.MSG_WAITALL)
     thief.sendall(bytes(32))
@@ -275,7 +275,7 @@ def test_a_rank_cannot_be_stolen_by_who_does_not_know_the_key_nor_taken_twice(en
     assert entrance.admitted == []
     entrance.enter(1)
     second = entrance.come()
-    second.sendall(Caller(KEY, 1).hello)
+    second.sendall(HandshakeClient(KEY, 1).hello)
     assert entrance.is_closed(second)
     assert entrance.admitted == [1]
 

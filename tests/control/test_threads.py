@@ -14,7 +14,7 @@ from worlds import PLAIN, attempt_worlds, run_worlds
 import hvdlite as hvd
 from hvdlite.comm.group import Group
 from hvdlite.control import incoming, thread_labels
-from hvdlite.control.thread_labels import Caller, ThreadLabels
+from hvdlite.control.thread_labels import CallingThread, ThreadLabels
 from hvdlite.environment import Environment
 from hvdlite.runtime import world as world_module
 from hvdlite.runtime.world import current_world
@@ -304,11 +304,11 @@ def test_without_the_check_a_second_thread_is_refused_while_one_is_in_a_call(mon
 # -- the rules
 
 
-def caller(name: str, *rivals: str, others: tuple[str, ...] = ()) -> Caller:
+def caller(name: str, *rivals: str, others: tuple[str, ...] = ()) -> CallingThread:
     """Of a thread, where these others have called, and those live beside it."""
     label = thread_labels._label_of(name)
     beside = [thread_labels._label_of(each) for each in (*rivals, *others)]
-    return Caller(label, name, bool(rivals), label in beside, tuple(map(thread_labels._label_of, others)))
+    return CallingThread(label, name, bool(rivals), label in beside, tuple(map(thread_labels._label_of, others)))
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_whether_two_ranks_threads_are_the_same_one(one, other, fits):
 
 def test_what_a_thread_says_of_itself_is_short_once_it_is_the_only_caller():
     known = ThreadLabels()
-    seen: list[Caller] = []
+    seen: list[CallingThread] = []
     done = threading.Event()
     beside = threading.Thread(target=done.wait, name="loader-1", daemon=True)
     beside.start()
@@ -350,7 +350,7 @@ def test_what_a_thread_says_of_itself_is_short_once_it_is_the_only_caller():
     first, second = seen
     assert (first.label, first.name) == ("worker", "worker-3")
     assert "loader" in first.others
-    assert second == Caller("worker", "worker-3")
+    assert second == CallingThread("worker", "worker-3")
     assert second.pack() == ["worker", "worker-3"]
     for each in seen:
         assert incoming._caller(json.loads(json.dumps(each.pack()))) == each
@@ -363,7 +363,7 @@ def test_threads_that_python_has_not_made_are_one_caller(monkeypatch):
     known = ThreadLabels()
     monkeypatch.setattr(threading, "current_thread", threading._DummyThread)
     assert known.of_call("key").name == "autograd"
-    assert known.of_call("key") == Caller("autograd", "autograd")
+    assert known.of_call("key") == CallingThread("autograd", "autograd")
 
 
 def test_the_world_of_a_thread_is_that_of_its_rank():

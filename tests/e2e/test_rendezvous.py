@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 PRELUDE = """
 import os, signal, socket, sys, threading
-from hvdlite.rendezvous.store_client import Operation, StoreClient
+from hvdlite.rendezvous.store_client import StoreCommand, StoreClient
 rank, size = int(os.environ["HVDLITE_RANK"]), int(os.environ["HVDLITE_SIZE"])
 store = StoreClient.from_url(os.environ["HVDLITE_STORE"])
 def all_are_here(what):
@@ -106,7 +106,7 @@ def test_garbage_on_the_socket_disturbs_nobody(launch):
         "        except OSError:\n"
         "            pass\n"
         "all_are_here(b'end')\n"
-        "print(store.request(Operation.COUNT)[0].decode())"
+        "print(store.request(StoreCommand.COUNT)[0].decode())"
     )
     out = _ended_well(launch("-np", "3", *_python(program)))
     assert sorted(out.splitlines()) == [f"[{rank}]<stdout>:3" for rank in range(3)]

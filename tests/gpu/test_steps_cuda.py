@@ -16,7 +16,7 @@ import hvdlite as hvd
 from hvdlite.comm.engine import EngineFactory, SingleRankFactory, SubsetEngineFactory
 from hvdlite.comm.gloo import Patience, Ranks
 from hvdlite.comm.group import Group
-from hvdlite.comm.hierarchy import HierarchicalEngineFactory, Places
+from hvdlite.comm.hierarchy import HierarchicalEngineFactory, HostGroups
 from hvdlite.signing import Signer
 
 pytestmark = [
@@ -44,7 +44,7 @@ class OneRankOfEach(SubsetEngineFactory):
 
 def over_a_hierarchy() -> EngineFactory:
     flat = OneRankOfEach(dist.HashStore(), "cpu:gloo,cuda:nccl", [0], 0, timedelta(seconds=60))
-    return HierarchicalEngineFactory(flat, None, Places((0,), (0,), ((0,),)), 0, "test", {"cuda"})
+    return HierarchicalEngineFactory(flat, None, HostGroups((0,), (0,), ((0,),)), 0, "test", {"cuda"})
 
 
 CHANNELS = [SingleRankFactory, over_nccl, over_a_hierarchy]

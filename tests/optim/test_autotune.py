@@ -23,7 +23,7 @@ from hvdlite.optim.autotune import tuned_cap
 from hvdlite.optim.plan import ParamSpec
 from hvdlite.optim.probe import SIZES, measure
 from hvdlite.optim.settings import Settings
-from hvdlite.optim.tuning import Engine, Line, best, candidates, fit
+from hvdlite.optim.tuning import GradientType, Line, best, candidates, fit
 
 KIB = 2**10
 DEFAULT = 16 * 2**20
@@ -98,7 +98,7 @@ def test_all_ranks_take_the_cap_that_suits_the_slowest_though_their_clocks_diffe
     outcomes = run_paced(3, line, rank)
     slowest = Line(3 * line.alpha_s, 3 * line.beta_s)
     specs = [ParamSpec.of(name, param) for name, param in named]
-    expected = best(candidates(specs, [], {Engine("cpu", "float32"): slowest}))
+    expected = best(candidates(specs, [], {GradientType("cpu", "float32"): slowest}))
     assert expected.buckets == buckets
     assert [cap for cap, _ in outcomes] == [expected.cap_bytes] * 3
     assert len({calls for _, calls in outcomes}) == 1

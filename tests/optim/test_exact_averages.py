@@ -13,7 +13,7 @@ from worlds import run_worlds
 import hvdlite as hvd
 from hvdlite.comm import hierarchy
 from hvdlite.comm.group import Group
-from hvdlite.comm.hierarchy import HierarchicalEngineFactory, places_of
+from hvdlite.comm.hierarchy import HierarchicalEngineFactory, host_groups_of
 from hvdlite.ops.reduction import Reduction
 
 SIZES = [1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 5, 6)), 7,
@@ -178,7 +178,7 @@ def test_so_it_is_within_hosts_and_between_them(monkeypatch):
     values = [with_room(seed, 1001, dtype) for seed, dtype in enumerate(FLOATS)]
 
     def rank(group: Group) -> None:
-        places = places_of(group.rank, "aaabbb")
+        places = host_groups_of(group.rank, "aaabbb")
         assert places is not None
         engine_factory = HierarchicalEngineFactory(group._engine_factory, None, places, group.rank, "test", {"cpu"})
         engine = engine_factory.open()

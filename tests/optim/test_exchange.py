@@ -23,16 +23,16 @@ class ScaledSigns(hvd.Exchange):
     def __init__(self) -> None:
         self.residual: dict[str, Tensor] = {}
 
-    def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.Begun:
+    def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.ExchangeWork:
         for name, piece in zip(gradients.names, gradients.pieces, strict=True):
             whole = piece + self.residual.get(name, 0.0)
             piece.copy_(whole.sign() * whole.abs().mean())
             self.residual[name] = whole - piece
         within = links.within.all_reduce(gradients.flat, f"the signs of the {gradients.what}")
         within.wait()
-        return hvd.Begun([links.across.all_reduce(gradients.flat, f"the signs of the {gradients.what}")])
+        return hvd.ExchangeWork([links.across.all_reduce(gradients.flat, f"the signs of the {gradients.what}")])
 
-    def finish(self, gradients: hvd.Gradients, begun: hvd.Begun, count: int) -> None:
+    def finish(self, gradients: hvd.Gradients, begun: hvd.ExchangeWork, count: int) -> None:
         gradients.flat.div_(int(count))
 
     def state_dict(self) -> dict[str, Any]:
@@ -49,12 +49,12 @@ class Looking(hvd.Exchange):
         self.seen: list[tuple[list[str], int, list[tuple[int, ...]], bool]] = []
         self.counts: list[int] = []
 
-    def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.Begun:
+    def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.ExchangeWork:
         shapes = [tuple(piece.shape) for piece in gradients.pieces]
         self.seen.append((gradients.names, gradients.flat.numel(), shapes, gradients.takes_part))
-        return hvd.Begun([links.all.all_reduce(gradients.flat, f"the sum of the {gradients.what}")])
+        return hvd.ExchangeWork([links.all.all_reduce(gradients.flat, f"the sum of the {gradients.what}")])
 
-    def finish(self, gradients: hvd.Gradients, begun: hvd.Begun, count: int) -> None:
+    def finish(self, gradients: hvd.Gradients, begun: hvd.ExchangeWork, count: int) -> None:
         self.counts.append(int(count))
         gradients.flat.div_(int(count))
 
@@ -204,12 +204,12 @@ def test_buckets_travel_during_backward():
 
 def test_links_lead_within_hosts_and_across_them():
     class Summing(hvd.Exchange):
-        def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.Begun:
+        def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.ExchangeWork:
             self.ranks = links.within.ranks, links.across.ranks, links.all.ranks
             links.within.all_reduce(gradients.flat, "within").wait()
-            return hvd.Begun([links.across.all_reduce(gradients.flat, "across")])
+            return hvd.ExchangeWork([links.across.all_reduce(gradients.flat, "across")])
 
-        def finish(self, gradients: hvd.Gradients, begun: hvd.Begun, count: int) -> None:
+        def finish(self, gradients: hvd.Gradients, begun: hvd.ExchangeWork, count: int) -> None:
             gradients.flat.div_(int(count))
 
     def on(hosts: list[str]) -> Callable[[Group], Any]:
@@ -305,7 +305,7 @@ def test_what_an_exchange_has_launched_before_it_failed_writes_into_no_later_gra
     class Failing(Looking):
         fails = True
 
-        def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.Begun:
+        def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.ExchangeWork:
             begun = super().begin(gradients, links)
             if self.fails:
                 launched[links.all.rank] = gradients.flat

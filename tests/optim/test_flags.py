@@ -5,26 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvdlite.optim.flags import TAKES_PART, Count, Flags, Ranks, presence_of
+from hvdlite.optim.flags import TAKES_PART, Flags, ParticipantCount, RankAndSize, presence_of
 from hvdlite.optim.plan import ParamSpec, plan_buckets
 
 LEFT_OUT, COUNTS_AS_ZERO = (1, 0), (0, 0)
 
 
-def summed_tail(size: int, absent: dict[int, tuple[int, int]], wire: torch.dtype) -> tuple[Flags, torch.Tensor, Count]:
+def summed_tail(
+    size: int, absent: dict[int, tuple[int, int]], wire: torch.dtype
+) -> tuple[Flags, torch.Tensor, ParticipantCount]:
     """The bucket after the wires of all ranks were added up in their own dtype, one after the other."""
     spec = ParamSpec("w", (3,), (1,), torch.float32, torch.device("cpu"), trainable=True)
-    (plan,) = plan_buckets([spec], cap_bytes=0, count_slots=Ranks(0, size).count_slots)
+    (plan,) = plan_buckets([spec], cap_bytes=0, count_slots=RankAndSize(0, size).count_slots)
     total = torch.zeros(plan.numel, dtype=wire)
     for rank in range(size):
-        flags, buffer = Flags(plan, Ranks(rank, size)), torch.zeros(plan.numel)
+        flags, buffer = Flags(plan, RankAndSize(rank, size)), torch.zeros(plan.numel)
         if rank in absent:
             flags.write_presence(buffer, absent[rank])
         else:
             flags.write_usual(buffer)
         total += buffer.to(wire)
     back = total.float()
-    return flags, back, Count(presence_of(plan, back), size)
+    return flags, back, ParticipantCount(presence_of(plan, back), size)
 
 
 @pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16, torch.float32])
@@ -51,5 +53,5 @@ def test_where_all_sit_out_nobody_divides_by_zero():
 
 
 def test_up_to_128_ranks_are_one_element():
-    assert [Ranks(0, size).count_slots for size in (1, 128, 129, 3000)] == [1, 1, 2, 24]
+    assert [RankAndSize(0, size).count_slots for size in (1, 128, 129, 3000)] == [1, 1, 2, 24]
     assert TAKES_PART == (0, 1)

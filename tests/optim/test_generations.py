@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from worlds import run_generations
 
 import hvdlite as hvd
-from hvdlite.optim.exchange import Begun, Gradients, Links
-from hvdlite.optim.flags import Count
+from hvdlite.optim.exchange import ExchangeWork, Gradients, Links
+from hvdlite.optim.flags import ParticipantCount
 
 SIZES = [3, 2, 1, 3, 3]
 
@@ -86,10 +86,10 @@ class Counts(hvd.Exchange):
     def __init__(self) -> None:
         self.times: collections.Counter[str] = collections.Counter()
 
-    def begin(self, gradients: Gradients, links: Links) -> Begun:
-        return Begun([links.all.all_reduce(gradients.flat, gradients.what)])
+    def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
+        return ExchangeWork([links.all.all_reduce(gradients.flat, gradients.what)])
 
-    def finish(self, gradients: Gradients, begun: Begun, count: Count) -> None:
+    def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
         gradients.flat.div_(int(count))
         self.times.update(gradients.names)
 

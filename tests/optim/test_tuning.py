@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from hvdlite.optim.plan import ParamSpec, plan_buckets
 from hvdlite.optim.probe import SIZES
-from hvdlite.optim.tuning import SMALLEST_CAP_BYTES, Candidate, Engine, Line, best, candidates, fit, step_s
+from hvdlite.optim.tuning import SMALLEST_CAP_BYTES, Candidate, GradientType, Line, best, candidates, fit, step_s
 
 KIB = 2**10
-CPU32 = Engine("cpu", "float32")
+CPU32 = GradientType("cpu", "float32")
 latencies = st.floats(1e-6, 1e-2)
 # Seconds for a byte: from 100 GB/s to 10 MB/s.
 paces = st.floats(1e-11, 1e-7)
@@ -95,7 +95,7 @@ def test_a_step_is_as_long_as_its_buckets_make_it_one_after_the_other():
 def test_each_bucket_takes_what_its_own_engine_needs_and_frozen_ones_nothing():
     specs = [spec("wide", 64, dtype=torch.float64), spec("frozen", 64, trainable=False), spec("plain", 64)]
     plans = [plan for plan in plan_buckets(specs, cap_bytes=0) if not plan.asleep]
-    line_of = {CPU32: Line(1.0, 0.0), Engine("cpu", "float64"): Line(10.0, 0.0)}
+    line_of = {CPU32: Line(1.0, 0.0), GradientType("cpu", "float64"): Line(10.0, 0.0)}
     assert step_s(specs, plans, line_of) == 11.0
 
 

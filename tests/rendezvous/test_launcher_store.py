@@ -19,7 +19,7 @@ from local_store import local_agents
 import hvdlite as hvd
 from hvdlite.errors import says_peer_lost
 from hvdlite.rendezvous.launcher_store import LauncherStore
-from hvdlite.rendezvous.store_client import MAX_REQUEST_BYTES, Operation, StoreClient
+from hvdlite.rendezvous.store_client import MAX_REQUEST_BYTES, StoreClient, StoreCommand
 
 TIMEOUT = timedelta(seconds=10)
 
@@ -174,7 +174,7 @@ def test_an_answer_that_comes_too_late_is_nobody_elses(agents):
     with pytest.raises(TimeoutError):
         client.get([b"late"], timeout_s=0.01)
     client.set({b"late": b"!"})
-    assert client.request(Operation.COUNT) == [b"1"]
+    assert client.request(StoreCommand.COUNT) == [b"1"]
 
 
 @pytest.mark.parametrize("size", [0, 1, 3 << 20, pytest.param(50 << 20, marks=pytest.mark.slow)])
@@ -210,12 +210,12 @@ def test_a_value_too_large_for_one_request_says_what_to_use(agents):
 
 def test_the_launcher_hears_of_the_ranks_that_join(agents):
     client = StoreClient(agents[0].path)
-    client.request(Operation.JOINING, [b"3"])
-    client.request(Operation.JOINED, [b"3"])
-    client.request(Operation.GAVE_UP, [b"3"])
+    client.request(StoreCommand.JOINING, [b"3"])
+    client.request(StoreCommand.JOINED, [b"3"])
+    client.request(StoreCommand.GAVE_UP, [b"3"])
     assert agents[0].sent == [Joining(3), Joined(3), GaveUp(3)]
     with pytest.raises(ValueError, match="no such rank"):
-        client.request(Operation.JOINING, [b"4"])
+        client.request(StoreCommand.JOINING, [b"4"])
 
 
 def test_a_forked_child_has_connections_of_its_own(agents):

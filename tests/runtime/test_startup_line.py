@@ -9,10 +9,10 @@ import torch
 
 import hvdlite as hvd
 from hvdlite.comm.engine import SingleRankEngine
-from hvdlite.comm.hierarchy import HierarchicalEngine, Places
+from hvdlite.comm.hierarchy import HierarchicalEngine, HostGroups
 from hvdlite.environment import Environment
 from hvdlite.log import open_log
-from hvdlite.runtime.startup_line import describe_start, greet
+from hvdlite.runtime.startup_line import describe_start, log_startup
 from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.shm.shm_factory import DeviceEngine
 
@@ -21,7 +21,7 @@ SHARED = object.__new__(ShmEngine)
 
 
 def levels(scatter: object, *devices: str) -> HierarchicalEngine:
-    return HierarchicalEngine(FLAT, scatter, FLAT, FLAT, Places((0, 1), (0, 2), ((0, 1), (2, 3))), set(devices))
+    return HierarchicalEngine(FLAT, scatter, FLAT, FLAT, HostGroups((0, 1), (0, 2), ((0, 1), (2, 3))), set(devices))
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +97,7 @@ def test_tensors_of_gpus_have_a_way_of_their_own(monkeypatch):
 def test_it_is_said_once_and_only_where_it_is_asked_for(environment, seen, capsys):
     open_log(environment, 0)
     try:
-        greet(FLAT, "a", "", environment)
+        log_startup(FLAT, "a", "", environment)
     finally:
         open_log(Environment(), 0)
     assert capsys.readouterr().err == seen
