@@ -31,7 +31,10 @@ class ThreadEngineFactory:
     def open(self) -> Any:
         store = dist.PrefixStore(f"channel{self._opened}", self._store)
         self._opened += 1
-        return self._wrap(TorchEngine(dist.ProcessGroupGloo(store, self._rank, self._size, TIMEOUT)))
+        group = dist.ProcessGroupGloo(store, self._rank, self._size, TIMEOUT)
+        # One that is dropped at once must not be gone before the others have connected to it.
+        group.allreduce([torch.zeros(1)]).wait()
+        return self._wrap(TorchEngine(group))
 
     def close(self, engine: Any, /) -> None:
         return
