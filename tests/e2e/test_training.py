@@ -236,9 +236,9 @@ def test_peak_memory_is_no_higher_than_ddps_with_gradients_as_bucket_views(launc
         peaks[ddp].append(json.loads(out.rpartition(b":")[2]))
     gradients_kib = 20 * 1001 * 1000 * 4 // 1024
     assert min(peaks[False]) > gradients_kib, "the gradients themselves must show, or nothing is measured"
-    # Runs of either differ by 2 %, with how many all-reduces gloo happens to have buffers for at a time. One bucket
-    # more would be a fifth.
-    assert median(peaks[False]) <= 1.03 * median(peaks[True]), peaks
+    # Runs of either differ by some per cent, with how many all-reduces gloo happens to have buffers for at a time, and
+    # with what other programs put into /dev/shm meanwhile. One bucket more would be a fifth.
+    assert median(peaks[False]) <= 1.1 * median(peaks[True]), peaks
 
 
 def test_a_step_on_arrival_has_the_bits_of_the_ordinary_one_over_whatever_engine_init_has_chosen(launch, tmp_path):
