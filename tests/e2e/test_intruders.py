@@ -69,8 +69,8 @@ class Held(c10d.ProcessGroupGloo):
         super().__init__(*arguments, **named)
 
 c10d.ProcessGroupGloo = torch.distributed.ProcessGroupGloo = Held
-hold(entry, "introduce")
-hold(engine_factory, "meet")
+hold(bootstrap, "introduce")
+hold(shm_factory, "meet")
 hold(connect, "_reach")
 torch.set_num_threads(1)
 torch.manual_seed(rank)
