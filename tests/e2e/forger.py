@@ -33,7 +33,7 @@ def main() -> None:
         with tempfile.TemporaryFile() as short:
             where = {"host": "a", "pid": os.getpid(), "fd": short.fileno(), "file": short.fileno(), "token": 0}
             # Wherever that is: rank 0 has told of its own there.
-            key_of_control_block = _key(store, "board0")[:-1] + "1"
+            key_of_control_block = _key(store, "control block0")[:-1] + "1"
             store.set(key_of_control_block.replace("control block", "seen"), "{}")
             store.set(key_of_control_block, json.dumps(where))
             print("forged", flush=True)
