@@ -69,6 +69,8 @@ def test_sets_of_a_second_world_over_the_programs_own_store_meet_anew(launch, tm
         hvd.shutdown()
     dist.barrier()
     dist.destroy_process_group()
-    print("done")
+    print("done", flush=True)
+    # PyTorch 2.13 now and then aborts where the interpreter goes before a thread of the program's own gloo group.
+    os._exit(0)
     """
     _run(launch, tmp_path, body)

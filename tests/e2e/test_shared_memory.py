@@ -37,6 +37,10 @@ def train(model, optimizer, rank, size, steps=5, at_step=lambda step: None):
 def sgd(model): return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 """
 
+# PyTorch 2.13 now and then aborts where the interpreter goes before a thread of a gloo group of the program's own has
+# dropped its last tensor.
+AT_ONCE = "os._exit(0)\n"
+
 
 @lru_cache
 def why_no_mounts() -> str | None:
@@ -321,8 +325,9 @@ hvd.init()
 assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item() == hvd.size() == 2
 hvd.shutdown()
 dist.destroy_process_group()
-print("done")
+print("done", flush=True)
 """
+        + AT_ONCE
     )
     code, out, err = run(launch, program)
     assert code == 0, err
@@ -346,8 +351,9 @@ for backend, each in models.items():
     train(wrapped, sgd(wrapped), dist.get_rank(), 2, steps=6)
 for one, other in zip(*(each.parameters() for each in models.values())):
     torch.testing.assert_close(one, other)
-print("done")
+print("done", flush=True)
 """
+        + AT_ONCE
     )
     code, out, err = run(launch, program)
     assert code == 0, err

@@ -73,6 +73,8 @@ def test_a_process_group_of_the_program_is_adopted_and_survives(launch, tmp_path
     dist.all_reduce(one)
     assert one.item() == 2
     dist.destroy_process_group()
+    # PyTorch 2.13 now and then aborts where the interpreter goes before a thread of the program's own gloo group.
+    os._exit(0)
     """
     code, _, err = launch("-np", "2", sys.executable, program(tmp_path, body)).ended()
     assert code == 0, err.decode()
