@@ -1,9 +1,10 @@
 """
-The world: the one group of all ranks, and the one module variable of hvdlite.
+The world that this process is in: `init`, `shutdown`, and what `rank()` and `size()` read.
 
     init ── World (made in `bootstrap`) ── rank(), size(), … ── shutdown
 
-Only this module knows that there is a current world; everything below is handed its `Group`.
+Only this module knows that there is a current world; everything below is handed its `Group`. What outlives a world in
+this process, such as the number of the next `init`, is kept in `bootstrap` and `rendezvous`.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class Peers:
                 return False
         if not _READS_IN_ORDER:
             # The caller now reads the headers and payloads that these counters stand for. ARM may have read those
-            # already, before the counters above: without a fence here a rank sums what lay there one turn earlier.
+            # already, before the counters above: without a fence here a rank sums what lay there one operation before.
             fence()
         return True
 
