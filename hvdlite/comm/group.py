@@ -25,7 +25,7 @@ from ..errors import CommunicationError, PeerLostError, WrongTypeError, says_pee
 from ..signing import TAG_BYTES, Signer, digest
 from ..values import shown, whole_number
 from .admission import RevokedError
-from .engine import ClosedEngine, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError, SingleRankFactory
+from .engine import ClosedEngine, Done, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError, SingleRankFactory
 from .flat_bytes import as_bytes, pieces_of
 from .reduce_op import OP_OF_ENGINE, ReduceOp, Sum
 from .work import Watch, Work
@@ -276,19 +276,27 @@ class Group:
 
         ``counts`` are their bytes, where all ranks know them already; else they are exchanged first.
         """
-        mine = as_bytes(tensor)
         if counts is None:
-            sizes = self._all_gather_even(torch.tensor([mine.numel()], dtype=torch.int64), what)
+            sizes = self._all_gather_even(torch.tensor([tensor.nbytes], dtype=torch.int64), what)
             counts = [int(size.item()) for size in sizes]
-        longest = max(counts)
+        parts, work = self.begin_all_gather(tensor, what, counts)
+        work.wait()
+        return parts
+
+    def begin_all_gather(self, tensor: Tensor, what: str, counts: Sequence[int]) -> tuple[list[Tensor], Work]:
+        """The flat bytes of every rank's contiguous tensor, in rank order, to be read when the work is done.
+
+        ``counts`` are their sizes in bytes, equal on all ranks. They travel padded to the longest.
+        """
+        mine, longest = as_bytes(tensor), max(counts)
+        if longest == 0:
+            return [mine.new_empty(0) for _ in counts], Work(Done(), what, self._watch, self.error_of)
         padded = mine
         if mine.numel() < longest:
             padded = mine.new_zeros(longest)
             padded[: mine.numel()].copy_(mine)
-        if longest == 0:
-            return [mine.new_empty(0) for _ in counts]
-        gathered = self._all_gather_even(padded, what)
-        return [part[:count] for part, count in zip(gathered, counts, strict=True)]
+        gathered, work = self._begin_all_gather_even(padded, what)
+        return [part[:count] for part, count in zip(gathered, counts, strict=True)], work
 
     def all_to_all(
         self, tensor: Tensor, sent_bytes: Sequence[int], received_bytes: Sequence[int], what: str
@@ -407,13 +415,17 @@ class Group:
         return self.all_gather_json(value, what)
 
     def _all_gather_even(self, tensor: Tensor, what: str) -> list[Tensor]:
+        outputs, work = self._begin_all_gather_even(tensor, what)
+        work.wait()
+        return outputs
+
+    def _begin_all_gather_even(self, tensor: Tensor, what: str) -> tuple[list[Tensor], Work]:
         outputs = [torch.empty_like(tensor) for _ in range(self.size)]
         try:
             work = self.engine.allgather([outputs], [tensor])
         except RuntimeError as error:
             raise self.error_of(what, error) from error
-        self._begun(work, what).wait()
-        return outputs
+        return outputs, self._begun(work, what)
 
 
 def _first_line(error: BaseException) -> str:

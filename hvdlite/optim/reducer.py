@@ -35,8 +35,9 @@ from .in_flight import InFlight
 from .layout import Layout
 from .settings import Settings
 from .slot import Slot
+from .sparse_gather import SparseGather, SparseGradient
 from .step_deltas import StepDeltas
-from .strategies import SparseGather, SparseGradient, exchange_of
+from .strategies import exchange_of
 
 # Wires beside a bucket's own memory that are under way together, at most: one travels while the next is made.
 _WIRES = 2
@@ -413,12 +414,10 @@ class Reducer(GradientHooks):
         if not self._layout.sparse:
             return
         count = ParticipantCount.of_all(self.size) if self._count is None else self._count.on_host()
-        for home in self._layout.sparse:
-            param = home.slot.param
-            gradient = SparseGradient(home.slot.name, param, param.grad)
-            begun = self._gathers.begin(gradient, links, self._tracks.optimizer)
-            self._gathers.finish(gradient, begun, count)
-            param.grad = gradient.grad
+        slots = [home.slot for home in self._layout.sparse]
+        gradients = [SparseGradient(slot.name, slot.param, slot.param.grad) for slot in slots]
+        for gradient, average in self._gathers.averaged(gradients, links.all, self._tracks.optimizer, count):
+            gradient.param.grad = average
 
     def drop_gradients(self) -> None:
         """Leave no parameter a gradient, and give the memory of the buckets back, until the next one comes."""

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from hvdlite.comm.gloo import Patience
+from hvdlite.comm.gloo import InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.torch_engine import TorchEngine
 from hvdlite.control.generation import Generation
@@ -51,7 +51,7 @@ class SharedEngineFactory(ThreadEngineFactory):
     def open(self) -> Any:
         store = dist.PrefixStore(f"channel{self._opened}", self._store)
         self._opened += 1
-        context = meet(store, self._rank, self._size, open_segment(), Patience(TIMEOUT), Signer(b"test"))
+        context = meet(store, self._rank, self._size, open_segment(), InitTimeout(TIMEOUT), Signer(b"test"))
         return self._wrap(ShmEngine(context, "test"))
 
     def close(self, engine: Any, /) -> None:
