@@ -9,13 +9,12 @@ classes whose methods take one tensor. Inside this package ``import torch`` is P
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-
-import hvdlite
 
 from .errors import HvdliteError
 
@@ -176,11 +175,13 @@ def init(
     there are process sets: a ValueError says so.
     """
     # Here and not above, as in `hvdlite` itself: the import of this module is to take no time.
+    from . import init as init_hvdlite  # noqa: PLC0415
+    from . import is_initialized  # noqa: PLC0415
     from .communicator import check_comm  # noqa: PLC0415
 
-    if not hvdlite.is_initialized():
+    if not is_initialized():
         check_comm(comm, _size_to_be())
-    hvdlite.init(timeout_s, process_sets=process_sets, check_parameters=check_parameters)
+    init_hvdlite(timeout_s, process_sets=process_sets, check_parameters=check_parameters)
 
 
 def check_extension(*_: object) -> None:
@@ -213,6 +214,6 @@ if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
         if name == "Compression":
             from .compression.horovod_compressors import Compression as value  # noqa: PLC0415, N813
         else:
-            value = getattr(hvdlite, name)
+            value = getattr(importlib.import_module("hvdlite"), name)
         globals()[name] = value
         return value
