@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, Store
 
-from ..comm.gloo import Patience
+from ..comm.gloo import InitTimeout
 from ..signing import Signer
 from .segment import NoMemoryError
 from .setup import meet, open_segment
@@ -39,7 +39,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, as s
         super().__init__(rank, size)
         try:
             # Who can write to the store that torch.distributed has been given is trusted.
-            context = meet(store, rank, size, open_segment(), Patience(timeout), Signer(b""))
+            context = meet(store, rank, size, open_segment(), InitTimeout(timeout), Signer(b""))
         except NoMemoryError as error:
             raise RuntimeError(
                 f"{NAME} is for ranks of one host that share memory: {error}. Use gloo between hosts, and where "
