@@ -10,11 +10,11 @@ hvdlite: two lines around an optimizer, and its gradients are averaged over all 
 What is public is here, and made elsewhere. Packages and modules import only what stands before them, and within a
 package its own docstring has the order:
 
-    errors < values < files < signing < ignored < environment < log < launch < rendezvous < worker_main < comm < shm
-           < control < timeline < compression < runtime < ops < optim < links < communicator
+    errors < values < files < signing < ignored < environment < log < run_in_workers < rendezvous < worker_main < comm
+           < shm < control < timeline < compression < runtime < ops < optim < links < communicator
 
-None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under
-Horovod's names, `horovod`, which makes programs find it under these, and `bench`, which measures all of it.
+None of them imports hvdlite_launcher, but for `run_in_workers`, when `run` is called. Above them stand `torch`, the
+same under Horovod's names, `horovod`, which makes programs find it under these, and `bench`, which measures all of it.
 """
 
 from .comm.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
@@ -29,7 +29,6 @@ from .errors import (
     NotInitializedError,
     PeerLostError,
 )
-from .launch import run
 from .ops.batch_norm import SyncBatchNorm
 from .ops.broadcast import allgather_object, broadcast_object, broadcast_parameters
 from .ops.join import join
@@ -64,6 +63,7 @@ from .ops.operations import (
 from .optim.exchange import Exchange, ExchangeWork, Gradients, Links
 from .optim.optimizer import DistributedOptimizer
 from .optim.optimizer_state import broadcast_optimizer_state
+from .run_in_workers import run
 from .runtime.built import (
     ccl_built,
     cuda_built,

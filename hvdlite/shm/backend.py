@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, Store
 
-from ..comm.gloo import Patience
+from ..comm.gloo import InitTimeout
 from ..signing import Signer
 from .segment import NoMemoryError
 from .setup import meet, open_segment
@@ -39,7 +39,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, as s
         super().__init__(rank, size)
         try:
             # Who can write to the store that torch.distributed has been given is trusted.
-            context = meet(store, rank, size, open_segment(), Patience(timeout), Signer(b""))
+            context = meet(store, rank, size, open_segment(), InitTimeout(timeout), Signer(b""))
         except NoMemoryError as error:
             raise RuntimeError(
                 f"{NAME} is for ranks of one host that share memory: {error}. Use gloo between hosts, and where "
@@ -124,14 +124,14 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, as s
         ((tensor,),) = (inputs,)
         empty = tensor.new_empty(0)
         parts = outputs[0] if self.rank() == opts.rootRank else [empty] * self.size()
-        sent = [tensor if place == opts.rootRank else empty for place in range(self.size())]
+        sent = [tensor if group_rank == opts.rootRank else empty for group_rank in range(self.size())]
         return self._engine.alltoall(parts, sent)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> ShmWork:
         ((output,),) = (outputs,)
         empty = output.new_empty(0)
         sent = inputs[0] if self.rank() == opts.rootRank else [empty] * self.size()
-        received = [output if place == opts.rootRank else empty for place in range(self.size())]
+        received = [output if group_rank == opts.rootRank else empty for group_rank in range(self.size())]
         return self._engine.alltoall(received, sent)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:

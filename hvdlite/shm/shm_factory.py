@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore
 
 from ..comm.engine import Engine, EngineFactory, EngineWork, SingleRankFactory
-from ..comm.gloo import Ranks
+from ..comm.gloo import ConnectingRanks
 from ..comm.hierarchy import HostEngine
 from ..log import log
 from .segment import NoMemoryError, Segment
@@ -76,7 +76,7 @@ class DeviceEngine:
 class ShmEngineFactory:
     """Engines for ranks of one host. Where shared memory is missing on one of them, torch's on all."""
 
-    def __init__(self, ranks: Ranks, torchs: EngineFactory, *, for_gpus: bool) -> None:
+    def __init__(self, ranks: ConnectingRanks, torchs: EngineFactory, *, for_gpus: bool) -> None:
         """``torchs`` gives other engines between the same ranks, ``for_gpus`` beside these."""
         self._ranks = ranks
         self._torchs = torchs
@@ -93,7 +93,7 @@ class ShmEngineFactory:
             self._segment = _segment_or_error()
         try:
             store, signer = PrefixStore(label, ranks.store), ranks.signer.derive(label)
-            context = meet(store, ranks.rank, ranks.size, self._segment, ranks.patience, signer)
+            context = meet(store, ranks.rank, ranks.size, self._segment, ranks.init_timeout, signer)
         except NoMemoryError as error:
             self._close_unused()
             self._warn(error)
@@ -130,11 +130,11 @@ class ShmEngineFactory:
             self._segment.close()
             self._segment = None
 
-    def among(self, places: Sequence[int], place: int, token: str, /) -> EngineFactory:
-        if len(places) == 1:
+    def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
+        if len(group_ranks) == 1:
             return SingleRankFactory()
-        ranks = self._ranks.among(places, place, token)
-        return ShmEngineFactory(ranks, self._torchs.among(places, place, token), for_gpus=self._for_gpus)
+        ranks = self._ranks.among(group_ranks, group_rank, token)
+        return ShmEngineFactory(ranks, self._torchs.among(group_ranks, group_rank, token), for_gpus=self._for_gpus)
 
     def _warn(self, error: NoMemoryError) -> None:
         if self._ranks.rank == 0 and not self._has_warned:
