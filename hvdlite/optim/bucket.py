@@ -287,5 +287,5 @@ class Bucket:
         return self._flags.read_wake(self.memory.tail, alone=alone)
 
     def count(self, size: int) -> ParticipantCount:
-        """After the all-reduce: how many of ``size`` ranks took part, whatever becomes of the bucket then."""
-        return ParticipantCount(presence_of(self.plan, self.memory.tail).clone(), size)
+        """How many of ``size`` ranks took part; to be read when the counts of all ranks are in the bucket."""
+        return ParticipantCount(presence_of(self.plan, self.memory.tail), size)

@@ -142,6 +142,10 @@ class ParticipantCount:
             self._there = torch.where(self._presence[0] > 0, active, float(self._size))
         return self._there
 
+    def keep(self) -> None:
+        """Take a copy, so that nothing changes with what becomes of the bucket."""
+        self._presence = self._presence.clone()
+
     def on_host(self) -> ParticipantCount:
         """The same to be read on any device; waits for its own."""
         return ParticipantCount(self._presence.cpu(), self._size)

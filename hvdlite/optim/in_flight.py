@@ -94,11 +94,13 @@ class InFlight:
         bucket.accept()
         if self._counting is not None:
             as_real(bucket.memory.tail).copy_(self._counting[0])
-        if count is None:
-            count = bucket.count(self._size)
-        self._exchange.finish(self._gradients, self._begun, count)
+        # The counts may travel in the exchange's wire, and are in the bucket when it has finished.
+        count_of_step = bucket.count(self._size) if count is None else count
+        self._exchange.finish(self._gradients, self._begun, count_of_step)
         bucket.hold()
-        return count
+        if count is None:
+            count_of_step.keep()
+        return count_of_step
 
     def _wait(self) -> None:
         if self._counting is not None:

@@ -21,7 +21,6 @@ import hvdlite as hvd
 from hvdlite.comm.group import Group
 from hvdlite.optim import parameter_check
 
-
 OPTIM = Path(parameter_check.__file__).parent
 
 
