@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..comm.group import Group
 from ..comm.reduce_op import Adasum
-from ..compression.casts import CastCompression, Compression
+from ..compression.casts import CastCompression
 from ..compression.custom import CustomCompression, Packed
 from ..ops.failures import raise_together
 from ..ops.packing import PackedTensors, put_back
@@ -45,7 +45,7 @@ def exchange_of(settings: Settings, size: int) -> Exchange:
         return StepAdasum(settings)
     if settings.packs:
         return PackedAllReduce(settings)
-    if size == 1 and settings.compression is Compression.none:
+    if settings.leaves_gradients(size):
         return SingleRank()
     return AllReduce(settings)
 
@@ -54,7 +54,6 @@ class SingleRank(Exchange):
     """Leaves gradients where autograd has put them: a rank alone takes no bucket's memory and copies nothing."""
 
     by_host = False
-    stays = True
     aligned = True
 
     def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
@@ -195,7 +194,6 @@ class StepAdasum(Exchange):
     word = "Adasum"
     by_host = False
     after_step = True
-    stays = True
     aligned = True
     during_backward = False
 
