@@ -6,7 +6,7 @@ What happens to the gradients of a bucket between the ranks: one strategy, an `E
 
 An exchange sees gradients and nothing else. When a bucket is full, in which order buckets travel and who waits for them
 is the `Reducer`'s; which ranks have used a parameter, and how many take part, travels beside the gradients, exactly.
-Those that come with hvdlite are in `strategies`; a user passes another to ``hvd.DistributedOptimizer(exchange=...)``.
+Those that come with hvdlite are in `exchanges`; a user passes another to ``hvd.DistributedOptimizer(exchange=...)``.
 """
 
 from __future__ import annotations

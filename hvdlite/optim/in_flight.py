@@ -19,10 +19,10 @@ from torch import Tensor
 from ..comm.work import Work
 from .bucket import Bucket
 from .exchange import Exchange, Gradients, Links
+from .exchanges import as_real
 from .flags import ParticipantCount
 from .parameter_check import ParameterCheck
 from .step_trace import BucketTrace, StepTrace, captures
-from .strategies import as_real
 
 # Wires beside a bucket's own memory that are under way together, at most: one travels while the next is made.
 _WIRES = 2

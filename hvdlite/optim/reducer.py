@@ -27,6 +27,7 @@ from ..control.generation import Generation
 from ..errors import GradientError, NotInitializedError
 from ..ops.failures import raise_together
 from .exchange import Links
+from .exchanges import exchange_of
 from .flags import RankAndSize
 from .gradient_hooks import GradientHooks, number_of_backward, too_many_passes
 from .in_flight import BucketQueue
@@ -35,7 +36,6 @@ from .settings import Settings
 from .slot import Slot
 from .sparse_gather import SparseParameters
 from .step_deltas import StepDeltas
-from .strategies import exchange_of
 
 
 class Phase(enum.Enum):

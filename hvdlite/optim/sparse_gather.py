@@ -22,12 +22,12 @@ from ..errors import MismatchError
 from ..ops.rows import RowGather, row_bytes
 from ..ops.sendable import plain_tensor
 from .bucket import Bucket
+from .exchanges import as_real
 from .flags import ParticipantCount
 from .layout import Layout
 from .plan import first_of
 from .settings import Settings
 from .slot import Slot
-from .strategies import as_real
 
 
 @dataclass(slots=True)

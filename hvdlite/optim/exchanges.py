@@ -1,10 +1,10 @@
 """
 The exchanges that come with hvdlite, and which of them an optimizer has.
 
-    AllReduce         a bucket is cast where a compression says so, summed over all ranks, and divided
-    PackedAllReduce   a compression of the user's own makes wires of its gradients, which are summed and divided
-    StepAdasum        what each rank's own step has changed is combined (arXiv 2006.02924)
-    SingleRank        there is nobody to exchange anything with
+    AllReduce            a bucket is cast where a compression says so, summed over all ranks, and divided
+    CompressedAllReduce  a compression of the user's own makes wires of its gradients, which are summed and divided
+    StepAdasum           what each rank's own step has changed is combined (arXiv 2006.02924)
+    SingleRank           there is nobody to exchange anything with
 
 Sparse gradients go another way, beside any of these: see `sparse_gather`.
 """
@@ -44,7 +44,7 @@ def exchange_of(settings: Settings, size: int) -> Exchange:
     if settings.op is Adasum:
         return StepAdasum(settings)
     if settings.packs:
-        return PackedAllReduce(settings)
+        return CompressedAllReduce(settings)
     if settings.leaves_gradients(size):
         return SingleRank()
     return AllReduce(settings)
@@ -124,7 +124,7 @@ class AllReduce(Exchange):
         scaling.finish(total, count)
 
 
-class PackedAllReduce(Exchange):
+class CompressedAllReduce(Exchange):
     """Lets a compression of the user's own pack a bucket's gradients into wires, and averages those.
 
     Ranks tell each other first that it worked on all of them, with equal sizes, and their counts: so a compression that
