@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 TRAIN = """
 import os, sys
@@ -78,7 +78,7 @@ def run(command: list[str], tmp_path: Path, body: str = "", **env: str) -> tuple
         command, env={**ENVIRONMENT, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
     )
     try:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=250)
     except subprocess.TimeoutExpired:
         for child in [*psutil.Process(process.pid).children(recursive=True), process]:
             child.kill()

@@ -66,9 +66,11 @@ def with_shm():
     return words
 
 
-def run(launch, program: str, *, size: int = 2, within=(), env=None, **options) -> tuple[int, str, str]:
+def run(
+    launch, program: str, *, size: int = 2, within=(), env=None, timeout_s: float = 90, **options
+) -> tuple[int, str, str]:
     job = launch("-np", str(size), *within, sys.executable, "-c", IMPORTS + program, env=env, **options)
-    code, out, err = job.ended()
+    code, out, err = job.ended(timeout_s)
     job.assert_gone()
     return code, out.decode(), err.decode()
 
@@ -254,13 +256,14 @@ def test_nothing_is_left_of_ranks_that_are_killed_and_nothing_ever_had_a_name(la
     wait_until(lambda: used() == 0, TEARDOWN_S, lambda: f"{used()} bytes are left")
 
 
+@pytest.mark.timeout(400)
 def test_optimizers_and_worlds_that_come_and_go_leave_no_memory(launch):
     program = """
 import gc, time
 def maps(): return sum(" /dev/shm/" in line for line in open("/proc/self/maps"))
 def settle(count):
     # A thread of an engine's may hold it a moment longer.
-    give_up_at = time.monotonic() + 20
+    give_up_at = time.monotonic() + 60
     while maps() != count:
         assert time.monotonic() < give_up_at, (maps(), count)
         time.sleep(0.01)
@@ -283,10 +286,15 @@ for world in range(3):
     gc.collect()
     settle(0)
     opened.append(len(os.listdir("/proc/self/fd")))
-assert opened[0] == opened[2], opened
+    # A connection of the world before may be about to be closed.
+    give_up_at = time.monotonic() + 60
+    while opened[-1] > opened[0] and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+        opened[-1] = len(os.listdir("/proc/self/fd"))
+assert opened[0] >= opened[2], opened
 print("steady")
 """
-    code, out, err = run(launch, program)
+    code, out, err = run(launch, program, timeout_s=300)
     assert code == 0, err
     assert out.count("steady") == 2, out
 
