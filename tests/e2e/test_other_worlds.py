@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROGRAM = """
 import json, os, sys
@@ -22,7 +22,7 @@ param = torch.nn.Parameter(torch.zeros(2))
 told = []
 for variables in json.loads(sys.argv[1]):
     os.environ.update(variables)
-    hvd.init(timeout_s=60)
+    hvd.init(timeout_s=400)
     param.data.zero_()
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), [("weight", param)])
     optimizer.zero_grad()
@@ -35,13 +35,13 @@ print(json.dumps(told), flush=True)
 """
 
 
-def meet_in(worlds: list[tuple[int, dict[int, int]]], **env: str) -> dict[int, Any]:
+def meet_in(worlds: list[tuple[int, dict[int, int]]]) -> dict[int, Any]:
     """What each process tells of its worlds, which are the number of a store, and the ranks by process.
 
     The stores are served here, as torchrun's agent serves them, on ports that the system chooses.
     """
     stores = [
-        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=400))
         for _ in range(1 + max(number for number, _ in worlds))
     ]
     variables: dict[int, list[dict[str, str]]] = {}
@@ -50,18 +50,19 @@ def meet_in(worlds: list[tuple[int, dict[int, int]]], **env: str) -> dict[int, A
             variables.setdefault(process, []).append(
                 {"RANK": str(rank), "WORLD_SIZE": str(len(ranks)), "MASTER_PORT": str(stores[number].port)}
             )
+    inherited = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
     common = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     started = {
         process: subprocess.Popen(
             [sys.executable, "-c", PROGRAM, json.dumps(each)],
-            env={**os.environ, **common, **env},
+            env=inherited | common,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
         for process, each in variables.items()
     }
     try:
-        outputs = {process: popen.communicate(timeout=200) for process, popen in started.items()}
+        outputs = {process: popen.communicate(timeout=500) for process, popen in started.items()}
     finally:
         for popen in started.values():
             popen.kill()
@@ -71,19 +72,11 @@ def meet_in(worlds: list[tuple[int, dict[int, int]]], **env: str) -> dict[int, A
     return {process: json.loads(out) for process, (out, _) in outputs.items()}
 
 
-def test_ranks_that_come_go_and_change_places_meet_in_other_stores_and_again_in_the_first():
+def test_ranks_that_come_go_and_change_meet_in_other_stores_and_again_in_the_first():
     worlds = [(0, {0: 0, 1: 1}), (1, {2: 0, 0: 1, 1: 2}), (2, {2: 0, 1: 1}), (0, {0: 0, 1: 1})]
     told = meet_in(worlds)
     averages = {2: 1.5, 3: 2.0}
     for process, each in told.items():
-        expected = [(ranks[process], len(ranks)) for _, ranks in worlds if process in ranks]
-        assert [(rank, size, average) for rank, size, average, *_ in each] == [
-            (rank, size, averages[size]) for rank, size in expected
-        ]
-
-
-@pytest.mark.parametrize("chosen", [None, "lo"])
-def test_the_interface_that_was_chosen_for_ranks_of_one_host_is_chosen_for_that_world_alone(chosen):
-    env = {} if chosen is None else {"GLOO_SOCKET_IFNAME": chosen}
-    told = meet_in([(0, {0: 0, 1: 1})], **env)
-    assert [each[0][3:] for each in told.values()] == [["lo", chosen]] * 2
+        own = [(ranks[process], len(ranks)) for _, ranks in worlds if process in ranks]
+        # All are on one host, and gloo listens on its loopback interface: while they are in such a world.
+        assert each == [[rank, size, averages[size], "lo", None] for rank, size in own]
