@@ -35,9 +35,7 @@ from ..log import log, open_log
 from ..rendezvous.host_address import LOOPBACK, interface_of
 from ..rendezvous.launcher_store import LauncherStore
 from ..rendezvous.launchers import read_placement, refuse_place_of_horovods
-from ..rendezvous.master_address import store_at_given_address
 from ..rendezvous.placement import Placement, Topology, placements_to_topology
-from ..rendezvous.pmi_rendezvous import rendezvous_by_pmi
 from ..rendezvous.process_state import ProcessState
 from ..rendezvous.rank_info import RankInfo, agree_on_secret, exchange_rank_info, refuse
 from ..rendezvous.secret import given_secret
@@ -190,11 +188,16 @@ def _meeting_place(
 
     Under a prefix of its own for every meeting there: one after a shutdown does not read the first one's keys.
     """
+    # Imported where they are used: each launcher needs one of these ways.
     if placement.launcher is not None:
+        from ..rendezvous.pmi_rendezvous import rendezvous_by_pmi  # noqa: PLC0415
+
         return rendezvous_by_pmi(placement, os.environ, process, timeout)
     if client is not None:
         number = process.next_meeting(placement.store_url)
         return PrefixStore(f"init{number}", LauncherStore(client, timeout)), None
+    from ..rendezvous.master_address import store_at_given_address  # noqa: PLC0415
+
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     number = process.next_meeting((address, port))
     store = store_at_given_address(process, placement.rank, placement.size, address, port, timeout)
