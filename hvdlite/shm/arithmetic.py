@@ -83,8 +83,8 @@ class Arithmetic:
             self._chain(flipped, flipped[0])
             torch.bitwise_xor(flipped[0], _LOWEST, out=result)
             return
-        # In place where the result is the first term, or there are no more than two: no later term is overwritten.
-        if len(terms) <= 2 or result is terms[0]:
+        # The result may be one of the first two terms: they are read before it is written, those after them are not.
+        if all(term.data_ptr() != result.data_ptr() for term in terms[2:]):
             self._chain(terms, result)
         else:
             total = self._memory(result.dtype, result.numel())
