@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 _HUGE_PAGE_BYTES = 2**21
-# From here on malloc gets memory of its own from Linux for each tensor (its M_MMAP_THRESHOLD is at most this), and gives
-# it back with the tensor: what is advised is this tensor's alone, and every time its pages are new.
+# From here on malloc gets memory of its own from Linux for each tensor (its M_MMAP_THRESHOLD is at most this), and
+# gives it back with the tensor: what is advised is this tensor's alone, and every time its pages are new.
 _LEAST_HUGE_BYTES = 2**25
 
 

@@ -1,11 +1,11 @@
 """
-The ranks that communicate together, and the collectives that all else is made of.
+`Group`: ranks that communicate, and the collectives that they call.
 
     Group (rank, size, hosts) ── an operation on its engine ── Work (wait, or what went wrong)
 
-A group is handed to whoever communicates; nothing here is global. Which group is the whole job's is
-known to `world`. Errors of the engine leave here as hvdlite's own, with the rank, the host and what was
-under way.
+Transport alone: who is in the group, its engine, and groups made of it. A group is handed to whoever communicates;
+`runtime.world` knows which one is the whole job's. Errors of the engine leave here as hvdlite's own, with the rank,
+the host and what was under way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,11 +25,19 @@ from ..errors import CommunicationError, PeerLostError, WrongTypeError, says_pee
 from ..signing import TAG_BYTES, Signer, digest
 from ..values import shown, whole_number
 from .admission import RevokedError
-from .engine import ClosedEngine, Done, Engine, EngineFactory, EngineWork, HasMemory, OnePassEngine, PeerGoneError, SingleRankFactory
+from .engine import (
+    ClosedEngine,
+    Done,
+    Engine,
+    EngineFactory,
+    EngineWork,
+    HasMemory,
+    OnePassEngine,
+    PeerGoneError,
+    SingleRankFactory,
+)
 from .flat_bytes import as_bytes, pieces_of
-from .recorder import Recorder
 from .reduce_op import OP_OF_ENGINE, Average, ReduceOp, Sum
-from .reducer_registry import OneThread, ReducerRegistry
 from .work import Watch, Work
 
 MAX_JSON_BYTES = 64 << 20
@@ -54,16 +61,18 @@ class Group:
         hosts: Sequence[str],
         *,
         signer: Signer,
+        watch: Watch | None = None,
         set_id: int = 0,
         ranks: Sequence[int] | None = None,
         label: str = "all",
     ) -> None:
         """``rank`` and ``hosts`` are by rank in this group; ``ranks`` are the global ranks, all if not given.
 
-        ``signer`` has a key that these ranks have in common, and no other group. ``set_id`` is the number of the
-        process set that these ranks are, 0 of all. ``label`` is equal on all of them, and no other group's.
+        ``signer`` has a key that these ranks have in common, and no other group. ``watch`` is told of every collective,
+        as is that of all groups made of this one; one of its own if not given. ``set_id`` is the number of the process
+        set that these ranks are, 0 of all. ``label`` is equal on all of them, and no other group's.
         """
-        self._label = label
+        self.label = label
         self.signer = signer
         self._signed_count = 0
         self._duplicate_count = 0
@@ -78,18 +87,7 @@ class Group:
         self.hosts = tuple(hosts)
         self.set_id = set_id
         self.ranks = tuple(range(size)) if ranks is None else tuple(ranks)
-        self.watch = Watch()
-        # Backward passes (autograd's numbers) whose gradients some optimizer has stepped with. A GAN's
-        # two optimizers share a group: what one generator step leaves behind in the discriminator is
-        # recognised by it. A few suffice: gradients do not stay pending for long.
-        self.stepped_backwards: deque[int] = deque(maxlen=64)
-        # What happens when on this rank, for a timeline.
-        self.recorder = Recorder()
-
-        # Who averages gradients among these ranks; `join` sits out steps for them.
-        self.reducers = ReducerRegistry()
-        # For making those, and whatever else has channels of its own.
-        self.opening = OneThread(size)
+        self._watch = Watch() if watch is None else watch
 
     def duplicate(self) -> Group:
         """The same ranks over an engine of its own (as MPI's Comm_dup). Every rank must call it.
@@ -105,11 +103,11 @@ class Group:
             self.size,
             self.hosts,
             signer=signer,
+            watch=self._watch,
             set_id=self.set_id,
             ranks=self.ranks,
-            label=f"{self._label}.{self._duplicate_count}",
+            label=f"{self.label}.{self._duplicate_count}",
         )
-        self._share_with(group)
         group._duplicate_of = self
         self._duplicates.add(group)
         return group
@@ -123,18 +121,17 @@ class Group:
         engine_factory = self._engine_factory.among(group_ranks, group_ranks.index(self.rank), token)
         hosts = [self.hosts[group_rank] for group_rank in group_ranks]
         signer = self.signer.derive("among", token)
-        group = Group(
+        return Group(
             engine_factory,
             group_ranks.index(self.rank),
             len(group_ranks),
             hosts,
             signer=signer,
+            watch=self._watch,
             set_id=set_id,
             ranks=ranks,
             label=token,
         )
-        self._share_with(group)
-        return group
 
     def part(self, group_ranks: Sequence[int], *, token: str) -> Group:
         """Like `among`, by their ranks in this group, for as long as this group is open: it is closed with it."""
@@ -150,16 +147,8 @@ class Group:
     def alone(self) -> Group:
         """This rank by itself."""
         signer = self.signer.derive("alone", self.rank)
-        ranks = [self.ranks[self.rank]]
-        group = Group(SingleRankFactory(), 0, 1, [self.hosts[self.rank]], signer=signer, ranks=ranks, label="alone")
-        self._share_with(group)
-        return group
-
-    def _share_with(self, group: Group) -> None:
-        """Give another group of this rank what is the rank's own."""
-        group.stepped_backwards = self.stepped_backwards
-        group.watch = self.watch
-        group.recorder = self.recorder
+        ranks, hosts = [self.ranks[self.rank]], [self.hosts[self.rank]]
+        return Group(SingleRankFactory(), 0, 1, hosts, signer=signer, watch=self._watch, ranks=ranks, label="alone")
 
     def close(self) -> None:
         """Give the engine back, and those of the duplicates. Waits for nobody.
@@ -247,7 +236,7 @@ class Group:
 
     def _error_of_end(self, where: str, words: str, seen: int | None = None) -> CommunicationError:
         """A rank has left: the global rank ``seen``, if the engine says which."""
-        rank, by_itself = self.watch.first_end() or (seen, False)
+        rank, by_itself = self._watch.first_end() or (seen, False)
         if rank is None or rank not in self.ranks:
             who = "another rank"
         else:
@@ -263,10 +252,10 @@ class Group:
 
     def _begun(self, work: EngineWork, what: str) -> Work:
         # So ranks can tell which of them have not begun what others wait for.
-        watch = self.watch
-        number = watch.begun[self._label] = watch.begun.get(self._label, 0) + 1
+        watch = self._watch
+        number = watch.begun[self.label] = watch.begun.get(self.label, 0) + 1
         watch.beginners.add(threading.get_ident())
-        return Work(work, what, watch, self.error_of, (self._label, number, self.ranks))
+        return Work(work, what, watch, self.error_of, (self.label, number, self.ranks))
 
     def all_reduce(self, tensor: Tensor, what: str, op: ReduceOp = Sum) -> Work:
         """Combine a contiguous tensor over all ranks, in place; of a dtype and an op that engines know.
@@ -323,7 +312,7 @@ class Group:
         """
         mine, longest = as_bytes(tensor), max(counts)
         if longest == 0:
-            return [mine.new_empty(0) for _ in counts], Work(Done(), what, self.watch, self.error_of)
+            return [mine.new_empty(0) for _ in counts], Work(Done(), what, self._watch, self.error_of)
         padded = mine
         if mine.numel() < longest:
             padded = mine.new_zeros(longest)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from ..comm.recorder import OPERATIONS
+from ..comm.recorder import OPERATIONS, Recorder
 from .handle import Handle
 from .operation import Execution, Run
 
@@ -29,10 +29,9 @@ class Agreed:
     execution: Execution
     since_ns: int = field(default_factory=time.monotonic_ns)
 
-    def carry_out(self) -> None:
+    def carry_out(self, recorder: Recorder) -> None:
         """Do it in this thread; what it comes to, or what goes wrong, is the handle's."""
         execution = self.execution
-        recorder = execution.group.recorder
         if recorder.is_on:
             recorder.note_waiting(execution.what, self.since_ns, time.monotonic_ns())
         try:
@@ -47,7 +46,8 @@ class Agreed:
 class Executor:
     """Carries out what is put in, in this order, on a thread of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._queue: SimpleQueue[Agreed | Callable[[], None] | None] = SimpleQueue()
         # The operation that is being carried out, and since when (`time.monotonic`).
         self.current: tuple[str, float] | None = None
@@ -111,6 +111,6 @@ class Executor:
             item.handle.fail(self._refusal(item.handle.what))
         else:
             self.current = (item.execution.what, time.monotonic())
-            item.carry_out()
+            item.carry_out(self._recorder)
             self.current = None
         self.ended += 1

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..comm.group import Group
+from ..control.generation import Generation
 from ..errors import GradientError, MismatchError, NotInitializedError
 from ..ops.failures import raise_together
 from .bucket import Bucket
@@ -60,6 +61,7 @@ class Connection:
     """
 
     group: Group
+    generation: Generation
     settings: Settings
     check_parameters: bool | int = False
     world: Group | None = None
@@ -86,7 +88,7 @@ class Reducer(GradientHooks):
     def __init__(self, connect: Callable[[], Connection], backward_passes_per_step: int = 1) -> None:
         """``connect`` finds the ranks in the world of the time; a NotInitializedError where there is none."""
         connection = connect()
-        super().__init__(connection.group, backward_passes_per_step, connection.check_parameters)
+        super().__init__(connection.group, connection.generation, backward_passes_per_step, connection.check_parameters)
         self._connect = connect
         # What has been taken in: the parameters by name, and which of them are to share a bucket.
         self._added: list[tuple[dict[str, Tensor], list[list[str]]]] = []
@@ -147,7 +149,7 @@ class Reducer(GradientHooks):
             self._spoilt_by, self._is_closed = None, False
         self._backwards.clear()
         exchanged = self.exchange.state_dict()
-        self._join(connection.group, connection.check_parameters)
+        self._join(connection.group, connection.generation, connection.check_parameters)
         # Autotune's cap stays.
         self._plan(replace(connection, settings=replace(connection.settings, cap_bytes=self.settings.cap_bytes)))
         if exchanged:
@@ -493,7 +495,7 @@ class Reducer(GradientHooks):
     def _stepped(self) -> None:
         """The optimizer has used the gradients."""
         if self._deltas is None:
-            self._ranks.stepped_backwards.extend(self._backwards)
+            self._reducers.stepped_backwards.extend(self._backwards)
         self._backwards.clear()
         if self._phase in (Phase.AVERAGED, Phase.DROPPED):
             self._phase = Phase.IDLE
@@ -571,7 +573,7 @@ class Reducer(GradientHooks):
         So it is with a GAN's discriminator after the generator's step: the generator's backward passes
         through it and leaves gradients that nobody asked for.
         """
-        return bool(self._backwards) and self._backwards <= set(self._ranks.stepped_backwards)
+        return bool(self._backwards) and self._backwards <= set(self._reducers.stepped_backwards)
 
     def _require_surplus(self, slot: Slot) -> None:
         if self._world is not None and self._world.is_closed:

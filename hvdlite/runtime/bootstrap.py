@@ -30,6 +30,7 @@ from ..comm.gloo import ConnectingRanks, Connections, InitTimeout, open_proven
 from ..comm.group import Group
 from ..control.connect import make_controller
 from ..control.controller import Controller
+from ..control.generation import Generation
 from ..environment import DYNAMIC, Environment
 from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError
 from ..log import log, open_log
@@ -59,10 +60,15 @@ _generation_in: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDic
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of the job, the process that is in it, and what is to be done once the group is closed."""
+    """One generation of the world, as this process is in it.
+
+    ``group`` are all ranks, ``generation`` is what their groups have in common here (there it says what there is one of
+    in a process, in a generation, for a group, a set, a thread); ``leave`` is to be called once the group is closed.
+    """
 
     topology: Topology
     group: Group
+    generation: Generation
     controller: Controller
     environment: Environment
     sets: Registry
@@ -260,7 +266,15 @@ def _world_of(
     infos, ranks = meeting.infos, meeting.ranks
     placements = [info.placement for info in infos]
     topology = placements_to_topology(placement.rank, placements)
-    group = Group(engine_factory, placement.rank, placement.size, topology.hosts, signer=ranks.signer)
+    generation = Generation()
+    group = Group(
+        engine_factory,
+        placement.rank,
+        placement.size,
+        topology.hosts,
+        signer=ranks.signer,
+        watch=generation.watch,
+    )
     undo.callback(group.close)
     for remark in environment.remarks if placement.rank == 0 else ():
         log.warning(remark)
@@ -269,7 +283,7 @@ def _world_of(
     nodes = [placement.node for placement in placements]
     within = None
     if environment.shm and topology.local_size == len(placements) > 1:
-        group = _over_shared_memory(group, engine_factory, ranks)
+        group = _over_shared_memory(group, generation, engine_factory, ranks)
         undo.callback(group.close)
     elif environment.shm and topology.local_size > 1:
         within = _between_neighbours(placement, nodes, engine_factory, ranks)
@@ -282,14 +296,16 @@ def _world_of(
     if placement.rank == 0:
         backend = engine_factory.backend if isinstance(engine_factory, TorchEngineFactory) else ""
         log_startup(group.engine, nodes, backend, replace(environment, hierarchical=hierarchical))
-    controller = make_controller(group, nodes, environment, ranks.init_timeout.timeout.total_seconds())
+    timeout_s = ranks.init_timeout.timeout.total_seconds()
+    controller = make_controller(group, generation, nodes, environment, timeout_s)
     undo.callback(controller.close)
     # Rank 0 is the one to write it, so its variable counts.
     timeline_path = infos[0].settings["timeline"]
     if timeline_path not in (None, DYNAMIC):
-        undo.callback(group.recorder.forget)
-        timeline.start(group, controller, timeline_path)
-    return World(topology, group, controller, environment, Registry(group, controller), leave, os.getpid())
+        undo.callback(generation.recorder.forget)
+        timeline.start(generation.recorder, group, controller, timeline_path)
+    sets = Registry(group, controller, generation)
+    return World(topology, group, generation, controller, environment, sets, leave, os.getpid())
 
 
 def _require_same_switch(name: str, infos: Sequence[RankInfo], group: Group) -> None:
@@ -302,10 +318,13 @@ def _require_same_switch(name: str, infos: Sequence[RankInfo], group: Group) -> 
             )
 
 
-def _over_shared_memory(group: Group, engine_factory: EngineFactory, ranks: ConnectingRanks) -> Group:
+def _over_shared_memory(
+    group: Group, generation: Generation, engine_factory: EngineFactory, ranks: ConnectingRanks
+) -> Group:
     """The same ranks, all of one host, over shared memory; ``engine_factory`` is for what that does not carry."""
     on_host = ShmEngineFactory(ranks, engine_factory, for_gpus=torch.cuda.is_available())
-    shared = Group(on_host, group.rank, group.size, group.hosts, signer=group.signer.derive("shared memory"))
+    signer = group.signer.derive("shared memory")
+    shared = Group(on_host, group.rank, group.size, group.hosts, signer=signer, watch=generation.watch)
     group.close()
     return shared
 

@@ -30,8 +30,8 @@ class _AllRanks(ProcessSet):
         return list(current_world().group.ranks)
 
     def membership(self) -> Membership:
-        group = current_world().group
-        return Membership(0, group.rank, group)
+        world = current_world()
+        return Membership(0, world.group.rank, world.group, world.generation)
 
     def __str__(self) -> str:
         return super().__str__() if is_initialized() else "global_process_set"

@@ -115,7 +115,7 @@ def shutdown() -> None:
     with contextlib.ExitStack() as steps:
         for step in (leaving.leave, leaving.group.close, leaving.sets.close, leaving.controller.close):
             steps.callback(step)
-        timeline.leave(leaving.group, leaving.controller)
+        timeline.leave(leaving.generation.recorder, leaving.group, leaving.controller)
 
 
 def is_initialized() -> bool:
@@ -191,7 +191,7 @@ def _end_of_program() -> None:
     world = _world
     # A forked child has the connections too, but they are not its own to close.
     if world is not None and world.pid == os.getpid():
-        say_farewell(world.topology.size, shutdown, lambda: timeline.save(world.group))
+        say_farewell(world.topology.size, shutdown, lambda: timeline.save(world.generation.recorder, world.group))
 
 
 # Registered here and not in init(), so that it runs after whatever the program registers: the last word.

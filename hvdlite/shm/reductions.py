@@ -148,7 +148,7 @@ class AllReduce:
         # Where nothing has been staged, since this rank sums it: so its result is there for the others.
         shown = self._terms_of(rank, chunk, here.numel())
         for *block, result, copied in _blocks([*terms, shown, here], *shares[rank]):
-            arithmetic.into(block, result)
+            arithmetic.into(block, result, is_apart=True)
             copied.copy_(result)
 
     def _take_shares(self, chunk: int) -> None:

@@ -86,13 +86,12 @@ class ShmEngine:
     def allreduce_into(self, output: Tensor, input: Tensor, opts: dist.AllreduceOptions, /) -> ShmWork:
         if (output.dtype, output.numel()) != (input.dtype, input.numel()):
             raise ValueError(
-                f"all-reduce of {input.numel()} elements of {input.dtype} does not fit {output.numel()} of {output.dtype}"
+                f"all-reduce of {input.numel()} elements of {input.dtype} into {output.numel()} of {output.dtype}: "
+                "both must be the same"
             )
         return self._allreduce(output, _flat(output, "all-reduce"), _flat(input, "all-reduce"), opts)
 
-    def _allreduce(
-        self, tensor: Tensor, flat: Tensor, source: Tensor | None, opts: dist.AllreduceOptions
-    ) -> ShmWork:
+    def _allreduce(self, tensor: Tensor, flat: Tensor, source: Tensor | None, opts: dist.AllreduceOptions) -> ShmWork:
         arithmetic = self._arithmetic(opts.reduceOp, tensor.dtype)
         return self._submit(
             [tensor],
