@@ -105,7 +105,7 @@ def test_the_launcher_imports_neither_torch_nor_hvdlite():
 
 def test_importing_hvdlite_sets_up_nothing():
     program = (
-        "import logging, sys, torch.distributed as dist; before = sys.excepthook; import hvdlite; "
+        "import logging, sys, torch.distributed as dist; before = sys.excepthook; import hvdlite, hvdlite.torch; "
         "assert sys.excepthook is before and not dist.is_initialized() and not logging.root.handlers; "
         "assert not {'hvdlite_launcher', 'cloudpickle'} & sys.modules.keys()"
     )

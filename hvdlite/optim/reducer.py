@@ -96,9 +96,12 @@ class Reducer(GradientHooks):
         self._phase = Phase.IDLE
         # Held while a gradient is taken; again by the same thread, where that needs a backward pass of its own.
         self._lock = threading.RLock()
-        # In this step: the buckets that were launched, in order; of these the last, which have not been finished.
+        # In this step, in plan order: the buckets that are to be launched; those that were; of these the last, which
+        # have not been finished; and how many wires these take.
+        self._waiting: deque[Bucket] = deque()
         self._launched: list[Bucket] = []
         self._in_flight: deque[InFlight] = deque()
+        self._wires = 0
         # What an exchange that tells the others of it has failed with on this rank.
         self._failure: Exception | None = None
         # How many ranks took part, once the first bucket has come back.
@@ -252,29 +255,29 @@ class Reducer(GradientHooks):
         # Those that are done give their wires back, so that memory holds few of them at a time.
         while self._in_flight and self._in_flight[0].is_completed():
             self._finish_first()
-        links = self._connected()
+        links = self._links
+        assert links is not None, "they have met when the step began"
         # In plan order, not as buckets fill: ranks may fill them in different orders, and collectives
         # pair up by the order of their launch alone.
-        for bucket in self._layout.awake()[len(self._launched) :]:
-            if not (bucket.full and self._has_room):
-                break
-            self._launch(bucket, links)
+        while self._waiting and self._waiting[0].is_full and self._wires < _WIRES:
+            self._launch(self._waiting.popleft(), links)
 
     def _launch(self, bucket: Bucket, links: Links) -> None:
         place = len(self._launched)
-        track, name = self._tracks.of(place, bucket), self._tracks.name_of(place)
+        trace, name = self._tracks.of(place, bucket), self._tracks.name_of(place)
         self._launched.append(bucket)
-        self._in_flight.append(InFlight(bucket, self.exchange, links, track, name=name))
+        in_flight = InFlight(bucket, self.exchange, links, trace, name=name)
+        self._in_flight.append(in_flight)
+        self._wires += in_flight.holds_wire
 
     def _finish_first(self) -> None:
         # It is under way until it is finished: a wait may be interrupted.
-        self._in_flight[0].finish()
-        self._failure = self._failure or self._in_flight.popleft().failure
-
-    @property
-    def _has_room(self) -> bool:
-        """Whether one more wire may be made; if not, it is when one of those under way is finished."""
-        return sum([in_flight.holds_wire for in_flight in self._in_flight]) < _WIRES
+        first = self._in_flight[0]
+        self._count = first.finish(self._count)
+        self._in_flight.popleft()
+        self._wires -= first.holds_wire
+        if self._failure is None:
+            self._failure = first.failure
 
     # -- between backward and step
 
@@ -341,31 +344,32 @@ class Reducer(GradientHooks):
         """
         if self._layout.buckets:
             self._check.begin(takes_part=self._layout.buckets[0].takes_part)
-        waiting = deque(self._layout.awake()[len(self._launched) :])
+        waiting, launched = self._waiting, self._launched
         called: list[Bucket] = []
         checked = back = 0
-        while waiting or called or back < len(self._launched):
-            if not waiting and back == len(self._launched):
+        has_sent = False
+        while waiting or called or back < len(launched):
+            if not waiting and back == len(launched):
                 # A call to wake travels in a bucket that has come back, so all ranks hear it at the same time.
                 for sleeper in called:
                     sleeper.asleep = False
                 waiting.extend(called)
                 called.clear()
-            while waiting and self._has_room:
+            while waiting and self._wires < _WIRES:
                 self._launch(waiting.popleft(), links)
-            if not waiting:
+            if not waiting and not has_sent:
                 # After those that are awake, on every rank.
+                has_sent = True
                 self._check.send(links.all)
-            for bucket in self._launched[checked:]:
+            for bucket in launched[checked:]:
                 bucket.require_same()
-            checked = len(self._launched)
-            if back + len(self._in_flight) == len(self._launched):
+            checked = len(launched)
+            if back + len(self._in_flight) == len(launched):
                 self._finish_first()
-            bucket = self._launched[back]
+            bucket = launched[back]
             back += 1
-            called += self._calls_of(bucket)
-            if self._count is None:
-                self._count = bucket.count(self.size).kept()
+            if bucket.sleepers:
+                called += self._calls_of(bucket)
             bucket.release()
             yield bucket
         self._check.finish(links.all)
@@ -553,14 +557,17 @@ class Reducer(GradientHooks):
         self.meet().require_open("averaging gradients")
         self._phase = Phase.COLLECTING
         self._layout.expect()
+        self._waiting.extend(self._layout.awake())
 
     def _end_step(self) -> None:
         """The step is over, or is given up: nobody waits for what is still under way, and it writes where it lies."""
         self._phase = Phase.DROPPED if self._phase is Phase.SPOILT else Phase.IDLE
         for in_flight in self._in_flight:
             in_flight.bucket.abandon()
+        self._waiting.clear()
         self._launched.clear()
         self._in_flight.clear()
+        self._wires = 0
         self._failure = None
         self._count = None
         self._leaving.clear()

@@ -28,7 +28,7 @@ from ..ops.reduction import Reduction, Underway
 from .exchange import Exchange, ExchangeWork, Gradients, Links
 from .flags import ParticipantCount, presence_of
 from .plan import BucketPlan
-from .settings import Settings
+from .settings import Scaling, Settings
 
 # Where a bucket is scaled and cast in one pass. On a CPU that is slower than in two: PyTorch makes a copy for it.
 SCALES_ON_THE_WAY = frozenset({"cuda"})
@@ -76,6 +76,8 @@ class AllReduce(Exchange):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._wires = _Wires()
+        # By dtype and the number of ranks: the same for many buckets.
+        self._scalings: dict[tuple[torch.dtype, int], Scaling] = {}
 
     def scale_before(self, dtype: torch.dtype, size: int) -> float:
         """So that what travels in 16 bits overflows no sooner than its terms."""
@@ -100,16 +102,19 @@ class AllReduce(Exchange):
             wire = memory.tensor
             # The counts are not scaled.
             cast.convert(source, gradients.scale, as_real(gradients.flat).numel(), wire)
-        gradients.launching()
+        if gradients.launching is not None:
+            gradients.launching()
         work = links.all.all_reduce(wire, f"the {self.word} of the {gradients.what}")
-        return ExchangeWork([work], (links.all.size, memory), wire, takes_memory=memory is not None)
+        return ExchangeWork([work], (links.all.size, cast, memory), wire, takes_memory=memory is not None)
 
     def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
         """Cast back, and make of the sum the average."""
-        size, memory = begun.kept
-        scaling = self._settings.scaling(gradients.plan.dtype, size)
+        size, cast, memory = begun.kept
+        dtype = gradients.plan.dtype
+        scaling = self._scalings.get((dtype, size))
+        if scaling is None:
+            scaling = self._scalings[dtype, size] = self._settings.scaling(dtype, size)
         total = as_real(gradients.flat)
-        cast = self._cast_of(gradients.plan)
         if cast is not None:
             factor = 1.0
             if scaling.over is not None:
@@ -152,7 +157,7 @@ class PackedAllReduce(Exchange):
         counts = [int(count) for count in tail.tolist()]
         sums = raise_together(links.all, pack.failure, what, layout=pack.layout, counts=counts)
         tail.copy_(torch.tensor(sums))
-        divisor = int(ParticipantCount(presence_of(gradients.plan, gradients.with_counts), links.all.size))
+        divisor = int(ParticipantCount(presence_of(gradients.plan, gradients.counts), links.all.size))
         flats = list(pack.flats())
         underway = [self._reduction.begin(links.all, flat, counts, divisor, what) for flat, counts, _ in flats]
         works = [each.work for each in underway if each.work is not None]

@@ -37,9 +37,7 @@ from ..log import log, open_log
 from ..rendezvous.host_address import LOOPBACK, interface_of
 from ..rendezvous.launcher_store import LauncherStore
 from ..rendezvous.launchers import read_placement, refuse_place_of_horovods
-from ..rendezvous.master_address import store_at_given_address
 from ..rendezvous.placement import Placement, Topology, placements_to_topology
-from ..rendezvous.pmi_rendezvous import rendezvous_by_pmi
 from ..rendezvous.rank_info import RankInfo, agree_on_secret, exchange_rank_info, refuse
 from ..rendezvous.secret import given_secret
 from ..rendezvous.store_client import StoreClient, StoreCommand
@@ -184,10 +182,15 @@ def _meeting_place(placement: Placement, client: StoreClient | None, timeout: ti
     """The store in which all ranks find each other, and the secret that the launcher has carried, if it does that."""
     # A prefix of its own for every init, so that one after a shutdown does not read the first one's keys.
     generation = f"init{next(_generation)}"
+    # Imported where they are used: each launcher needs one of these ways.
     if placement.launcher is not None:
+        from ..rendezvous.pmi_rendezvous import rendezvous_by_pmi  # noqa: PLC0415
+
         return rendezvous_by_pmi(placement, os.environ, generation, timeout)
     if client is not None:
         return PrefixStore(generation, LauncherStore(client, timeout)), None
+    from ..rendezvous.master_address import store_at_given_address  # noqa: PLC0415
+
     store = store_at_given_address(
         placement.rank, placement.size, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], timeout
     )

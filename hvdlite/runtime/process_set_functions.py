@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..comm.group import Group
-from .process_set import Membership, ProcessSet, check_process_set
+from .process_set import Membership, check_process_set
+from .process_set import ProcessSet as ProcessSet  # noqa: PLC0414  # given to users from here, where its rank is told
 from .world import current_world, is_initialized
 
 

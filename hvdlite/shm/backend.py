@@ -4,7 +4,7 @@ The engine as a backend of `torch.distributed`, by the name ``hvdshm``: for DDP 
     import hvdlite
     torch.distributed.init_process_group("cpu:hvdshm")
 
-Only what `torch.distributed` calls by other names, or with other arguments, is here.
+Only what `torch.distributed` calls by other names, or with other arguments, is here. `hvdlite` registers the name.
 """
 
 from __future__ import annotations
@@ -158,12 +158,6 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, as s
 
     def abort(self) -> None:
         self._engine.close()
-
-
-def register() -> None:
-    """Let `torch.distributed` know the name."""
-    if dist.is_available() and NAME.upper() not in dist.Backend.__dict__:
-        dist.Backend.register_backend(NAME, ShmProcessGroup, devices=["cpu"])
 
 
 def _last(works: Sequence[ShmWork]) -> dist.Work:
