@@ -84,6 +84,22 @@ class HasMemory(Protocol):
         ...
 
 
+@runtime_checkable
+class OnePassEngine(Protocol):
+    """An engine whose all-reduce of CPU tensors divides for an average, and can leave its result in other memory.
+
+    So a tensor that is to stay as it is need not be copied before, and an average takes no pass over it afterwards.
+    Its `allreduce` knows AVG of floats, too: the sum, divided by the number of ranks.
+    """
+
+    def allreduce_into(self, output: Tensor, input: Tensor, opts: dist.AllreduceOptions, /) -> EngineWork:
+        """Leave in ``output`` the combination of all ranks' ``input``; both are contiguous, of one dtype and size.
+
+        Pairs up with `Engine.allreduce` on other ranks.
+        """
+        ...
+
+
 class EngineFactory(Protocol):
     """Where a group gets further engines from, between the same ranks and independent of each other."""
 

@@ -81,11 +81,21 @@ class ShmEngine:
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> ShmWork:
         (tensor,) = tensors
-        flat = _flat(tensor, "all-reduce")
+        return self._allreduce(tensor, _flat(tensor, "all-reduce"), None, opts)
+
+    def allreduce_into(self, output: Tensor, input: Tensor, opts: dist.AllreduceOptions, /) -> ShmWork:
+        if (output.dtype, output.numel()) != (input.dtype, input.numel()):
+            raise ValueError(
+                f"all-reduce of {input.numel()} elements of {input.dtype} into {output.numel()} of {output.dtype}: "
+                "both must be the same"
+            )
+        return self._allreduce(output, _flat(output, "all-reduce"), _flat(input, "all-reduce"), opts)
+
+    def _allreduce(self, tensor: Tensor, flat: Tensor, source: Tensor | None, opts: dist.AllreduceOptions) -> ShmWork:
         arithmetic = self._arithmetic(opts.reduceOp, tensor.dtype)
         return self._submit(
-            tensors,
-            lambda operation: AllReduce(operation, tensor, flat, arithmetic, self._blocks),
+            [tensor],
+            lambda operation: AllReduce(operation, tensor, flat, arithmetic, self._blocks, source),
             "all-reduce", tensor.numel(), tensor.dtype, flat.numel(), op=opts.reduceOp,
         )  # fmt: skip
 
