@@ -29,10 +29,10 @@ from .torch_engine import TorchEngine
 class PeerGoneError(PeerLostError):
     """An engine's word that another rank is no more, from one that knows which."""
 
-    def __init__(self, message: str, place: int) -> None:
-        """``place`` is the rank's among those of the engine."""
+    def __init__(self, message: str, group_rank: int) -> None:
+        """``group_rank`` is the rank's within the engine."""
         super().__init__(message)
-        self.place = place
+        self.group_rank = group_rank
 
 
 class EngineWork(Protocol):
@@ -95,8 +95,8 @@ class EngineFactory(Protocol):
         """Give one back; waits for nobody."""
         ...
 
-    def among(self, places: Sequence[int], place: int, token: str, /) -> EngineFactory:
-        """Where some of the ranks get engines from; only they call it, and each is at ``place`` among them.
+    def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
+        """Where some of the ranks get engines from; only they call it, and each is rank ``group_rank`` of them.
 
         ``token`` names their meeting place: equal on these ranks, and never used before.
         """
@@ -189,7 +189,7 @@ class SingleRankFactory:
     def close(self, engine: Engine, /) -> None:
         return
 
-    def among(self, places: Sequence[int], place: int, token: str, /) -> EngineFactory:
+    def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
         return self
 
 
@@ -254,10 +254,10 @@ class TorchEngineFactory:
             if dist.is_initialized():
                 dist.destroy_process_group(opened.process_group)
 
-    def among(self, places: Sequence[int], place: int, token: str, /) -> EngineFactory:
-        if len(places) == 1:
+    def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
+        if len(group_ranks) == 1:
             return SingleRankFactory()
-        return SubsetEngineFactory(self._ranks.among(places, place, token), self.backend, places)
+        return SubsetEngineFactory(self._ranks.among(group_ranks, group_rank, token), self.backend, group_ranks)
 
 
 class SubsetEngineFactory:
@@ -267,12 +267,12 @@ class SubsetEngineFactory:
     groups that need not by how many a rank has made.
     """
 
-    def __init__(self, ranks: Ranks, backend: str, places: Sequence[int]) -> None:
-        """``places`` are the numbers of these ranks among all, for what NCCL says when it watches over a collective."""
+    def __init__(self, ranks: Ranks, backend: str, global_ranks: Sequence[int]) -> None:
+        """``global_ranks`` are what NCCL calls these ranks when it watches over a collective."""
         self._ranks = ranks
         self._backend = backend
         self._backend_of = _backend_by_device(backend)
-        self._places = list(places)
+        self._global_ranks = list(global_ranks)
         self._opened = itertools.count()
         self._open: list[tuple[TorchEngine, Connections]] = []
 
@@ -303,11 +303,11 @@ class SubsetEngineFactory:
             connections.cut()
             opened.process_group.shutdown()
 
-    def among(self, places: Sequence[int], place: int, token: str, /) -> EngineFactory:
-        if len(places) == 1:
+    def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
+        if len(group_ranks) == 1:
             return SingleRankFactory()
-        ranks = self._ranks.among(places, place, token)
-        return SubsetEngineFactory(ranks, self._backend, [self._places[each] for each in places])
+        ranks = self._ranks.among(group_ranks, group_rank, token)
+        return SubsetEngineFactory(ranks, self._backend, [self._global_ranks[each] for each in group_ranks])
 
     def _make_backend(self, name: str, store: Store) -> Any:
         rank, size, patience = self._ranks.rank, self._ranks.size, self._ranks.patience
@@ -317,7 +317,7 @@ class SubsetEngineFactory:
             return gloo
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = patience.timeout
-        options.global_ranks_in_group = self._places
+        options.global_ranks_in_group = self._global_ranks
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
 

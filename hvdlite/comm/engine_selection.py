@@ -40,8 +40,8 @@ def choose_levels(
     come from if they have something better: tensors of the CPU then go that way unless they are wanted not to.
     ``nodes`` tells the ranks' hosts apart. ``device`` is this rank's own GPU to measure on, or None on all ranks.
     """
-    places = host_groups_of(group.rank, nodes)
-    if places is None:
+    host_groups = host_groups_of(group.rank, nodes)
+    if host_groups is None:
         if wanted and group.rank == 0:
             log.warning(
                 "hierarchical all-reduces have no effect: they are between several hosts with as many ranks each, more "
@@ -53,7 +53,7 @@ def choose_levels(
     if wanted is False or (not devices and device is None):
         return
     (token, *_) = group.all_gather_json(uuid.uuid4().hex, "hvd.init()")
-    levels = HierarchicalEngineFactory(engine_factory, within, places, group.rank, token, {*devices, "cuda"})
+    levels = HierarchicalEngineFactory(engine_factory, within, host_groups, group.rank, token, {*devices, "cuda"})
     engine = levels.around(group.engine)
     try:
         if wanted is None and (device is None or fastest([group.engine, engine], group, device) == 0):

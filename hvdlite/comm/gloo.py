@@ -81,20 +81,20 @@ class Ranks:
     def size(self) -> int:
         return len(self.names)
 
-    def among(self, places: Sequence[int], place: int, token: str) -> Ranks:
-        """Some of them, this one at ``place`` among them; ``token`` is equal on these ranks, and never used before."""
+    def among(self, group_ranks: Sequence[int], group_rank: int, token: str) -> Ranks:
+        """Some of them, this one their ``group_rank``th; ``token`` is equal on these ranks, and never used before."""
         return replace(
             self,
             store=PrefixStore(f"hvdlite.{token}", self.store),
             signer=self.signer.derive("among", token),
-            rank=place,
-            names=tuple(self.names[each] for each in places),
+            rank=group_rank,
+            names=tuple(self.names[each] for each in group_ranks),
         )
 
 
 def wait_for_all(ranks: Ranks, label: str) -> None:
     """Wait until all ranks have called this with this label; a CommunicationError names those that do not come."""
-    keys = [f"{label}/here/{place}" for place in range(ranks.size)]
+    keys = [f"{label}/here/{group_rank}" for group_rank in range(ranks.size)]
     try:
         ranks.store.set(keys[ranks.rank], "1")
         ranks.store.wait(keys, ranks.patience.left())
@@ -153,7 +153,7 @@ def _prove(group: Any, ranks: Ranks, label: str) -> None:
 def _words(
     ranks: Ranks, strange: Sequence[int], came: Sequence[bytes], patience_s: float, failure: RuntimeError | None
 ) -> str:
-    who = ", ".join(ranks.names[place] for place in strange[:8]) or "another rank"
+    who = ", ".join(ranks.names[group_rank] for group_rank in strange[:8]) or "another rank"
     if any(any(each) for each in came):
         seen = "what came in its name is not signed with this job's key"
     else:

@@ -58,7 +58,7 @@ class Group:
         ranks: Sequence[int] | None = None,
         label: str = "all",
     ) -> None:
-        """``rank`` and ``hosts`` are by place in this group; ``ranks`` are the global ranks, all if not given.
+        """``rank`` and ``hosts`` are by rank in this group; ``ranks`` are the global ranks, all if not given.
 
         ``signer`` has a key that these ranks have in common, and no other group. ``set_id`` is the number of the
         process set that these ranks are, 0 of all. ``label`` is equal on all of them, and no other group's.
@@ -119,14 +119,14 @@ class Group:
 
         ``token`` names their meeting place: equal on these ranks, and never used before.
         """
-        places = [self.ranks.index(rank) for rank in ranks]
-        engine_factory = self._engine_factory.among(places, places.index(self.rank), token)
-        hosts = [self.hosts[place] for place in places]
+        group_ranks = [self.ranks.index(rank) for rank in ranks]
+        engine_factory = self._engine_factory.among(group_ranks, group_ranks.index(self.rank), token)
+        hosts = [self.hosts[group_rank] for group_rank in group_ranks]
         signer = self.signer.derive("among", token)
         group = Group(
             engine_factory,
-            places.index(self.rank),
-            len(places),
+            group_ranks.index(self.rank),
+            len(group_ranks),
             hosts,
             signer=signer,
             set_id=set_id,
@@ -136,9 +136,9 @@ class Group:
         self._share_with(group)
         return group
 
-    def part(self, places: Sequence[int], *, token: str) -> Group:
-        """Like `among`, by places in this group, for as long as this group is open: it is closed with it."""
-        group = self.among([self.ranks[place] for place in places], set_id=self.set_id, token=token)
+    def part(self, group_ranks: Sequence[int], *, token: str) -> Group:
+        """Like `among`, by their ranks in this group, for as long as this group is open: it is closed with it."""
+        group = self.among([self.ranks[group_rank] for group_rank in group_ranks], set_id=self.set_id, token=token)
         group._duplicate_of = self
         self._duplicates.add(group)
         return group
@@ -228,13 +228,13 @@ class Group:
                 f"things; raise hvd.init(timeout_s=...) if it is only slow. ({_first_line(error)})"
             )
         if isinstance(error, PeerGoneError):
-            return self._error_of_end(where, _first_line(error), self.ranks[error.place])
+            return self._error_of_end(where, _first_line(error), self.ranks[error.group_rank])
         if says_peer_lost(error):
             return self._error_of_end(where, _first_line(error))
         return CommunicationError(f"{where}: {_first_line(error)}")
 
-    def place_of_root(self, root_rank: object, what: str) -> int:
-        """The place in this group of a root that a user named by its global rank; a ValueError if it has none."""
+    def group_rank_of_root(self, root_rank: object, what: str) -> int:
+        """The rank in this group of a root that a user named by its global rank; a ValueError if it has none."""
         root = whole_number(root_rank)
         if root not in self.ranks:
             if self.set_id == 0:
@@ -359,20 +359,20 @@ class Group:
         self._signed_count += 1
         header = self._sign_header(data, self.rank, what)
         headers = self._all_gather_even(torch.frombuffer(bytearray(header), dtype=torch.uint8), what)
-        read = [self._read_header(bytes(each.tolist()), place, what) for place, each in enumerate(headers)]
-        for place, (length, _) in enumerate(read):
+        read = [self._read_header(bytes(each.tolist()), group_rank, what) for group_rank, each in enumerate(headers)]
+        for group_rank, (length, _) in enumerate(read):
             if at_most_bytes is not None and length > at_most_bytes:
                 raise CommunicationError(
-                    f"{what} failed on {self.describe_rank(self.rank)}: {self.describe_rank(place)} has {length} bytes "
-                    f"to tell, more than the {at_most_bytes} that are taken"
+                    f"{what} failed on {self.describe_rank(self.rank)}: {self.describe_rank(group_rank)} has {length} "
+                    f"bytes to tell, more than the {at_most_bytes} that are taken"
                 )
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         parts = self.all_gather(mine, what, [length for length, _ in read])
         digests = [its_digest for _, its_digest in read]
-        return [self._checked(parts[place], digests[place], place, what) for place in range(self.size)]
+        return [self._checked(parts[rank], digests[rank], rank, what) for rank in range(self.size)]
 
     def broadcast_signed(self, data: bytes | None, root: int, what: str) -> bytes:
-        """The bytes of the rank at place ``root``, checked to come from it in this very call; others give None."""
+        """The bytes of rank ``root`` of this group, checked to come from it in this very call; others give None."""
         self._signed_count += 1
         header_bytes = _LENGTH_BYTES + 2 * TAG_BYTES
         header = torch.empty(header_bytes, dtype=torch.uint8)
@@ -388,32 +388,32 @@ class Group:
             self.broadcast(wire, root, what).wait()
         return self._checked(wire, expected, root, what)
 
-    def _sign_header(self, data: bytes, place: int, what: str) -> bytes:
+    def _sign_header(self, data: bytes, group_rank: int, what: str) -> bytes:
         """What travels before the data: its length, its digest, and the signature of both by whom, in which call."""
         length, own_digest = len(data), digest(data)
-        tag = self.signer.sign(what, self._signed_count, place, length, own_digest)
+        tag = self.signer.sign(what, self._signed_count, group_rank, length, own_digest)
         return length.to_bytes(_LENGTH_BYTES, "big") + own_digest + tag
 
-    def _read_header(self, header: bytes, place: int, what: str) -> tuple[int, bytes]:
-        """The length and the digest of what the rank at ``place`` is about to send."""
+    def _read_header(self, header: bytes, group_rank: int, what: str) -> tuple[int, bytes]:
+        """The length and the digest of what rank ``group_rank`` is about to send."""
         length = int.from_bytes(header[:_LENGTH_BYTES], "big")
         its_digest, tag = header[_LENGTH_BYTES:-TAG_BYTES], header[-TAG_BYTES:]
-        if not self.signer.is_signed(tag, what, self._signed_count, place, length, its_digest):
-            raise self._forged(place, what)
+        if not self.signer.is_signed(tag, what, self._signed_count, group_rank, length, its_digest):
+            raise self._forged(group_rank, what)
         return length, its_digest
 
-    def _checked(self, part: Tensor, expected: bytes, place: int, what: str) -> bytes:
+    def _checked(self, part: Tensor, expected: bytes, group_rank: int, what: str) -> bytes:
         # Without numpy, which torch does not require, and without a Python int per byte.
         data = ctypes.string_at(part.data_ptr(), part.numel()) if part.numel() else b""
         if digest(data) != expected:
-            raise self._forged(place, what)
+            raise self._forged(group_rank, what)
         return data
 
-    def _forged(self, place: int, what: str) -> CommunicationError:
+    def _forged(self, group_rank: int, what: str) -> CommunicationError:
         return CommunicationError(
-            f"{what} failed on {self.describe_rank(self.rank)}: what came in the name of {self.describe_rank(place)} "
-            "is not signed with this job's key, or not for this call: something on the way between the two has changed "
-            "or replaced it"
+            f"{what} failed on {self.describe_rank(self.rank)}: what came in the name of "
+            f"{self.describe_rank(group_rank)} is not signed with this job's key, or not for this call: something on "
+            "the way between the two has changed or replaced it"
         )
 
     def agree(self, value: object, what: str) -> list[Any] | None:

@@ -45,7 +45,7 @@ class HostEngine(Engine, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HostGroups:
-    """Who is on this rank's host, and who, one on each host, has the same place there; in the order of ranks.
+    """Who is on this rank's host, and who, one on each host, has the same local rank; in the order of ranks.
 
     ``hosts`` are the ranks of each host.
     """
@@ -56,7 +56,7 @@ class HostGroups:
 
 
 def host_groups_of(rank: int, nodes: Sequence[Hashable]) -> HostGroups | None:
-    """The places of ``rank``, given each rank's host.
+    """The host groups of ``rank``, given each rank's host.
 
     None where there are no two levels: of one host, of one rank on each, and of hosts that have not as many.
     """
@@ -66,9 +66,9 @@ def host_groups_of(rank: int, nodes: Sequence[Hashable]) -> HostGroups | None:
     within = members[nodes[rank]]
     if len(members) == 1 or len(within) == 1 or len({len(ranks) for ranks in members.values()}) > 1:
         return None
-    place = within.index(rank)
+    local_rank = within.index(rank)
     hosts = tuple(tuple(ranks) for ranks in members.values())
-    return HostGroups(tuple(within), tuple(ranks[place] for ranks in hosts), hosts)
+    return HostGroups(tuple(within), tuple(ranks[local_rank] for ranks in hosts), hosts)
 
 
 class HierarchicalEngine:
@@ -83,19 +83,19 @@ class HierarchicalEngine:
         scatter: HostEngine,
         across: Engine,
         gather: HostEngine,
-        places: HostGroups,
+        host_groups: HostGroups,
         devices: set[str],
     ) -> None:
-        """``scatter`` and ``gather`` are between the ranks of a host, ``across`` between those of the same place.
+        """``scatter`` and ``gather`` are between the ranks of a host, ``across`` between those of the same local rank.
 
         Each is to be an engine of its own: so one tensor's second step does not wait for the next one's first.
-        ``places`` are those in the flat engine; ``devices`` types of device, such as ``cuda``.
+        ``host_groups`` are those in the flat engine; ``devices`` types of device, such as ``cuda``.
         """
         self.flat = flat
         self.parts = (scatter, across, gather)
         self._scatter, self._across, self._gather = self.parts
-        self._places = places
-        self._local_size = len(places.within)
+        self._host_groups = host_groups
+        self._local_size = len(host_groups.within)
         self._admission = Admission()
         self.devices = frozenset(devices)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -124,7 +124,9 @@ class HierarchicalEngine:
         self._admission.require()
         if not self._takes(input):
             return self.flat.reduce_scatter_base(output, input, counts, opts)
-        return self._go(_ReduceScatterWay(self._across, output, input, counts, self._places, opts, self._shards), input)
+        return self._go(
+            _ReduceScatterWay(self._across, output, input, counts, self._host_groups, opts, self._shards), input
+        )
 
     def _takes(self, tensor: Tensor) -> bool:
         return tensor.device.type in self.devices and tensor.numel() * tensor.element_size() >= LEAST_BYTES
@@ -137,7 +139,7 @@ class HierarchicalEngine:
                 way.cross()
                 return _Holding(way.gather(), way)
         if self._follower is None:
-            self._follower = _Follower(self._places.within)
+            self._follower = _Follower(self._host_groups.within)
         return self._follower.follow(way)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
@@ -241,7 +243,7 @@ class _AllReduceWay:
 
 
 class _ReduceScatterWay:
-    """Reduce-scatter within the host of what the ranks of each place there are to get, and then among those."""
+    """Reduce-scatter within the host of what the ranks of each local rank are to get, and then among those."""
 
     def __init__(
         self,
@@ -249,7 +251,7 @@ class _ReduceScatterWay:
         output: Tensor,
         input: Tensor,
         counts: Sequence[int],
-        places: HostGroups,
+        host_groups: HostGroups,
         opts: dist.ReduceScatterOptions,
         shards: _Shards,
     ) -> None:
@@ -257,12 +259,12 @@ class _ReduceScatterWay:
         self._output = output
         self._opts = opts
         self._shards = shards
-        # By place within a host, the ranks that have it.
-        columns = list(zip(*places.hosts, strict=True))
+        # By local rank, the ranks that have it.
+        columns = list(zip(*host_groups.hosts, strict=True))
         parts = pieces_of(input, counts)
         self._sent = torch.cat([parts[rank] for column in columns for rank in column])
         self._counts_within = [sum(counts[rank] for rank in column) for column in columns]
-        self._counts_across = [counts[rank] for rank in places.across]
+        self._counts_across = [counts[rank] for rank in host_groups.across]
         self._shard = shards.take(sum(self._counts_across), input)
         self._scattered: EngineWork | None = None
         self._crossing: EngineWork | None = None
@@ -342,7 +344,7 @@ class _Follower:
     """
 
     def __init__(self, within: Sequence[int]) -> None:
-        """``within`` are the places of the host's ranks, for an engine of theirs says who has gone by its own."""
+        """``within`` are the host's ranks in the group, for an engine of theirs says who has gone by its own."""
         self._within = within
         self._scattered: SimpleQueue[_Step | None] = SimpleQueue()
         self._crossed: SimpleQueue[_Step | None] = SimpleQueue()
@@ -391,7 +393,7 @@ class _Follower:
             yield
         except Exception as error:  # noqa: BLE001 - whatever it is
             if isinstance(error, PeerGoneError):
-                error = PeerGoneError(str(error), self._within[error.place])
+                error = PeerGoneError(str(error), self._within[error.group_rank])
             done.set_exception(error)  # type: ignore[arg-type]  # torch's own says that it takes a result
 
 
@@ -435,23 +437,25 @@ class HierarchicalEngineFactory:
         self,
         flat: EngineFactory,
         within: EngineFactory | None,
-        places: HostGroups,
+        host_groups: HostGroups,
         rank: int,
         token: str,
         devices: set[str],
     ) -> None:
-        """``flat`` is between all ranks, each of which must make one of these, with its own ``places``.
+        """``flat`` is between all ranks, each of which must make one of these, with its own ``host_groups``.
 
         ``within`` is between the ranks of this host, if not as the flat ones are. ``token`` is equal on all ranks
         and never used before.
         """
         self._flat = flat
-        self._places = places
+        self._host_groups = host_groups
         self._devices = devices
         self._within = within or flat.among(
-            places.within, places.within.index(rank), f"{token}.within.{places.within[0]}"
+            host_groups.within, host_groups.within.index(rank), f"{token}.within.{host_groups.within[0]}"
         )
-        self._across = flat.among(places.across, places.across.index(rank), f"{token}.across.{places.across[0]}")
+        self._across = flat.among(
+            host_groups.across, host_groups.across.index(rank), f"{token}.across.{host_groups.across[0]}"
+        )
 
     def open(self) -> Engine:
         return self.around(self._flat.open())
@@ -462,7 +466,7 @@ class HierarchicalEngineFactory:
             scatter, gather = (cast("HostEngine", self._open_of(self._within, undo)) for _ in range(2))
             across = self._open_of(self._across, undo)
             undo.pop_all()
-        return HierarchicalEngine(flat, scatter, across, gather, self._places, self._devices)
+        return HierarchicalEngine(flat, scatter, across, gather, self._host_groups, self._devices)
 
     @staticmethod
     def _open_of(engine_factory: EngineFactory, undo: contextlib.ExitStack) -> Engine:
@@ -486,5 +490,5 @@ class HierarchicalEngineFactory:
         for close, part in zip(closes, engine.parts, strict=True):
             close(part)
 
-    def among(self, places: Sequence[int], place: int, token: str, /) -> EngineFactory:
-        return self._flat.among(places, place, token)
+    def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
+        return self._flat.among(group_ranks, group_rank, token)

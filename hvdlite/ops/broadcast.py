@@ -67,7 +67,7 @@ class Broadcast(Collective):
         self._target = tensor if in_place else None
         group = group_of(process_set, self.what)
         self._root_rank = root_rank
-        self._root = group.place_of_root(root_rank, self.what)
+        self._root = group.group_rank_of_root(root_rank, self.what)
         if in_place:
             check_writable(tensor, self.what)
 
@@ -98,7 +98,7 @@ class Broadcast(Collective):
         backward = Allreduce(ALLREDUCE, mine, Reduction(Average), self.gradient_name(), self.process_set)
         (average,) = backward.differentiable()
         group = group_of(self.process_set)
-        if group.rank != group.place_of_root(self._root_rank, self.what):
+        if group.rank != group.group_rank_of_root(self._root_rank, self.what):
             # Not zeros that have come from nowhere: a second backward pass has to come through here on every rank.
             average = average.masked_fill(torch.ones((), dtype=torch.bool, device=average.device), 0)
         return [average]
@@ -115,7 +115,7 @@ def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: Pro
     """
     kind = BROADCAST_PARAMETERS
     group = group_of(process_set, kind.name)
-    root = group.place_of_root(root_rank, kind.name)
+    root = group.group_rank_of_root(root_rank, kind.name)
     named = _named_tensors(params)
     tensors = [plain_tensor(tensor) for _, tensor in named]
     same = {
@@ -142,7 +142,7 @@ def broadcast_object(
     """
     what = title(BROADCAST_OBJECT, name)
     group = group_of(process_set, what)
-    root = group.place_of_root(root_rank, what)
+    root = group.group_rank_of_root(root_rank, what)
     is_root = group.rank == root
     data, error = to_bytes(obj) if is_root else (None, None)
 
@@ -180,7 +180,7 @@ def digest_of(value: object) -> str:
 
 
 def broadcast_tensors(tensors: list[Tensor], root: int, execution: Execution) -> None:
-    """Overwrite these tensors in place with those at place ``root``, in as few broadcasts as their devices allow."""
+    """Overwrite these tensors in place with those of group rank ``root``, in as few broadcasts as devices allow."""
     for pack in _packs(tensors):
         _broadcast_pack(pack, root, execution.group, execution.what)
 

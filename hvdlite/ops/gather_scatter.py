@@ -113,7 +113,7 @@ class Reducescatter(Collective):
         outputs = list(sources)
         for members in fused(sources):
             slices = [pieces_of(sources[number], rows[number]) for number in members]
-            parts = [flat_of([pieces[place] for pieces in slices]) for place in range(group.size)]
+            parts = [flat_of([pieces[group_rank] for pieces in slices]) for group_rank in range(group.size)]
             flat = reduction.reduce_scatter(group, parts, execution.divisor, execution.what)
             mine = [pieces[group.rank] for pieces in slices]
             for number, piece, like in zip(members, pieces_of(flat, [m.numel() for m in mine]), mine, strict=True):

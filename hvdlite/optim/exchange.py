@@ -104,9 +104,9 @@ class Links:
     """The ranks that an exchange may communicate with, as groups (see `Group` for what they can do).
 
     ``all`` are all ranks of the optimizer, ``within`` those on this rank's host, and ``across`` one rank of each host,
-    those that have this rank's place there: a sum over ``within`` and then over ``across`` is one over ``all``. Where
-    there are no two levels to be had (all ranks on one host, one on each, or hosts with different numbers of ranks) one
-    of the two is all ranks and the other this rank by itself. Each has an engine of its own.
+    those with this rank's local rank: a sum over ``within`` and then over ``across`` is one over ``all``. Where there
+    are no two levels to be had (all ranks on one host, one on each, or hosts with different numbers of ranks) one of
+    the two is all ranks and the other this rank by itself. Each has an engine of its own.
     """
 
     def __init__(self, group: Group, *, by_host: bool) -> None:
@@ -118,11 +118,11 @@ class Links:
         if len(set(group.hosts)) == 1:
             self.within, self.across = self.across, self.within
             return
-        places = host_groups_of(group.rank, group.hosts)
-        if places is not None:
+        host_groups = host_groups_of(group.rank, group.hosts)
+        if host_groups is not None:
             (token, *_) = group.all_gather_json(uuid.uuid4().hex, "opening the links of an exchange")
-            self.within = group.part(places.within, token=f"{token}.within.{places.within[0]}")
-            self.across = group.part(places.across, token=f"{token}.across.{places.across[0]}")
+            self.within = group.part(host_groups.within, token=f"{token}.within.{host_groups.within[0]}")
+            self.across = group.part(host_groups.across, token=f"{token}.across.{host_groups.across[0]}")
 
 
 class Exchange(ABC):

@@ -57,7 +57,7 @@ def broadcast_optimizer_state(
     kind = BROADCAST_OPTIMIZER_STATE.name
     own = _checked(optimizer, kind)
     group = group_of(process_set, kind)
-    root = group.place_of_root(root_rank, kind)
+    root = group.group_rank_of_root(root_rank, kind)
     # Through the wrapper, which then waits for gradients that are on their way.
     groups = optimizer.param_groups
     params = [param for entry in groups for param in entry["params"]]

@@ -104,14 +104,14 @@ class ParameterCheck:
 
     def _words(self, group: Group, told: Sequence[Sequence[str]]) -> str:
         """What is wrong, by the fingerprints of all ranks, of which those that sit out have none."""
-        first = next(place for place, prints in enumerate(told) if prints)
-        others = [place for place, prints in enumerate(told) if prints and prints != told[first]]
+        first = next(group_rank for group_rank, prints in enumerate(told) if prints)
+        others = [group_rank for group_rank, prints in enumerate(told) if prints and prints != told[first]]
         differing = [
             name
             for number, (name, _) in enumerate(self._params)
-            if any(told[place][number] != told[first][number] for place in others)
+            if any(told[group_rank][number] != told[first][number] for group_rank in others)
         ]
-        ranks = name_ranks([group.ranks[place] for place in others], dict(zip(group.ranks, group.hosts, strict=True)))
+        ranks = name_ranks([group.ranks[other] for other in others], dict(zip(group.ranks, group.hosts, strict=True)))
         of_set = "" if group.set_id == 0 else ", process_set=..."
         return (
             f"parameter {differing[0]!r} has other values on {ranks} than on {group.describe_rank(first)} "

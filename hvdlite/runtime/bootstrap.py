@@ -312,10 +312,10 @@ def _between_neighbours(
     placement: Placement, nodes: Sequence[str], engine_factory: EngineFactory, ranks: Ranks
 ) -> EngineFactory:
     """Shared memory between the ranks of this host; ``nodes`` are those of all ranks."""
-    places = [rank for rank, node in enumerate(nodes) if node == placement.node]
-    place, token = places.index(placement.rank), f"host of rank {places[0]}"
-    others = engine_factory.among(places, place, token)
-    return ShmEngineFactory(ranks.among(places, place, token), others, for_gpus=torch.cuda.is_available())
+    group_ranks = [rank for rank, node in enumerate(nodes) if node == placement.node]
+    group_rank, token = group_ranks.index(placement.rank), f"host of rank {group_ranks[0]}"
+    others = engine_factory.among(group_ranks, group_rank, token)
+    return ShmEngineFactory(ranks.among(group_ranks, group_rank, token), others, for_gpus=torch.cuda.is_available())
 
 
 def _own_gpu(group: Group, topology: Topology) -> torch.device | None:

@@ -124,14 +124,14 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, as s
         ((tensor,),) = (inputs,)
         empty = tensor.new_empty(0)
         parts = outputs[0] if self.rank() == opts.rootRank else [empty] * self.size()
-        sent = [tensor if place == opts.rootRank else empty for place in range(self.size())]
+        sent = [tensor if group_rank == opts.rootRank else empty for group_rank in range(self.size())]
         return self._engine.alltoall(parts, sent)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> ShmWork:
         ((output,),) = (outputs,)
         empty = output.new_empty(0)
         sent = inputs[0] if self.rank() == opts.rootRank else [empty] * self.size()
-        received = [output if place == opts.rootRank else empty for place in range(self.size())]
+        received = [output if group_rank == opts.rootRank else empty for group_rank in range(self.size())]
         return self._engine.alltoall(received, sent)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> ShmWork:

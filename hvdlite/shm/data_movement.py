@@ -107,9 +107,9 @@ class AllGather:
             yield POSTED, operation.after(chunk + 1)
             if chunk == 0:
                 operation.check()
-            for place, output in enumerate(self._outputs):
+            for group_rank, output in enumerate(self._outputs):
                 here = output[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
-                here.copy_(operation.chunk_of(place, chunk)[: here.numel()])
+                here.copy_(operation.chunk_of(group_rank, chunk)[: here.numel()])
             operation.peers.advance(DONE, through)
 
     def _stage(self, chunk: int, chunks: int) -> Steps:
@@ -138,20 +138,23 @@ class AllToAll:
         yield from operation.stage(0, 2, [(0, self._sizes.view(torch.uint8))])
         yield POSTED, operation.after(1)
         operation.check()
-        table = [operation.chunk_of(place, 0)[:table_bytes].view(torch.int64).tolist() for place in range(peers.size)]
+        table = [
+            operation.chunk_of(group_rank, 0)[:table_bytes].view(torch.int64).tolist()
+            for group_rank in range(peers.size)
+        ]
         peers.advance(DONE, operation.after(1))
         self._require_expected(table)
         chunks = 2 + (max(max(row) for row in table) - 1) // cell
         for chunk in range(1, chunks):
             at = (chunk - 1) * cell
-            pieces = [(place * cell, part[at : at + cell]) for place, part in enumerate(self._parts)]
+            pieces = [(group_rank * cell, part[at : at + cell]) for group_rank, part in enumerate(self._parts)]
             yield from operation.stage(chunk, chunks, pieces)
             through = operation.done_with(chunk, chunks)
             yield POSTED, operation.after(chunk + 1)
             start = peers.rank * cell
-            for place, output in enumerate(self._outputs):
+            for group_rank, output in enumerate(self._outputs):
                 here = output[at : at + cell]
-                here.copy_(operation.chunk_of(place, chunk)[start : start + here.numel()])
+                here.copy_(operation.chunk_of(group_rank, chunk)[start : start + here.numel()])
             peers.advance(DONE, through)
         operation.finish()
 

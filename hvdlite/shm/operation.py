@@ -40,7 +40,7 @@ class EngineContext:
     """What the operations of one engine have in common."""
 
     def __init__(self, peers: Peers, segment: Segment, addresses: Sequence[Address], slots: Sequence[Tensor]) -> None:
-        """``addresses`` are of the ranks' segments, by place, and ``slots`` the bytes of their staging slots."""
+        """``addresses`` are of the segments, by rank, and ``slots`` the bytes of their staging slots."""
         self.peers = peers
         self.segment = segment
         self._addresses = addresses
@@ -50,21 +50,21 @@ class EngineContext:
         self._staged = 0
         self._used = [0] * _SLOTS
 
-    def bytes_of(self, place: int, where: DataLocation) -> Tensor:
+    def bytes_of(self, group_rank: int, where: DataLocation) -> Tensor:
         """The whole piece of memory that a rank's data lie in."""
-        key = (place, where.offset)
+        key = (group_rank, where.offset)
         piece = self._seen.get(key)
         if piece is None:
-            piece = self._seen[key] = self.segment.see(self._addresses[place], where.offset, where.nbytes)
+            piece = self._seen[key] = self.segment.see(self._addresses[group_rank], where.offset, where.nbytes)
         return piece.tensor
 
     def next_slot(self) -> int:
         """Which of them is to be used next."""
         return self._staged % _SLOTS
 
-    def slot(self, place: int, number: int) -> Tensor:
+    def slot(self, group_rank: int, number: int) -> Tensor:
         """The bytes of a rank's slot."""
-        return self._slots[place][number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+        return self._slots[group_rank][number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
 
     def free_after(self, number: int) -> Condition:
         """When all ranks have read what was in a slot."""
@@ -146,11 +146,11 @@ class Operation:
     def check(self) -> None:
         """Raise a MismatchError, on all ranks, unless all do the same. Once all have posted."""
         signatures = [control_block.signature(self.number) for control_block in self.peers.control_blocks]
-        for place, signature in enumerate(signatures):
+        for group_rank, signature in enumerate(signatures):
             if signature != signatures[0]:
                 raise MismatchError(
                     f"ranks of one group do different things: {self.peers.describe(0)} {_words(signatures[0])} and "
-                    f"{self.peers.describe(place)} {_words(signature)}; every rank must call the same, in "
+                    f"{self.peers.describe(group_rank)} {_words(signature)}; every rank must call the same, in "
                     "the same order"
                 )
 
@@ -163,9 +163,9 @@ class Operation:
         """Each rank's payload."""
         return [control_block.payloads[self.number % WINDOW] for control_block in self.peers.control_blocks]
 
-    def chunk_of(self, place: int, chunk: int) -> Tensor:
+    def chunk_of(self, group_rank: int, chunk: int) -> Tensor:
         """A staged chunk of a rank's."""
-        return self.context.slot(place, (self.places[place].within + chunk) % _SLOTS)
+        return self.context.slot(group_rank, (self.places[group_rank].within + chunk) % _SLOTS)
 
     def progress(self) -> str:
         """What this rank does here, and which ranks have not begun it, or not come to its end."""
@@ -196,8 +196,8 @@ def _words(signature: memoryview) -> str:
     return f"{words} from place {root}" if name == "broadcast" else words
 
 
-def share_of(place: int, size: int, numel: int, itemsize: int) -> tuple[int, int]:
+def share_of(group_rank: int, size: int, numel: int, itemsize: int) -> tuple[int, int]:
     """Which elements, from and to, are a rank's to sum; others' begin at other cache lines."""
     step = max(1, ALIGNMENT_BYTES // itemsize)
     lines = -(-numel // step)
-    return min(lines * place // size * step, numel), min(lines * (place + 1) // size * step, numel)
+    return min(lines * group_rank // size * step, numel), min(lines * (group_rank + 1) // size * step, numel)

@@ -33,7 +33,7 @@ _READS_IN_ORDER = reads_in_order()
 
 
 class Peers:
-    """All ranks of an engine, this one at place ``rank`` among them."""
+    """All ranks of an engine; ``rank`` is this one's."""
 
     def __init__(
         self, rank: int, control_blocks: Sequence[ControlBlock], pids: Sequence[int], timeout_s: float
@@ -46,15 +46,15 @@ class Peers:
         self._pids = pids
         self._words = [control_block.words for control_block in control_blocks]
         self._own_words = self.own.words
-        self._others = [words for place, words in enumerate(self._words) if place != rank]
+        self._others = [words for group_rank, words in enumerate(self._words) if group_rank != rank]
         self._bell = control_blocks[0]
         self._cores = len(os.sched_getaffinity(0))
         self._spins = self._cores >= self.size
         self._lives: dict[int, int] = {}
         weakref.finalize(self, _close_all, self._lives).atexit = False
-        for place, pid in enumerate(pids):
+        for group_rank, pid in enumerate(pids):
             if pid != os.getpid():
-                self._lives[place] = os.pidfd_open(pid)
+                self._lives[group_rank] = os.pidfd_open(pid)
         self._poll = select.poll()
         for fd in self._lives.values():
             self._poll.register(fd, select.POLLIN)
@@ -92,8 +92,8 @@ class Peers:
         return self._own_words[counter] >= value and self.reached(counter, value)
 
     def late(self, counter: int, value: int) -> list[int]:
-        """The ranks that are not so far, by their places."""
-        return [place for place, words in enumerate(self._words) if words[counter] < value]
+        """The ranks that are not so far, by their ranks in the group."""
+        return [group_rank for group_rank, words in enumerate(self._words) if words[counter] < value]
 
     def has_free_cores(self) -> bool:
         """Whether this host has cores for more threads than compute now, on all ranks."""
@@ -144,9 +144,9 @@ class Peers:
         """Give back what watches over the others."""
         _close_all(self._lives)
 
-    def describe(self, place: int) -> str:
-        """A rank of the engine, by its place there and its process."""
-        return f"rank {place} of this group (pid {self._pids[place]})"
+    def describe(self, group_rank: int) -> str:
+        """A rank of the engine, by its rank in the group and its process."""
+        return f"rank {group_rank} of this group (pid {self._pids[group_rank]})"
 
     def _came_meanwhile(self, counter: int, value: int) -> bool:
         if not self._spins:
@@ -169,28 +169,33 @@ class Peers:
     def _require_alive(self, counter: int, value: int) -> None:
         """Raise if a rank that is waited for will never come."""
         gone = {fd for fd, _ in self._poll.poll(0)} if self._lives else set()
-        dead = [place for place, fd in self._lives.items() if fd in gone and self.control_blocks[place].state == OPEN]
+        dead = [
+            group_rank
+            for group_rank, fd in self._lives.items()
+            if fd in gone and self.control_blocks[group_rank].state == OPEN
+        ]
         states = [control_block.state for control_block in self.control_blocks]
-        late = [place for place in self.late(counter, value) if place != self.rank]
+        late = [group_rank for group_rank in self.late(counter, value) if group_rank != self.rank]
         if REVOKED in states:
             # What these ranks have written before their states is read now.
             fence()
             _, reason = min(block.reason() for block in self.control_blocks if block.state == REVOKED)
             raise RevokedError(reason)
-        for place in late:
-            if states[place] == LEFT or place in dead:
-                raise self._gone(place)
-        for place in late:
-            if states[place] == FAILED:
+        for group_rank in late:
+            if states[group_rank] == LEFT or group_rank in dead:
+                raise self._gone(group_rank)
+        for group_rank in late:
+            if states[group_rank] == FAILED:
                 # Perhaps for one from whom this rank has all it needs.
                 if dead:
                     raise self._gone(dead[0])
-                raise RuntimeError(f"{self.describe(place)} has given up, for an error of its own")
+                raise RuntimeError(f"{self.describe(group_rank)} has given up, for an error of its own")
 
-    def _gone(self, place: int) -> PeerGoneError:
-        how = "is no more" if self.control_blocks[place].state == OPEN else "has left"
+    def _gone(self, group_rank: int) -> PeerGoneError:
+        how = "is no more" if self.control_blocks[group_rank].state == OPEN else "has left"
         return PeerGoneError(
-            f"{self.describe(place)} {how} (connection closed by peer); what ended it is the cause, look there", place
+            f"{self.describe(group_rank)} {how} (connection closed by peer); what ended it is the cause, look there",
+            group_rank,
         )
 
     def _words_of_timeout(self, counter: int, value: int) -> str:

@@ -41,8 +41,8 @@ class Blocks:
                 self._made.clear()
             nbytes = numel * dtype.itemsize
             wholes = [
-                self._context.bytes_of(place, where)[where.within : where.within + nbytes].view(dtype)
-                for place, where in enumerate(places)
+                self._context.bytes_of(group_rank, where)[where.within : where.within + nbytes].view(dtype)
+                for group_rank, where in enumerate(places)
             ]
             blocks = self._made[key] = list(_blocks(wholes, *share))
         return blocks
@@ -128,7 +128,10 @@ class AllReduce:
         here, shares = self._here(chunk)
         start, stop = shares[rank]
         # Only what others are to sum is staged: this rank's own share is summed where it is.
-        terms = [here if place == rank else self._terms_of(place, chunk, here.numel()) for place in range(len(shares))]
+        terms = [
+            here if group_rank == rank else self._terms_of(group_rank, chunk, here.numel())
+            for group_rank in range(len(shares))
+        ]
         for block in _blocks(terms, start, stop):
             self._arithmetic.into(block, block[rank])
         if is_staged:
@@ -136,22 +139,22 @@ class AllReduce:
 
     def _take_shares(self, chunk: int) -> None:
         here, shares = self._here(chunk)
-        for place, (start, stop) in enumerate(shares):
-            if place != self._operation.peers.rank:
-                here[start:stop].copy_(self._terms_of(place, chunk, here.numel())[start:stop])
+        for group_rank, (start, stop) in enumerate(shares):
+            if group_rank != self._operation.peers.rank:
+                here[start:stop].copy_(self._terms_of(group_rank, chunk, here.numel())[start:stop])
 
     def _here(self, chunk: int) -> tuple[Tensor, list[tuple[int, int]]]:
         """A chunk of the tensor, and which of its elements each rank sums."""
         here = self._flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES].view(self._tensor.dtype)
         size = self._operation.peers.size
-        return here, [share_of(place, size, here.numel(), here.element_size()) for place in range(size)]
+        return here, [share_of(group_rank, size, here.numel(), here.element_size()) for group_rank in range(size)]
 
-    def _terms_of(self, place: int, chunk: int, numel: int) -> Tensor:
-        where, dtype = self._operation.places[place], self._tensor.dtype
+    def _terms_of(self, group_rank: int, chunk: int, numel: int) -> Tensor:
+        where, dtype = self._operation.places[group_rank], self._tensor.dtype
         if where.how != RESIDENT:
-            return self._operation.chunk_of(place, chunk)[: numel * dtype.itemsize].view(dtype)
+            return self._operation.chunk_of(group_rank, chunk)[: numel * dtype.itemsize].view(dtype)
         start = where.within + chunk * CHUNK_BYTES
-        return self._operation.context.bytes_of(place, where)[start : start + numel * dtype.itemsize].view(dtype)
+        return self._operation.context.bytes_of(group_rank, where)[start : start + numel * dtype.itemsize].view(dtype)
 
     def _stage(self, chunk: int, chunks: int) -> Steps:
         here, shares = self._here(chunk)
@@ -202,27 +205,29 @@ class ReduceScatter:
                 operation.check()
             here = self._output[chunk * cell : (chunk + 1) * cell]
             if here.numel():
-                terms = [self._term_of(place, chunk, here.numel()) for place in range(peers.size)]
+                terms = [self._term_of(group_rank, chunk, here.numel()) for group_rank in range(peers.size)]
                 self._arithmetic.into(terms, here.view(self._arithmetic.dtype))
             peers.advance(DONE, operation.done_with(chunk, chunks))
         # Others may still read what lies here.
         if is_resident:
             yield DONE, operation.end
 
-    def _term_of(self, place: int, chunk: int, nbytes: int) -> Tensor:
+    def _term_of(self, group_rank: int, chunk: int, nbytes: int) -> Tensor:
         """What a rank has of this chunk of this rank's part."""
         operation, rank, cell = self._operation, self._operation.peers.rank, self._cell_bytes
-        where = operation.places[place]
+        where = operation.places[group_rank]
         if where.how == RESIDENT:
-            memory = operation.context.bytes_of(place, where)
+            memory = operation.context.bytes_of(group_rank, where)
             start = where.within + self._start + chunk * cell
         else:
-            memory, start = operation.chunk_of(place, chunk), rank * cell
+            memory, start = operation.chunk_of(group_rank, chunk), rank * cell
         return memory[start : start + nbytes].view(self._arithmetic.dtype)
 
     def _stage(self, chunk: int, chunks: int) -> Steps:
         cell = self._cell_bytes
-        pieces = [(place * cell, part[chunk * cell : (chunk + 1) * cell]) for place, part in enumerate(self._parts)]
+        pieces = [
+            (group_rank * cell, part[chunk * cell : (chunk + 1) * cell]) for group_rank, part in enumerate(self._parts)
+        ]
         return self._operation.stage(chunk, chunks, pieces)
 
 

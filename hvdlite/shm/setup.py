@@ -84,7 +84,7 @@ def meet(
 
 
 def _make_context(own: _Own, rank: int, told_by: list[dict[str, Any]], timeout: timedelta) -> EngineContext:
-    pieces = [own.piece if place == rank else own.look_at(each) for place, each in enumerate(told_by)]
+    pieces = [own.piece if group_rank == rank else own.look_at(each) for group_rank, each in enumerate(told_by)]
     peers = Peers(
         rank, [ControlBlock(piece) for piece in pieces], [each["pid"] for each in told_by], timeout.total_seconds()
     )
@@ -140,7 +140,7 @@ def _exchange(
 ) -> list[dict[str, Any]]:
     text = json.dumps(value)
     store.set(f"{what}{rank}", signer.sign(what, rank, text).hex() + text)
-    keys = [f"{what}{place}" for place in range(size)]
+    keys = [f"{what}{group_rank}" for group_rank in range(size)]
     try:
         store.wait(keys, patience.left())
     except RuntimeError as error:
@@ -148,25 +148,25 @@ def _exchange(
             f"sharing memory failed on rank {rank} of these {size}: {_words_of_absence(store, keys)}; what ended or "
             f"holds up that rank is the cause, look for its own error ({error})"
         ) from error
-    return [_read(store.get(key), what, place, rank, signer) for place, key in enumerate(keys)]
+    return [_read(store.get(key), what, group_rank, rank, signer) for group_rank, key in enumerate(keys)]
 
 
-def _read(value: bytes, what: str, place: int, rank: int, signer: Signer) -> dict[str, Any]:
-    """What the rank at ``place`` has told, once it is known to be from there."""
+def _read(value: bytes, what: str, group_rank: int, rank: int, signer: Signer) -> dict[str, Any]:
+    """What rank ``group_rank`` has told, once it is known to be from there."""
     tag, text = value[: 2 * TAG_BYTES].decode(errors="replace"), value[2 * TAG_BYTES :].decode(errors="replace")
-    if len(value) <= _MOST_TOLD_BYTES and signer.is_signed_hex(tag, what, place, text):
+    if len(value) <= _MOST_TOLD_BYTES and signer.is_signed_hex(tag, what, group_rank, text):
         told: dict[str, Any] = json.loads(text)
         return told
     raise CommunicationError(
-        f"sharing memory failed on rank {rank}: what is said in the name of rank {place} is not signed with the key of "
-        "these ranks: somebody else can write to the store in which they meet"
+        f"sharing memory failed on rank {rank}: what is said in the name of rank {group_rank} is not signed with the "
+        "key of these ranks: somebody else can write to the store in which they meet"
     )
 
 
 def _words_of_absence(store: Store, keys: Sequence[str]) -> str:
     """Who has not come, or, where the store does not answer any more, that somebody has not."""
     try:
-        absent = [place for place, key in enumerate(keys) if not store.check([key])]
+        absent = [group_rank for group_rank, key in enumerate(keys) if not store.check([key])]
     except RuntimeError:
         return "the store that the ranks meet in is gone, with the rank that has it"
     return f"rank {', '.join(map(str, absent))} did not come in time"
@@ -176,11 +176,11 @@ def _part(store: Store, what: str, rank: int, size: int) -> None:
     """Let the others read what went wrong before this rank goes, and perhaps the store with it."""
     with contextlib.suppress(RuntimeError):
         store.set(f"{what}{rank}.read", "")
-        store.wait([f"{what}{place}.read" for place in range(size)], _PARTING)
+        store.wait([f"{what}{group_rank}.read" for group_rank in range(size)], _PARTING)
 
 
 def _require_all(complaint: str, told_by: list[dict[str, Any]], part: Callable[[], None]) -> None:
-    for place, each in enumerate(told_by):
+    for group_rank, each in enumerate(told_by):
         if "error" in each:
             part()
-            raise NoMemoryError(f"rank {place} of {len(told_by)} {complaint}: {each['error']}")
+            raise NoMemoryError(f"rank {group_rank} of {len(told_by)} {complaint}: {each['error']}")

@@ -131,11 +131,11 @@ class ShmEngineFactory:
             self._segment.close()
             self._segment = None
 
-    def among(self, places: Sequence[int], place: int, token: str, /) -> EngineFactory:
-        if len(places) == 1:
+    def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
+        if len(group_ranks) == 1:
             return SingleRankFactory()
-        ranks = self._ranks.among(places, place, token)
-        return ShmEngineFactory(ranks, self._torchs.among(places, place, token), for_gpus=self._for_gpus)
+        ranks = self._ranks.among(group_ranks, group_rank, token)
+        return ShmEngineFactory(ranks, self._torchs.among(group_ranks, group_rank, token), for_gpus=self._for_gpus)
 
     def _warn(self, error: NoMemoryError) -> None:
         if self._ranks.rank == 0 and not self._has_warned:
