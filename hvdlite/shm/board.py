@@ -92,7 +92,7 @@ class Board:
         return self._of_rank_0[_GO] == number
 
     def wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """Return True once that is so, looking when votes come (on rank 0) or a round is decided; False if it is late."""
+        """Return True once that is so, False if it is too late; looks when a round is decided, on rank 0 when all vote."""
         if is_over() or self._came_meanwhile(is_over):
             return True
         bell = _OF_VOTES if self.rank == 0 else _OF_DECISION
@@ -127,7 +127,7 @@ class Board:
         return all(digest == self._own_digest for digest in self._digests)
 
     def decide(self, *, go: bool) -> None:
-        """Decide the open round, and open the next; the first one where there was none. Under the coordinator's lock."""
+        """Decide the open round, and open the next, or the first. Under the coordinator's lock."""
         number = self._own[_OPEN]
         if go:
             self._own[_GO] = number
