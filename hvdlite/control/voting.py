@@ -7,15 +7,15 @@ How ranks of one host agree on a call by a vote in shared memory, where a messag
 A vote is a short way to where an ask and a go lead in any case; every call that it does not settle is asked for by a
 message, as if there were no vote, and all that is said of errors, joins, stalls and ends comes from there.
 
-**When a rank votes.** Only if it has nothing else under way: no ask unanswered, nothing to be carried out, no join. From
+**When a rank votes.** If it has nothing else under way: no ask unanswered, nothing to be carried out, no join. From
 the vote on until the round is decided it asks for nothing else: what its threads call meanwhile is held, and said after
 the decision, in the order of their calls. So a rank's calls reach the others in their order, whichever way.
 
 **Who decides.** Rank 0's process alone, under one lock, once for each round; the board says which round is open. Its
 executor decides when all have voted: a go if all digests are equal and the negotiation has nothing unsettled (pending,
 refused and not told to all, joined, ended), else the round is closed. Its coordinator closes the open round as soon as
-there is something unsettled, or when a rank says that it has waited for long enough. A rank reads the outcome of a round
-once it is decided, and never changes its vote, so that all see the same.
+there is something unsettled, or when a rank says that it has waited for long enough. A rank reads the outcome when the
+round is decided, and never changes its vote, so that all see the same.
 
 **Why the order of operations is the same on all ranks.** At a go every rank has voted, so none has anything under way,
 and none does anything before it has carried that operation out: no other can be before it on one rank and after it on

@@ -92,7 +92,7 @@ class Board:
         return self._of_rank_0[_GO] == number
 
     def wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """Return True once that is so, False if it is too late; looks when a round is decided, on rank 0 when all vote."""
+        """Return True once that is so, False if it is too late: looks when a round is decided, or all have voted."""
         if is_over() or self._came_meanwhile(is_over):
             return True
         bell = _OF_VOTES if self.rank == 0 else _OF_DECISION
