@@ -10,91 +10,96 @@ hvdlite: two lines around an optimizer, and its gradients are averaged over all 
 What is public is here, and made elsewhere. Packages and modules import only what stands before them, and within a
 package its own docstring has the order:
 
-    errors < values < files < signing < ignored < environment < log < launch < rendezvous < worker_main < comm < shm
-           < control < timeline < compression < runtime < ops < optim < links < communicator
+    errors < values < files < signing < ignored < environment < log < run_in_workers < rendezvous < worker_main < comm
+           < shm < control < timeline < compression < runtime < ops < optim < links < communicator
 
-None of them imports hvdlite_launcher, but for `launch`, when `run` is called. Above them stand `torch`, the same under
-Horovod's names, `horovod`, which makes programs find it under these, and `bench`, which measures all of it.
+A name is imported when the program first asks for it: `import hvdlite` itself loads none of these packages.
+
+None of them imports hvdlite_launcher, but for `run_in_workers`, when `run` is called. Above them stand `torch`, the
+same under Horovod's names, `horovod`, which makes programs find it under these, and `bench`, which measures all of it.
 """
 
-from .comm.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
-from .compression.casts import Compression, Compressor
-from .control.handle import Handle
-from .errors import (
-    CommunicationError,
-    GradientError,
-    HvdliteError,
-    LaunchEnvironmentError,
-    MismatchError,
-    NotInitializedError,
-    PeerLostError,
-)
-from .launch import run
-from .ops.batch_norm import SyncBatchNorm
-from .ops.broadcast import allgather_object, broadcast_object, broadcast_parameters
-from .ops.join import join
-from .ops.operations import (
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    poll,
-    reducescatter,
-    reducescatter_async,
-    sparse_allreduce_async,
-    synchronize,
-)
-from .optim.exchange import Exchange, ExchangeWork, Gradients, Links
-from .optim.optimizer import DistributedOptimizer
-from .optim.optimizer_state import broadcast_optimizer_state
-from .runtime.built import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rocm_built,
-)
-from .runtime.process_set import ProcessSet
-from .runtime.process_set_functions import add_process_set, global_process_set, remove_process_set
-from .runtime.timeline_functions import start_timeline, stop_timeline
-from .runtime.world import (
-    cross_rank,
-    cross_size,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
-from .shm.backend import register as _register_backend
+import atexit
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
 
-# So that `import hvdlite` is all it takes to name it in torch.distributed.
-_register_backend()
+import torch.distributed as _dist
+
+if TYPE_CHECKING:
+    from .comm.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+    from .compression.casts import Compression, Compressor
+    from .control.handle import Handle
+    from .errors import (
+        CommunicationError,
+        GradientError,
+        HvdliteError,
+        LaunchEnvironmentError,
+        MismatchError,
+        NotInitializedError,
+        PeerLostError,
+    )
+    from .ops.batch_norm import SyncBatchNorm
+    from .ops.broadcast import allgather_object, broadcast_object, broadcast_parameters
+    from .ops.join import join
+    from .ops.operations import (
+        allgather,
+        allgather_async,
+        allreduce,
+        allreduce_,
+        allreduce_async,
+        allreduce_async_,
+        alltoall,
+        alltoall_async,
+        barrier,
+        broadcast,
+        broadcast_,
+        broadcast_async,
+        broadcast_async_,
+        grouped_allgather,
+        grouped_allgather_async,
+        grouped_allreduce,
+        grouped_allreduce_,
+        grouped_allreduce_async,
+        grouped_allreduce_async_,
+        grouped_reducescatter,
+        grouped_reducescatter_async,
+        poll,
+        reducescatter,
+        reducescatter_async,
+        sparse_allreduce_async,
+        synchronize,
+    )
+    from .optim.exchange import Exchange, ExchangeWork, Gradients, Links
+    from .optim.optimizer import DistributedOptimizer
+    from .optim.optimizer_state import broadcast_optimizer_state
+    from .run_in_workers import run
+    from .runtime.built import (
+        ccl_built,
+        cuda_built,
+        ddl_built,
+        gloo_built,
+        gloo_enabled,
+        mpi_built,
+        mpi_enabled,
+        mpi_threads_supported,
+        nccl_built,
+        rocm_built,
+    )
+    from .runtime.process_set_functions import ProcessSet, add_process_set, global_process_set, remove_process_set
+    from .runtime.timeline_functions import start_timeline, stop_timeline
+    from .runtime.world import (
+        cross_rank,
+        cross_size,
+        init,
+        is_homogeneous,
+        is_initialized,
+        local_rank,
+        local_size,
+        rank,
+        shutdown,
+        size,
+    )
 
 __all__ = [
     "Adasum",
@@ -179,3 +184,71 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+# The module that each public name is imported from.
+_NAMES_OF = {
+    "comm.reduce_op": "Adasum Average Max Min Product ReduceOp Sum",
+    "compression.casts": "Compression Compressor",
+    "control.handle": "Handle",
+    "errors": (
+        "CommunicationError GradientError HvdliteError LaunchEnvironmentError MismatchError "
+        "NotInitializedError PeerLostError"
+    ),
+    "ops.batch_norm": "SyncBatchNorm",
+    "ops.broadcast": "allgather_object broadcast_object broadcast_parameters",
+    "ops.join": "join",
+    "ops.operations": (
+        "allgather allgather_async allreduce allreduce_ allreduce_async allreduce_async_ alltoall "
+        "alltoall_async barrier broadcast broadcast_ broadcast_async broadcast_async_ grouped_allgather "
+        "grouped_allgather_async grouped_allreduce grouped_allreduce_ grouped_allreduce_async "
+        "grouped_allreduce_async_ grouped_reducescatter grouped_reducescatter_async poll reducescatter "
+        "reducescatter_async sparse_allreduce_async synchronize"
+    ),
+    "optim.exchange": "Exchange ExchangeWork Gradients Links",
+    "optim.optimizer": "DistributedOptimizer",
+    "optim.optimizer_state": "broadcast_optimizer_state",
+    "run_in_workers": "run",
+    "runtime.built": (
+        "ccl_built cuda_built ddl_built gloo_built gloo_enabled mpi_built mpi_enabled mpi_threads_supported "
+        "nccl_built rocm_built"
+    ),
+    "runtime.process_set_functions": "ProcessSet add_process_set global_process_set remove_process_set",
+    "runtime.timeline_functions": "start_timeline stop_timeline",
+    "runtime.world": (
+        "cross_rank cross_size init is_homogeneous is_initialized local_rank local_size rank shutdown size"
+    ),
+}
+_MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first asked for, so that programs start without what they do not use."""
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+        return value
+
+
+def _make_shm_process_group(*args: Any) -> Any:
+    from .shm.backend import ShmProcessGroup  # noqa: PLC0415  # when a program makes one
+
+    return ShmProcessGroup(*args)
+
+
+def _end_of_program() -> None:
+    if world := sys.modules.get(f"{__name__}.runtime.world"):
+        world.end_of_program()
+
+
+# So that `import hvdlite` is all it takes to name the backend in torch.distributed.
+if _dist.is_available() and not hasattr(_dist.Backend, "HVDSHM"):
+    _dist.Backend.register_backend("hvdshm", _make_shm_process_group, devices=["cpu"])
+
+# Registered here and not in init(), so that it runs after whatever the program registers: the last word.
+atexit.register(_end_of_program)

@@ -52,7 +52,7 @@ _DECIMAL = re.compile(r"\+?([0-9]{1,30}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class Format:
     """A way to write a value: ``allowed`` names it in the documentation, ``read`` turns the text into the value.
 
     ``read`` raises a ValueError that says what the text is not. The message continues "NAME='text' is ...".
@@ -110,16 +110,16 @@ def _level(text: str) -> int:
     return _LEVELS[text.lower()]
 
 
-SWITCH = Kind("1 or 0", _switch)
-SWITCH_OFF = Kind("1 or 0", lambda text: not _switch(text))
-BYTES = Kind("bytes", _bytes)
-STEPS = Kind("steps, or 0", _steps)
-SECONDS = Kind("seconds", _seconds)
-SECONDS_OR_NEVER = Kind("seconds, or 0", _seconds_or_never)
-LEVEL = Kind("`trace` to `fatal`", _level)
-FILE = Kind("a file")
-TIMELINE = Kind(f"a file, or `{DYNAMIC}`")
-NUMBER = Kind("a number")
+SWITCH = Format("1 or 0", _switch)
+SWITCH_OFF = Format("1 or 0", lambda text: not _switch(text))
+BYTES = Format("bytes", _bytes)
+STEPS = Format("steps, or 0", _steps)
+SECONDS = Format("seconds", _seconds)
+SECONDS_OR_NEVER = Format("seconds, or 0", _seconds_or_never)
+LEVEL = Format("`trace` to `fatal`", _level)
+FILE = Format("a file")
+TIMELINE = Format(f"a file, or `{DYNAMIC}`")
+NUMBER = Format("a number")
 
 
 class Given(NamedTuple):
@@ -141,7 +141,7 @@ class Variable:
     """
 
     name: str
-    kind: Kind
+    format: Format
     default: str
     meaning: str
     horovods: str | None = None
@@ -160,19 +160,19 @@ class Variable:
     def read(self, given: Given) -> object:
         """The value of a text that is not empty. A ValueError names the variable, the text and what is allowed."""
         try:
-            return self.kind.read(given.text)
+            return self.format.read(given.text)
         except ValueError as error:
             raise ValueError(f"{given.name}={given.text!r} is {error}") from None
 
 
-def _shared(name: str, kind: Kind, default: str, meaning: str, *, short: str | None = None) -> dict[str, Any]:
+def _shared(name: str, format: Format, default: str, meaning: str, *, short: str | None = None) -> dict[str, Any]:
     """The metadata of a field: a variable that Horovod has under the same name."""
-    return {"variable": Variable(name, kind, default, meaning, horovods=name, short=short)}
+    return {"variable": Variable(name, format, default, meaning, horovods=name, short=short)}
 
 
-def _own(name: str, kind: Kind, default: str, meaning: str) -> dict[str, Any]:
+def _own(name: str, format: Format, default: str, meaning: str) -> dict[str, Any]:
     """The metadata of a field: a variable that hvdlite alone has."""
-    return {"variable": Variable(name, kind, default, meaning)}
+    return {"variable": Variable(name, format, default, meaning)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +293,7 @@ _SECRET = (
 )
 READ_ELSEWHERE = (
     Variable("START_TIMEOUT", SECONDS, "60", _START_TIMEOUT, horovods="START_TIMEOUT"),
-    Variable("SECRET", Kind("a secret"), "–", _SECRET),
+    Variable("SECRET", Format("a secret"), "–", _SECRET),
     Variable("SECRET_FILE", FILE, "–", "the secret is in it"),
 )
 """What the user may set besides, for `hvdlite-run` and `rendezvous.secret`."""
@@ -305,9 +305,9 @@ SET_FOR_WORKERS = (
     Variable("LOCAL_SIZE", NUMBER, "–", "the number of workers on its host", horovods="LOCAL_SIZE"),
     Variable("CROSS_RANK", NUMBER, "–", "its host's rank among the hosts with this local rank", horovods="CROSS_RANK"),
     Variable("CROSS_SIZE", NUMBER, "–", "the number of hosts with this local rank", horovods="CROSS_SIZE"),
-    Variable("HOST", Kind("a name"), "–", "its host, as the user wrote it", horovods="HOSTNAME"),
-    Variable("STORE", Kind("a URL"), "–", "the store in which workers meet"),
-    Variable("JOB_DIR", Kind("a directory"), "–", "private to the job on this host, and removed at its end"),
+    Variable("HOST", Format("a name"), "–", "its host, as the user wrote it", horovods="HOSTNAME"),
+    Variable("STORE", Format("a URL"), "–", "the store in which workers meet"),
+    Variable("JOB_DIR", Format("a directory"), "–", "private to the job on this host, and removed at its end"),
 )
 """What hvdlite-run tells each worker of its place. Read in `rendezvous` and where a rank ends."""
 

@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from .comm.gloo import Patience, Ranks, open_proven
+from .comm.gloo import ConnectingRanks, InitTimeout, open_proven
 from .errors import LaunchEnvironmentError
-from .rendezvous.introductions import agree_on_secret
 from .rendezvous.launcher_store import LauncherStore
 from .rendezvous.launchers import read_placement
+from .rendezvous.rank_info import agree_on_secret
 from .rendezvous.secret import given_secret
 from .rendezvous.store_client import StoreClient
 from .signing import Signer
@@ -79,7 +79,9 @@ def measure(store: Store, rank: int, peer: int, patience_s: float) -> float:
         raise RuntimeError("one of them did not come to be measured") from None
     own = pair.index(rank)
     signer = Signer(agree_on_secret(shared, own, given_secret(os.environ)))
-    ranks = Ranks(shared, signer, own, tuple(f"rank {each}" for each in pair), Patience(timedelta(seconds=_TRY_S)))
+    ranks = ConnectingRanks(
+        shared, signer, own, tuple(f"rank {each}" for each in pair), InitTimeout(timedelta(seconds=_TRY_S))
+    )
 
     def make() -> Any:
         return dist.ProcessGroupGloo(PrefixStore("gloo", shared), own, 2, timedelta(seconds=_TRY_S))

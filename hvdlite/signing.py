@@ -3,7 +3,7 @@ Signatures with a key that only the ranks of a job have: HMAC-SHA256 over everyt
 
     key ── Signer ── sign(parts) on one rank ── tag travels beside the message ── is_signed(tag, parts) on another
 
-Where the key comes from is in `rendezvous.secret`. Introductions are signed in `rendezvous.introductions`, connections
+Where the key comes from is in `rendezvous.secret`. Introductions are signed in `rendezvous.rank_info`, connections
 of gloo prove themselves in `comm.gloo`, objects are signed in `comm.group`, control messages in `control`.
 """
 

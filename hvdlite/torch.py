@@ -9,83 +9,83 @@ classes whose methods take one tensor. Inside this package ``import torch`` is P
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from . import (
-    Adasum,
-    Average,
-    DistributedOptimizer,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    Sum,
-    SyncBatchNorm,
-    add_process_set,
-    allgather,
-    allgather_async,
-    allgather_object,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    global_process_set,
-    gloo_built,
-    gloo_enabled,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    poll,
-    rank,
-    reducescatter,
-    reducescatter_async,
-    remove_process_set,
-    rocm_built,
-    run,
-    shutdown,
-    size,
-    sparse_allreduce_async,
-    start_timeline,
-    stop_timeline,
-    synchronize,
-)
-from .communicator import check_comm
-from .compression.horovod_compressors import Compression
 from .errors import HvdliteError
-from .rendezvous.launchers import read_placement
-from .runtime import world
+
+if TYPE_CHECKING:
+    from . import (
+        Adasum,
+        Average,
+        DistributedOptimizer,
+        Max,
+        Min,
+        ProcessSet,
+        Product,
+        Sum,
+        SyncBatchNorm,
+        add_process_set,
+        allgather,
+        allgather_async,
+        allgather_object,
+        allreduce,
+        allreduce_,
+        allreduce_async,
+        allreduce_async_,
+        alltoall,
+        alltoall_async,
+        barrier,
+        broadcast,
+        broadcast_,
+        broadcast_async,
+        broadcast_async_,
+        broadcast_object,
+        broadcast_optimizer_state,
+        broadcast_parameters,
+        ccl_built,
+        cross_rank,
+        cross_size,
+        cuda_built,
+        ddl_built,
+        global_process_set,
+        gloo_built,
+        gloo_enabled,
+        grouped_allgather,
+        grouped_allgather_async,
+        grouped_allreduce,
+        grouped_allreduce_,
+        grouped_allreduce_async,
+        grouped_allreduce_async_,
+        grouped_reducescatter,
+        grouped_reducescatter_async,
+        is_initialized,
+        join,
+        local_rank,
+        local_size,
+        mpi_built,
+        mpi_enabled,
+        mpi_threads_supported,
+        nccl_built,
+        poll,
+        rank,
+        reducescatter,
+        reducescatter_async,
+        remove_process_set,
+        rocm_built,
+        run,
+        shutdown,
+        size,
+        sparse_allreduce_async,
+        start_timeline,
+        stop_timeline,
+        synchronize,
+    )
+    from .compression.horovod_compressors import Compression
 
 # Whatever goes wrong between the ranks is one of these, and is caught under Horovod's name.
 HorovodInternalError = HvdliteError
@@ -174,9 +174,14 @@ def init(
     ``comm``: None, the list of all ranks, or mpi4py's COMM_WORLD; all of these mean every rank of the job. For fewer
     there are process sets: a ValueError says so.
     """
-    if not world.is_initialized():
+    # Here and not above, as in `hvdlite` itself: the import of this module is to take no time.
+    from . import init as init_hvdlite  # noqa: PLC0415
+    from . import is_initialized  # noqa: PLC0415
+    from .communicator import check_comm  # noqa: PLC0415
+
+    if not is_initialized():
         check_comm(comm, _size_to_be())
-    world.init(timeout_s, process_sets=process_sets, check_parameters=check_parameters)
+    init_hvdlite(timeout_s, process_sets=process_sets, check_parameters=check_parameters)
 
 
 def check_extension(*_: object) -> None:
@@ -186,6 +191,8 @@ def check_extension(*_: object) -> None:
 def _size_to_be() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
+    from .rendezvous.launchers import read_placement  # noqa: PLC0415  # as above
+
     placement = read_placement(os.environ)
     return 1 if placement is None else placement.size
 
@@ -194,7 +201,19 @@ def __dir__() -> list[str]:
     return [*__all__, *(name for name in globals() if name.startswith("__"))]
 
 
-def __getattr__(name: str) -> NoReturn:
-    if name == "elastic":
-        raise AttributeError("hvd.elastic: elastic training is not in hvdlite yet; checkpoint, and start the job anew")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first asked for, as `hvdlite` does."""
+        if name == "elastic":
+            raise AttributeError(
+                "hvd.elastic: elastic training is not in hvdlite yet; checkpoint, and start the job anew"
+            )
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name == "Compression":
+            from .compression.horovod_compressors import Compression as value  # noqa: PLC0415, N813
+        else:
+            value = getattr(importlib.import_module("hvdlite"), name)
+        globals()[name] = value
+        return value

@@ -22,7 +22,7 @@ def main() -> int:
     """Run hvdlite-run and give its exit code."""
     try:
         _take_signals()
-        from .cli.command_line import main as run  # noqa: PLC0415  # see above
+        from .cli.hvdlite_run import main as run  # noqa: PLC0415  # see above
 
         return run()
     except (OSError, ImportError, RuntimeError, MemoryError) as error:

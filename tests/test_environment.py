@@ -184,7 +184,7 @@ def test_horovods_prefix_on_a_variable_that_hvdlite_alone_has_is_named_with_the_
 def row_of_readme(variable: Variable) -> str:
     ours = ", ".join(f"`{name}`" for name in reversed(variable.names) if name.startswith("HVDLITE_"))
     in_horovod = "–" if variable.horovods is None else "✓"
-    return f"| {ours} | {in_horovod} | {variable.kind.allowed} | {variable.default} | {variable.meaning} |"
+    return f"| {ours} | {in_horovod} | {variable.format.allowed} | {variable.default} | {variable.meaning} |"
 
 
 def test_the_readme_lists_what_a_user_may_set_as_the_table_has_it():

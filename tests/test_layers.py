@@ -87,7 +87,7 @@ def test_the_library_imports_torch_and_the_standard_library_alone():
     # The one crossing to the launcher, and what brings a caller's own classes and functions to a worker; all when used.
     # What the benchmark draws and compares with, it looks for when it is asked to.
     exceptions = {
-        "launch": {"hvdlite_launcher"},
+        "run_in_workers": {"hvdlite_launcher"},
         "worker_main": {"cloudpickle"},
         "ops.broadcast": {"cloudpickle"},
         "compression.kernels": {"cupy"},
@@ -105,7 +105,7 @@ def test_the_launcher_imports_neither_torch_nor_hvdlite():
 
 def test_importing_hvdlite_sets_up_nothing():
     program = (
-        "import logging, sys, torch.distributed as dist; before = sys.excepthook; import hvdlite; "
+        "import logging, sys, torch.distributed as dist; before = sys.excepthook; import hvdlite, hvdlite.torch; "
         "assert sys.excepthook is before and not dist.is_initialized() and not logging.root.handlers; "
         "assert not {'hvdlite_launcher', 'cloudpickle'} & sys.modules.keys()"
     )

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import subprocess
+import sys
+
+import pytest
 
 import hvdlite as hvd
 
@@ -58,3 +63,46 @@ def test_the_arguments_of_the_collectives_are_horovods_in_horovods_order():
     }
     for name, arguments in expected.items():
         assert list(inspect.signature(getattr(hvd, name)).parameters) == arguments, name
+
+
+def loaded(program: str) -> set[str]:
+    """The modules that a program has after its own lines and not after `import torch`, without hvdlite's prefix."""
+    program = (
+        "import sys, torch, torch.distributed; before = set(sys.modules)\n"
+        f"{program}\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], check=True, timeout=100, stdout=subprocess.PIPE, text=True)
+    return set(run.stdout.split())
+
+
+@pytest.mark.slow
+def test_the_import_loads_no_module_that_torch_has_not_loaded_but_the_package_itself():
+    assert loaded("import hvdlite") == {"hvdlite"}
+    assert loaded("import hvdlite.torch") == {"hvdlite", "hvdlite.errors", "hvdlite.torch"}
+
+
+@pytest.mark.slow
+def test_who_only_reads_the_rank_loads_neither_optimizers_nor_operations():
+    modules = loaded("import hvdlite as hvd; hvd.init(); hvd.rank()")
+    assert "hvdlite.runtime.world" in modules
+    assert not {name.split(".")[1] for name in modules if name.startswith("hvdlite.")} & {"ops", "optim", "compression"}
+    others = {"statistics", "hvdlite.rendezvous.pmi_rendezvous", "hvdlite.rendezvous.master_address"}
+    assert not others & modules
+
+
+def test_each_name_comes_from_the_module_that_type_checkers_take_it_from():
+    tree = ast.parse(inspect.getsource(hvd))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    typed = {alias.name: node.module for node in block.body for alias in node.names}
+    assert typed == hvd._MODULE_OF
+    assert sorted(typed) == hvd.__all__
+
+
+def test_a_name_that_is_none_of_the_packages_is_an_attribute_error_that_names_it():
+    with pytest.raises(AttributeError, match="module 'hvdlite' has no attribute 'allreduced'"):
+        _ = hvd.allreduced
+
+
+def test_what_is_public_can_be_listed_before_it_is_used():
+    assert set(hvd.__all__) <= set(dir(hvd))

@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
 from typing import Any, NoReturn, TextIO
@@ -23,71 +25,57 @@ from .command_line import PROGRAM, Request, parse
 from .ranks import Ranks
 
 _USAGE = 2
-
-
-class Interruption:
-    """Raises KeyboardInterrupt on SIGINT and SIGTERM. One that is ignored, as in a background job, stays so."""
-
-    def __init__(self) -> None:
-        self.signum: int | None = None
-        caught = [each for each in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(each) != signal.SIG_IGN]
-        self._before = {each: signal.signal(each, self._raise) for each in caught}
-
-    def _raise(self, signum: int, frame: FrameType | None) -> NoReturn:
-        self.signum = signum
-        raise KeyboardInterrupt
-
-    def ignore(self) -> None:
-        """Ignore both from now on, while results are written."""
-        for each in self._before:
-            signal.signal(each, signal.SIG_IGN)
-
-    def restore(self) -> None:
-        """Restore the handlers that were there before."""
-        for each, handler in self._before.items():
-            signal.signal(each, handler)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main() -> int:
     """Run the command; returns the exit code. Every rank must call it, in a process that then ends."""
-    interruption = Interruption()
+    for each in _SIGNALS:
+        # One that is ignored, as in a background job, stays so.
+        if signal.getsignal(each) != signal.SIG_IGN:
+            signal.signal(each, _interrupt)
     try:
-        return _run(interruption)
+        return _run()
     except SystemExit:
         # argparse has printed the help.
         _write("", sys.stdout, end="")
         raise
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         # An orderly exit would wait for collectives that never end.
-        assert interruption.signum is not None, "only its handler raises it"
-        os._exit(128 + interruption.signum)
+        os._exit(128 + interrupt.args[0])
 
 
-def _run(interruption: Interruption) -> int:
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt(signum)
+
+
+@contextmanager
+def _signals_ignored() -> Iterator[None]:
+    before = {each: signal.signal(each, signal.SIG_IGN) for each in _SIGNALS}
+    yield
+    for each, handler in before.items():
+        signal.signal(each, handler)
+
+
+def _run() -> int:
     placement = read_placement(os.environ)
     rank = 0 if placement is None else placement.rank
     request = problem = None
     try:
-        request = parse(None, quiet=rank > 0)
-        if rank == 0:
-            request.files.check()
+        request = parse(None, is_first=rank == 0)
     except UsageError as error:
-        problem = str(error) if request is None else f"{PROGRAM} {request.command.name}: {error}"
-    if request is not None and request.command.turns == 0:
-        if rank > 0:
-            return 0
-        return _show(request, {}) if problem is None else _complain(problem)
-    if problem is not None and placement is None:
-        return _complain(problem)
+        problem = str(error)
+        if placement is None:
+            return _complain(problem)
     init()
     world = current_world()
-    # Ranks may differ in what is installed, and rank 0 alone writes files.
+    # Ranks may differ in what is installed, and rank 0 alone writes files: all go on, or none.
     problems = world.group.all_gather_json(problem, "start of the benchmark")
     problem = next((each for each in problems if each is not None), None)
     if problem is None:
         assert request is not None, "there is no problem"
         try:
-            return _measure(request, world, interruption)
+            return _measure(request, world)
         except UsageError as error:
             problem = f"{PROGRAM} {request.command.name}: {error}"
     code = _complain(problem) if rank == 0 else _USAGE
@@ -96,39 +84,37 @@ def _run(interruption: Interruption) -> int:
     return code
 
 
-def _measure(request: Request, world: World, interruption: Interruption) -> int:
+def _measure(request: Request, world: World) -> int:
     ranks = Ranks(world, request.device_type)
     request.command.prepare(ranks)
-    if ranks.rank == 0:
-        ranks.show_progress(request.command.turns)
+    ranks.show_progress(request.command.turns)
+    code, complete = 0, False
     try:
-        try:
-            request.command.run(ranks)
-        except RuntimeError as error:
-            if says_peer_lost(error):
-                # On Ctrl-C other ranks may end before the signal arrives here.
-                time.sleep(1)
-            raise
-    except BaseException:
-        _finish(request, ranks, interruption, complete=False)
+        request.command.run(ranks)
+        complete = True
+    except RuntimeError as error:
+        if says_peer_lost(error):
+            # On Ctrl-C other ranks may end before the signal arrives here.
+            time.sleep(1)
         raise
-    code = _finish(request, ranks, interruption, complete=True)
-    interruption.restore()
+    finally:
+        with _signals_ignored():
+            ranks.hide_progress()
+            if ranks.rank == 0:
+                code = _report(request, ranks, complete)
     ranks.close()
     return code
 
 
-def _finish(request: Request, ranks: Ranks, interruption: Interruption, *, complete: bool) -> int:
-    interruption.ignore()
-    ranks.hide_progress()
-    if ranks.rank > 0:
-        return 0
+def _report(request: Request, ranks: Ranks, complete: bool) -> int:
+    """Print the report and write the files; returns the exit code."""
     try:
         own_version = version("hvdlite")
     except PackageNotFoundError:
         own_version = "of a source tree"
-    about = {
-        "command": request.command.name,
+    name, report, code = request.command.name, request.command.report(), 0
+    about: dict[str, Any] = {
+        "command": name,
         "options": request.options,
         "complete": complete,
         "hvdlite": own_version,
@@ -138,17 +124,8 @@ def _finish(request: Request, ranks: Ranks, interruption: Interruption, *, compl
         "device": ranks.device.type,
         "threads_per_rank": torch.get_num_threads(),
     }
-    return _show(request, about)
-
-
-def _show(request: Request, about: dict[str, Any]) -> int:
-    """Print the report and write the files; ``about`` is what JSON says of the run."""
-    name, report, code = request.command.name, request.command.report(), 0
-    interrupted = about.get("complete") is False
     try:
-        _write(
-            f"{report}\n\ninterrupted: this is what was measured by then" if interrupted else str(report), sys.stdout
-        )
+        _write(str(report) + ("" if complete else "\n\ninterrupted: this is what was measured by then"), sys.stdout)
     except OSError as error:
         code = _complain(f"{PROGRAM} {name}: standard output cannot be written: {error.strerror}", 1)
     try:

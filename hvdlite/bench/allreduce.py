@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,9 @@ from ..comm.group import Group
 from ..errors import HvdliteError
 from .arguments import Flag, count_flag, read_sizes, some_of
 from .plot import Chart, Line, Lines, is_own
-from .ranks import Job, Ranks
-from .report import Case, Columns, Command, Quartiles, Report, Row, Table, grouped, ratio_of
-from .units import show_bandwidth, show_ratio, show_ratios, show_round_time, show_size, show_time
+from .ranks import Ranks
+from .report import Case, Columns, Command, Quartiles, Row, grouped, ratio_of
+from .units import show_bandwidth, show_ratio, show_round_time, show_size, show_time
 
 # 4 B to 256 MB, by factors of 4.
 DEFAULT_SIZES = tuple(4 * 4**power for power in range(14))
@@ -34,17 +35,6 @@ _BLOCK_S = 0.02
 _MOST_REPEATS = 1000
 # Two tensors, one to copy to, and what gloo and hvdlite allocate.
 _TENSORS = 5
-_COLUMNS: Columns = {
-    "size": lambda row: show_size(row["bytes"]),
-    "dtype": lambda row: row["dtype"],
-    "what": lambda row: row["what"],
-    "time": lambda row: show_time(row["median_s"]),
-    "quartiles": lambda row: f"{show_time(row['low_s'])} … {show_time(row['high_s'])}",
-    "alg": lambda row: show_bandwidth(row["algorithm_Bps"]),
-    "bus": lambda row: show_bandwidth(row["bus_Bps"]),
-    "× rival": lambda row: show_ratio(row["times_faster_than_rival"]),
-    "× limit": lambda row: show_ratio(row["times_the_limit"]),
-}
 
 
 class AllReduce(Command):
@@ -64,15 +54,32 @@ class AllReduce(Command):
         count_flag("--rounds", 15, "turns of each"),
     )
 
+    columns: ClassVar[Columns] = {
+        "size": lambda row: show_size(row["bytes"]),
+        "dtype": lambda row: row["dtype"],
+        "what": lambda row: row["what"],
+        "time": lambda row: show_time(row["median_s"]),
+        "quartiles": lambda row: f"{show_time(row['low_s'])} … {show_time(row['high_s'])}",
+        "alg": lambda row: show_bandwidth(row["algorithm_Bps"]),
+        "bus": lambda row: show_bandwidth(row["bus_Bps"]),
+        "× rival": lambda row: show_ratio(row["times_faster_than_rival"]),
+        "× limit": lambda row: show_ratio(row["times_the_limit"]),
+    }
+    words = 3
+    notes = (
+        "× rival: how many times faster than gloo or nccl by itself. × limit: how many times as long as a copy of "
+        "the same bytes (memcpy, copy on the GPU, link to the next GPU), which all ranks make at once.",
+    )
+
     def __init__(self, sizes: Sequence[int], dtypes: Sequence[str], rounds: int) -> None:
         self._rounds = rounds
-        self._cases = [case_of(size, dtype) for dtype in dtypes for size in sizes]
-        self.turns = len(self._cases) * rounds
+        self.cases = [case_of(size, dtype) for dtype in dtypes for size in sizes]
+        self.turns = len(self.cases) * rounds
 
     def run(self, ranks: Ranks) -> None:
         self.job = ranks.job
-        for case in self._cases:
-            what, nbytes = _label(case.about), case.about["bytes"]
+        for case in self.cases:
+            what, nbytes = case.label, case.about["bytes"]
             with closing(ranks.group.duplicate()) as group:
                 shared_bytes = nbytes if ranks.shares_memory(group) else 0
                 case.skipped = ranks.why_too_large(_TENSORS * nbytes, shared_bytes)
@@ -83,67 +90,79 @@ class AllReduce(Command):
                 case.samples = {name: [] for name in blocks}
                 ranks.take_turns(what, blocks, self._rounds, case.samples)
 
-    def report(self) -> Report:
-        return report_of(self._cases, self.job)
+    def title(self) -> str:
+        return f"all-reduce between {self.job}"
+
+    def describe(self, case: Case, name: str, found: Mapping[str, Quartiles]) -> Row:
+        rival = next((found[each] for each in RIVALS if each in found), None)
+        limit = next((found[each] for each in LIMITS if each in found), None)
+        is_copy, algorithm = name in LIMITS, case.about["bytes"] / found[name].median
+        return {
+            "what": name,
+            "algorithm_Bps": algorithm,
+            "bus_Bps": None if is_copy else algorithm * bus_factor(self.job.ranks),
+            "times_faster_than_rival": None if is_copy else ratio_of(rival, found[name]),
+            "times_the_limit": ratio_of(found[name], limit),
+        }
+
+    def chart(self, rows: Sequence[Row]) -> Chart:
+        panels = []
+        for dtype, of_dtype in grouped(rows, "dtype").items():
+            lines = []
+            for what, each in grouped(of_dtype, "what").items():
+                points = [(row["bytes"], row["median_s"]) for row in each]
+                lines.append(Line(what, points, is_own(what), band=[(row["low_s"], row["high_s"]) for row in each]))
+            panels.append(Lines(dtype, "size of the tensor", "time", show_size, show_round_time, lines))
+        caption = f"{self.title()}. Medians, of the slowest rank; shades are between quartiles."
+        return Chart("How long an all-reduce takes", caption, panels)
 
 
 def case_of(nbytes: int, dtype: str) -> Case:
     """The case of a size, rounded down to whole elements, of which there is at least one."""
     itemsize = DTYPES[dtype].itemsize
-    return Case({"bytes": max(1, nbytes // itemsize) * itemsize, "dtype": dtype})
-
-
-def _label(about: Row) -> str:
-    return f"{show_size(about['bytes'])} {about['dtype']}"
-
-
-def _zeros(ranks: Ranks, case: Case, group: Group | None = None) -> Tensor:
-    """A tensor of the case, in the group's shared memory if one is given."""
-    dtype = DTYPES[case.about["dtype"]]
-    numel = case.about["bytes"] // dtype.itemsize
-    if group is not None:
-        return group.zeros(numel, dtype, ranks.device)
-    return torch.zeros(numel, dtype=dtype, device=ranks.device)
+    nbytes = max(1, nbytes // itemsize) * itemsize
+    return Case(f"{show_size(nbytes)} {dtype}", {"bytes": nbytes, "dtype": dtype})
 
 
 def hvdlite_actions(ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], object]]:
     """hvdlite's all-reduces of a case: of a tensor in its shared memory, where there is some, and of any other."""
-    tensors = {"hvdlite": _zeros(ranks, case)}
+    dtype = DTYPES[case.about["dtype"]]
+    numel = case.about["bytes"] // dtype.itemsize
+    tensors = {"hvdlite": torch.zeros(numel, dtype=dtype, device=ranks.device)}
     if ranks.shares_memory(group):
-        tensors = {"hvdlite resident": _zeros(ranks, case, group), "hvdlite any": tensors["hvdlite"]}
-    actions = {name: partial(_all_reduce, group, tensor) for name, tensor in tensors.items()}
-    for name, action in actions.items():
-        _require_sum(ranks, name, tensors[name], action)
-    return {**actions}
+        resident = group.zeros(numel, dtype, ranks.device)
+        tensors = {"hvdlite resident": resident, "hvdlite any": tensors["hvdlite"]}
 
+    def all_reduce(tensor: Tensor) -> None:
+        group.all_reduce(tensor, "all-reduce of the benchmark").wait()
 
-def _all_reduce(group: Group, tensor: Tensor) -> None:
-    group.all_reduce(tensor, "all-reduce of the benchmark").wait()
+    return {name: _checked(ranks, name, tensor, all_reduce) for name, tensor in tensors.items()}
 
 
 def _actions(ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], object]]:
     actions = hvdlite_actions(ranks, group, case)
-    rival, tensor, target = ranks.rival(), _zeros(ranks, case), _zeros(ranks, case)
-    actions[ranks.rival_name] = lambda: dist.all_reduce(tensor, group=rival)
-    _require_sum(ranks, ranks.rival_name, tensor, actions[ranks.rival_name])
-    actions["memcpy" if ranks.device.type == "cpu" else "copy"] = lambda: target.copy_(tensor)
-    if ranks.device.type == "cuda" and torch.cuda.device_count() > 1:
+    dtype, device, rival = DTYPES[case.about["dtype"]], ranks.device, ranks.rival()
+    tensor, target = (torch.zeros(case.about["bytes"] // dtype.itemsize, dtype=dtype, device=device) for _ in range(2))
+    actions[ranks.rival_name] = _checked(ranks, ranks.rival_name, tensor, partial(dist.all_reduce, group=rival))
+    actions["memcpy" if device.type == "cpu" else "copy"] = lambda: target.copy_(tensor)
+    if device.type == "cuda" and torch.cuda.device_count() > 1:
         # The links that a ring uses, all at once.
-        neighbour = (ranks.device.index + 1) % torch.cuda.device_count()
+        neighbour = (device.index + 1) % torch.cuda.device_count()
         beyond = torch.zeros_like(tensor, device=torch.device("cuda", neighbour))
         actions["link"] = lambda: beyond.copy_(tensor, non_blocking=True)
     return actions
 
 
-def _require_sum(ranks: Ranks, name: str, tensor: Tensor, action: Callable[[], object]) -> None:
-    """Check the sum of ones, so that nothing is measured that is wrong. The tensor is zero before and after."""
+def _checked(ranks: Ranks, name: str, tensor: Tensor, reduce: Callable[[Tensor], object]) -> Callable[[], object]:
+    """The reduction of the tensor, which has summed ones rightly. The tensor is zero before and after."""
     tensor.fill_(1)
-    action()
+    reduce(tensor)
     # Integers wrap around, and 16 bits round.
     expected = torch.tensor(ranks.size).to(tensor.dtype)
     if not torch.allclose(tensor.double(), expected.double(), rtol=0.01):
         raise HvdliteError(f"{name}: the sum of ones over {ranks.size} ranks is wrong on rank {ranks.rank}: {tensor}")
     tensor.zero_()
+    return partial(reduce, tensor)
 
 
 def block_of(ranks: Ranks, action: Callable[[], object]) -> Callable[[], float]:
@@ -157,58 +176,3 @@ def block_of(ranks: Ranks, action: Callable[[], object]) -> Callable[[], float]:
 def bus_factor(ranks: int) -> float:
     """The ratio of bus bandwidth to algorithm bandwidth: how many tensors each rank sends in a ring's all-reduce."""
     return 2 * (ranks - 1) / ranks
-
-
-def report_of(cases: Sequence[Case], job: Job) -> Report:
-    """The report of cases, as far as they have been measured."""
-    rows = [row for case in cases for row in _rows(case, job.ranks)]
-    skipped = [case for case in cases if case.skipped]
-    title = f"all-reduce between {job}"
-    return Report(
-        [Table(rows, _COLUMNS, 3, title)],
-        {"rows": rows, "skipped": [{**case.about, "why": case.skipped} for case in skipped]},
-        _chart_of(rows, title),
-        [
-            *(f"skipped: {_label(case.about)}: {case.skipped}" for case in skipped),
-            "× rival: how many times faster than gloo or nccl by itself. × limit: how many times as long as a copy of "
-            "the same bytes (memcpy, copy on the GPU, link to the next GPU), which all ranks make at once.",
-        ],
-    )
-
-
-def _rows(case: Case, ranks: int) -> list[Row]:
-    def describe(name: str, found: Mapping[str, Quartiles]) -> Row:
-        rival = next((found[each] for each in RIVALS if each in found), None)
-        limit = next((found[each] for each in LIMITS if each in found), None)
-        is_copy, algorithm = name in LIMITS, case.about["bytes"] / found[name].median
-        return {
-            "what": name,
-            "algorithm_Bps": algorithm,
-            "bus_Bps": None if is_copy else algorithm * bus_factor(ranks),
-            "times_faster_than_rival": None if is_copy else ratio_of(rival, found[name]),
-            "times_the_limit": ratio_of(found[name], limit),
-        }
-
-    return case.rows("s", describe)
-
-
-def _chart_of(rows: Sequence[Row], title: str) -> Chart:
-    panels = []
-    for dtype, of_dtype in grouped(rows, "dtype").items():
-        lines = []
-        for what, each in grouped(of_dtype, "what").items():
-            points = [(row["bytes"], row["median_s"]) for row in each]
-            lines.append(Line(what, points, is_own(what), band=[(row["low_s"], row["high_s"]) for row in each]))
-        panels.append(Lines(dtype, "size of the tensor", "time", show_size, show_round_time, lines))
-    count = max((row["count"] for row in rows), default=0)
-    caption = f"{title}. Medians, of the slowest rank; shades are between quartiles; {count} turns of each."
-    compared = [row for row in rows if is_own(row["what"]) and row["times_faster_than_rival"] is not None]
-    if not compared:
-        return Chart("How long an all-reduce takes", caption, panels)
-    rival = next(row["what"] for row in rows if row["what"] in RIVALS)
-    (name, ratio), *others = [
-        (what, show_ratios(row["times_faster_than_rival"] for row in each))
-        for what, each in grouped(compared, "what").items()
-    ]
-    sentence = f"{name} is {ratio} times as fast as {rival}" + "".join(f", {name} {ratio}" for name, ratio in others)
-    return Chart(sentence, caption, panels)

@@ -55,8 +55,8 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{self.prog}: {message.removeprefix('argument ')}")
 
 
-def parse(words: Sequence[str] | None, *, quiet: bool) -> Request:
-    """What the command line asks for; raises UsageError. A ``quiet`` rank prints no help."""
+def parse(words: Sequence[str] | None, *, is_first: bool) -> Request:
+    """What the command line asks for; raises UsageError. The first rank alone prints help, and checks its files."""
     parser = _Parser(
         prog=PROGRAM,
         description="How fast hvdlite is on this cluster, beside what else there is.",
@@ -70,15 +70,18 @@ def parse(words: Sequence[str] | None, *, quiet: bool) -> Request:
         command.set_defaults(make=each)
         for flag in (*each.flags, *_FLAGS):
             command.add_argument(flag.name, type=flag.read, default=flag.default, metavar=flag.metavar, help=flag.help)
-    with contextlib.redirect_stdout(io.StringIO()) if quiet else contextlib.nullcontext():
+    with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
         given = vars(parser.parse_args(words))
     options = {name: str(value) for name, value in given.items() if value is not None and name != "make"}
     make, name, files = given.pop("make"), given.pop("command"), Files(given.pop("json"), given.pop("plot"))
     try:
         device_type = _device_type(given.pop("device"))
-        return Request(make(**given), files, device_type, options)
+        command = make(**given)
+        if is_first:
+            files.check()
     except UsageError as error:
         raise UsageError(f"{PROGRAM} {name}: {error}") from None
+    return Request(command, files, device_type, options)
 
 
 def _device_type(device: str) -> str:

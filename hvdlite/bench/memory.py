@@ -12,13 +12,14 @@ import gc
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
 from .arguments import BATCH, count_flag, variants_flag
-from .plot import Bar, Bars, Chart, is_own
-from .ranks import Job, Ranks
-from .report import Case, Columns, Command, Quartiles, Report, Row, Table, ratio_of
+from .plot import Bar, Bars, Chart
+from .ranks import Ranks
+from .report import Case, Columns, Command, Quartiles, Row, ratio_of
 from .units import show_difference, show_ratio, show_size
 from .variants import VARIANTS
 from .workloads import MODEL, WORKLOADS, bytes_of
@@ -29,15 +30,6 @@ _STEPS = 4
 # A parameter, its gradient, a bucket and a wire.
 _COPIES = 4
 _CLEAR_REFS, _STATUS, _ROLLUP = (Path("/proc/self", name) for name in ("clear_refs", "status", "smaps_rollup"))
-_COLUMNS: Columns = {
-    "variant": lambda row: row["variant"],
-    "above the model": lambda row: show_size(row["median_bytes"]),
-    "quartiles": lambda row: f"{show_size(row['low_bytes'])} … {show_size(row['high_bytes'])}",
-    "in models": lambda row: show_ratio(row["in_models"]),
-    f"less {REFERENCE}": lambda row: show_difference(row["above_reference_bytes"]),
-    f"× {REFERENCE}": lambda row: show_ratio(row["times_reference"]),
-    "times": lambda row: str(row["count"]),
-}
 _RESET_PEAK = "5"
 _M_MMAP_THRESHOLD, _THRESHOLD_BYTES = -3, 64 * 2**10
 
@@ -97,11 +89,24 @@ class Memory(Command):
         count_flag("--rounds", 3, "turns of each"),
     )
 
+    columns: ClassVar[Columns] = {
+        "variant": lambda row: row["variant"],
+        "above the model": lambda row: show_size(row["median_bytes"]),
+        "quartiles": lambda row: f"{show_size(row['low_bytes'])} … {show_size(row['high_bytes'])}",
+        "in models": lambda row: show_ratio(row["in_models"]),
+        f"less {REFERENCE}": lambda row: show_difference(row["above_reference_bytes"]),
+        f"× {REFERENCE}": lambda row: show_ratio(row["times_reference"]),
+        "times": lambda row: str(row["count"]),
+    }
+    unit, words = "bytes", 1
+    notes = ("Gradients, buckets, wires and activations; shared memory is counted once among the ranks of a host.",)
+
     def __init__(self, model: str | None, variants: Sequence[str] | None, batch: int | None, rounds: int) -> None:
         self._workload = WORKLOADS[model or "mlp"]
         self._rounds = rounds
         about = {"model": self._workload.name, "batch": batch or self._workload.rows, "model_bytes": 0}
-        self._case = Case(about, {name: [] for name in variants or _USUAL})
+        self._case = Case(self._workload.name, about, {name: [] for name in variants or _USUAL})
+        self.cases = [self._case]
         self.turns = rounds * len(self._case.samples)
 
     def prepare(self, ranks: Ranks) -> None:
@@ -140,42 +145,23 @@ class Memory(Command):
         gc.collect()
         return above
 
-    def report(self) -> Report:
-        return report_of(self._case, self.job)
+    def title(self) -> str:
+        model, batch, nbytes = (self._case.about[key] for key in ("model", "batch", "model_bytes"))
+        return f"peak memory of each of {self.job}, {model} of {show_size(nbytes)}, batch {batch}"
 
-
-def report_of(case: Case, job: Job) -> Report:
-    """The report of what has been measured of a model by now."""
-
-    def describe(name: str, found: Mapping[str, Quartiles]) -> Row:
-        most, reference = found[name], found.get(REFERENCE)
+    def describe(self, case: Case, name: str, found: Mapping[str, Quartiles]) -> Row:
+        most, reference, model_bytes = found[name], found.get(REFERENCE), case.about["model_bytes"]
         return {
             "variant": name,
-            "in_models": most.median / case.about["model_bytes"] if case.about["model_bytes"] else None,
+            "in_models": most.median / model_bytes if model_bytes else None,
             "above_reference_bytes": None if reference is None else most.median - reference.median,
             "times_reference": ratio_of(most, reference),
         }
 
-    rows = case.rows("bytes", describe)
-    model, batch = case.about["model"], case.about["batch"]
-    title = f"peak memory of each of {job}, {model} of {show_size(case.about['model_bytes'])}, batch {batch}"
-    notes = ["Gradients, buckets, wires and activations; shared memory is counted once among the ranks of a host."]
-    data = {**case.about, "rows": rows}
-    if case.skipped is not None:
-        data["skipped"] = [{"model": model, "why": case.skipped}]
-        notes.insert(0, f"skipped: {model}: {case.skipped}")
-    return Report([Table(rows, _COLUMNS, 1, title)], data, _chart_of(rows, title), notes)
-
-
-def _chart_of(rows: Sequence[Row], title: str) -> Chart:
-    bars = []
-    for row in rows:
-        median, low, high = (row[f"{key}_bytes"] / 2**20 for key in ("median", "low", "high"))
-        bars.append(Bar(row["variant"], median, low, high, show_size(row["median_bytes"])))
-    own = next((row for row in rows if is_own(row["variant"])), None)
-    sentence = "The most memory that training takes above the model"
-    if own is not None and own["in_models"] is not None:
-        sentence = f"{own['variant']} takes {show_ratio(own['in_models'])} times the model's size above the model"
-        if own["times_reference"] is not None:
-            sentence += f", {show_ratio(own['times_reference'])} times what {REFERENCE} takes"
-    return Chart(sentence, f"{title}. Medians; whiskers are quartiles.", [Bars("", "MB above the model", bars)])
+    def chart(self, rows: Sequence[Row]) -> Chart:
+        bars = []
+        for row in rows:
+            median, low, high = (row[f"{key}_bytes"] / 2**20 for key in ("median", "low", "high"))
+            bars.append(Bar(row["variant"], median, low, high, show_size(row["median_bytes"])))
+        caption = f"{self.title()}. Medians; whiskers are quartiles."
+        return Chart("The most memory that training takes above the model", caption, [Bars("", "MB", bars)])

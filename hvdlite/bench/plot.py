@@ -12,41 +12,30 @@ import importlib
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import log
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from .arguments import UsageError
 
 SUFFIXES = (".png", ".pdf", ".svg")
 OWN, OTHER = "#d9480f", "#8b939c"
-_WIDTH_IN, _LABEL_PT, _MOST_TICKS = 9.0, 9, 8
-_STYLES: dict[str, dict[str, Any]] = {
-    "measured": {"marker": "o", "markersize": 4},
-    "only points": {"marker": "o", "markersize": 7, "linestyle": "none", "zorder": 3},
-    "modelled": {},
-    "beyond": {"linestyle": ":"},
-}
+_PANEL_INCHES = 7.0, 4.0
 
 
 @dataclass(frozen=True)
 class Line:
-    """``points`` are (x, y); ``band`` has the quartiles (low, high) of each point, which are shaded."""
+    """``points`` are (x, y), drawn in matplotlib's ``style``; ``band`` has (low, high) of each, which are shaded."""
 
     name: str
     points: Sequence[tuple[float, float]]
     is_own: bool
-    look: Literal["measured", "only points", "modelled", "beyond"] = "measured"
+    style: str = "o-"
     band: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True)
 class Lines:
-    """A panel of lines over two logarithmic axes; ``show_x`` and ``show_y`` write the labels of their ticks.
-
-    Each line has its name at its end, or in a legend where the looks of lines differ.
-    """
+    """A panel of lines over two logarithmic axes; ``show_x`` and ``show_y`` write the labels of their ticks."""
 
     title: str
     x_label: str
@@ -78,7 +67,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Chart:
-    """``title`` is a sentence that says what one sees, ``caption`` how it was measured."""
+    """``title`` says what is drawn, ``caption`` how it was measured. Panels of ratios, with a base, share an axis."""
 
     title: str
     caption: str
@@ -100,34 +89,27 @@ def draw(chart: Chart, path: Path) -> None:
 
 def figure_of(chart: Chart) -> Any:
     """The chart as matplotlib's Figure."""
-    columns = min(2, max(1, len(chart.panels)))
-    needed = [0.9 + 0.32 * len(panel.bars) if isinstance(panel, Bars) else 4.0 for panel in chart.panels]
-    heights = [max(needed[start:][:columns]) for start in range(0, len(needed), columns)]
-    size = (_WIDTH_IN * (1.3 if columns > 1 else 1), max(2.0, sum(heights)) + 1)
+    columns = min(2, len(chart.panels)) or 1
+    rows = -(-len(chart.panels) // columns) or 1
+    width, height = _PANEL_INCHES
+    size = (columns * width, rows * height + 1)
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.1, w_pad=0.1)
-    width = int(size[0] * 10)
-    figure.suptitle(textwrap.fill(chart.title, width), x=0.01, ha="left", weight="bold")
-    caption = textwrap.fill(chart.caption, int(1.5 * width))
+    figure.suptitle(chart.title, x=0.01, ha="left", weight="bold")
+    caption = textwrap.fill(chart.caption, int(size[0] * 14))
     figure.supxlabel(caption, x=0.01, ha="left", fontsize="small", color="dimgrey")
-    if not chart.panels:
-        return figure
-    grid = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights).ravel()
-    for number, panel in enumerate(chart.panels):
-        axes = grid[number]
+    are_ratios = any(isinstance(panel, Bars) and panel.base for panel in chart.panels)
+    grid = list(figure.subplots(rows, columns, squeeze=False, sharex=are_ratios).flat)
+    for axes, panel in zip(grid, chart.panels, strict=False):
         axes.set_title(panel.title, fontsize="medium", loc="left")
         axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(visible=True, axis="x" if isinstance(panel, Bars) else "both", alpha=0.3)
+        axes.set_axisbelow(True)
         if isinstance(panel, Bars):
             _draw_bars(axes, panel)
         else:
-            _draw_lines(axes, panel, heights[number // columns])
+            _draw_lines(axes, panel)
     for axes in grid[len(chart.panels) :]:
         axes.set_axis_off()
-    if isinstance(chart.panels[0], Bars) and chart.panels[0].base:
-        # Ratios are compared between panels.
-        limits = [axes.get_xlim() for axes in grid[: len(chart.panels)]]
-        for axes in grid[: len(chart.panels)]:
-            axes.set_xlim(min(low for low, _ in limits), max(high for _, high in limits))
     return figure
 
 
@@ -136,90 +118,37 @@ def is_own(name: str) -> bool:
     return name.startswith("hvdlite")
 
 
-def _label_style(own: bool, other_color: str) -> dict[str, Any]:
-    style = {"color": OWN, "weight": "bold"} if own else {"color": other_color}
-    return {"va": "center", "fontsize": _LABEL_PT, **style}
-
-
 def _draw_bars(axes: Any, panel: Bars) -> None:
-    for row, bar in enumerate(panel.bars):
-        axes.barh(
-            row, bar.median - panel.base, 0.66, left=panel.base, color=OWN if is_own(bar.name) else OTHER,
-            xerr=[[bar.median - bar.low], [bar.high - bar.median]],
-            error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#343a40"},
-        )  # fmt: skip
-        end = (max(bar.high, panel.base), row)
-        style = _label_style(is_own(bar.name), "black")
-        axes.annotate(bar.text, end, xytext=(5, 0), textcoords="offset points", **style)
-    axes.set_yticks(range(len(panel.bars)), [bar.name for bar in panel.bars])
-    for label, bar in zip(axes.get_yticklabels(), panel.bars, strict=True):
-        label.set_color(OWN if is_own(bar.name) else "black")
-    axes.set_ylim(len(panel.bars) - 0.4, -0.6)
-    low = min([panel.base, *(bar.low for bar in panel.bars)])
-    high = max([panel.base, *(bar.high for bar in panel.bars)])
-    span = max(high - low, 0.1 * panel.base) or 1.0
-    axes.set_xlim(low - (0.05 * span if low < panel.base else 0), high + 0.2 * span)
+    bars = panel.bars
+    drawn = axes.barh(
+        [bar.name for bar in bars],
+        [bar.median - panel.base for bar in bars],
+        left=panel.base,
+        color=[OWN if is_own(bar.name) else OTHER for bar in bars],
+        xerr=[[bar.median - bar.low for bar in bars], [bar.high - bar.median for bar in bars]],
+        error_kw={"elinewidth": 1, "capsize": 2},
+    )
+    axes.bar_label(drawn, [bar.text for bar in bars], padding=4)
+    axes.margins(x=0.2)
+    axes.use_sticky_edges = not panel.base
+    axes.invert_yaxis()
     axes.axvline(panel.base, color="black", linewidth=1)
-    axes.tick_params(axis="y", length=0)
     axes.set_xlabel(panel.label)
-    axes.grid(visible=True, axis="x", alpha=0.3)
-    axes.set_axisbelow(True)
 
 
-def _draw_lines(axes: Any, panel: Lines, height_in: float) -> None:
-    lines = [line for line in panel.lines if line.points]
-    for line in lines:
-        xs, ys = zip(*line.points, strict=True)
-        color, width = (OWN, 2.2) if line.is_own else (OTHER, 1.4)
-        axes.plot(xs, ys, color=color, linewidth=width, label=line.name, **_STYLES[line.look])
+def _draw_lines(axes: Any, panel: Lines) -> None:
+    for line in panel.lines:
+        xs, ys = [x for x, _ in line.points], [y for _, y in line.points]
+        color = OWN if line.is_own else OTHER
+        axes.plot(xs, ys, line.style, color=color, label=line.name, markersize=4)
         if line.band:
             axes.fill_between(xs, *zip(*line.band, strict=True), color=color, alpha=0.15, linewidth=0)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    if lines:
-        _show_ticks(axes, panel, [point for line in lines for point in line.points])
-    axes.set_xlabel(panel.x_label)
-    axes.set_ylabel(panel.y_label)
-    axes.grid(visible=True, alpha=0.3)
-    if any(line.look != "measured" for line in lines):
-        axes.legend(fontsize=_LABEL_PT, frameon=False, loc="upper left")
-        return
-    bottom, top = (log(limit) for limit in axes.get_ylim())
-    wanted = [(log(line.points[-1][1]) - bottom) / (top - bottom) for line in lines]
-    for height, line in zip(_apart(wanted, 1.4 * _LABEL_PT / 72 / height_in), lines, strict=True):
-        axes.text(1.01, height, line.name, transform=axes.transAxes, **_label_style(line.is_own, "dimgrey"))
-
-
-def _show_ticks(axes: Any, panel: Lines, points: Sequence[tuple[float, float]]) -> None:
+    axes.set(xscale="log", yscale="log", xlabel=panel.x_label, ylabel=panel.y_label)
     ticker = importlib.import_module("matplotlib.ticker")
-    ticks = thinned(sorted({x for x, _ in points}), _MOST_TICKS)
-    axes.set_xticks(ticks, [panel.show_x(tick) for tick in ticks])
-    ys = [y for _, y in points]
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1.0,) if max(ys) >= 300 * min(ys) else (1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: panel.show_y(value)))
-    for axis in (axes.xaxis, axes.yaxis):
+    low, high = axes.get_ylim()
+    axes.xaxis.set_major_locator(ticker.LogLocator(base=2, numticks=8))
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1,) if high > 300 * low else (1, 2, 5)))
+    for axis, show in ((axes.xaxis, panel.show_x), (axes.yaxis, panel.show_y)):
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _, show=show: show(value)))
         axis.set_minor_locator(ticker.NullLocator())
-
-
-def thinned(values: Sequence[float], most: int) -> list[float]:
-    """About ``most`` of the growing values, spread on a logarithmic axis, with the first and the last among them."""
-    least = log(values[-1] / values[0]) / most * (1 - 1e-9)
-    kept = [values[0]]
-    for value in values[1:-1]:
-        if log(value / kept[-1]) >= least and log(values[-1] / value) >= least:
-            kept.append(value)
-    return list(dict.fromkeys([*kept, values[-1]]))
-
-
-def _apart(wanted: Sequence[float], least: float) -> list[float]:
-    """Heights near those wanted, of which no two are nearer to each other than ``least``."""
-    order = sorted(range(len(wanted)), key=lambda number: wanted[number])
-    found = list(wanted)
-    for lower, upper in pairwise(order):
-        found[upper] = max(found[upper], found[lower] + least)
-    # What was pushed above the axes moves down again, with what is below it.
-    limit = max(1.0, *wanted, 0.0)
-    for number in reversed(order):
-        found[number] = min(found[number], limit)
-        limit = found[number] - least
-    return found
+    axes.legend(frameon=False)

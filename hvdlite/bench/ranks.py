@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -58,26 +59,32 @@ class Ranks:
     """All ranks of the job, each on its device. Barriers and results travel over a group of their own."""
 
     def __init__(self, world: World, device_type: str) -> None:
-        """``device_type`` is cpu or cuda. Raises UsageError where a rank has no GPU of its own."""
+        """``device_type`` is cpu or cuda. Raises UsageError where a rank has no GPU of its own, or another device."""
         self.group = world.group
         self.rank, self.size = world.group.rank, world.group.size
         self._bar: Any = None
         given = world.environment.fusion_threshold_bytes
         self.bucket_cap_bytes = DEFAULT_BUCKET_CAP_BYTES if given is None else given
-        self.device = torch.device("cpu")
-        self.rival_name = "gloo"
         self._local_size = world.topology.local_size
         self._control = world.group.duplicate()
         self._rival: dist.ProcessGroup | None = None
         self._owns_default = False
-        local_rank, count, problem = world.topology.local_rank, torch.cuda.device_count(), None
-        if device_type == "cuda" and local_rank >= count:
-            problem = f"--device cuda: rank {self.rank} has no GPU of its own; {world.group.hosts[self.rank]} has "
-            problem += f"{count}: start as many ranks there"
+        self.device, self.rival_name = self._choose_device(device_type, world.topology.local_rank)
+
+    def _choose_device(self, device_type: str, local_rank: int) -> tuple[torch.device, str]:
+        host, problem = self.group.hosts[self.rank], None
+        first_type = self._control.all_gather_json(device_type, "devices of the benchmark")[0]
+        if device_type != first_type:
+            problem = f"rank 0 would measure on {first_type} and rank {self.rank} ({host}) on {device_type}: "
+            problem += "pass --device cpu, or start ranks where there are GPUs alone"
+        elif device_type == "cuda" and local_rank >= torch.cuda.device_count():
+            problem = f"--device cuda: rank {self.rank} has no GPU of its own; {host} has "
+            problem += f"{torch.cuda.device_count()}: start as many ranks there"
         self.require(problem)
-        if device_type == "cuda":
-            self.device, self.rival_name = torch.device("cuda", local_rank), "nccl"
-            torch.cuda.set_device(self.device)
+        if device_type == "cpu":
+            return torch.device("cpu"), "gloo"
+        torch.cuda.set_device(local_rank)
+        return torch.device("cuda", local_rank), "nccl"
 
     @property
     def job(self) -> Job:
@@ -125,9 +132,9 @@ class Ranks:
             raise UsageError(problem)
 
     def show_progress(self, turns: int) -> None:
-        """Draw a progress bar on stderr, where tqdm is installed and somebody would see it."""
+        """Have rank 0 draw a progress bar on stderr, where tqdm is installed and somebody would see it."""
         is_terminal = sys.stderr.isatty()
-        if not (is_terminal or "HVDLITE_RANK" in os.environ):
+        if self.rank > 0 or not (is_terminal or "HVDLITE_RANK" in os.environ):
             return
         with suppress(ImportError):
             tqdm = importlib.import_module("tqdm").tqdm
@@ -212,20 +219,13 @@ def _shortage(needed: int, free: float, where: str) -> str | None:
 
 def free_in_cgroup(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
     """The memory that Slurm, a container or systemd leaves to this process; infinite where none sets a limit."""
-    try:
-        path = next(line[3:] for line in own.read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        return math.inf
-    group = root / path.strip("/")
-    return min(_free_below_limit(each) for each in (group, *group.parents) if each.is_relative_to(root))
-
-
-def _free_below_limit(group: Path) -> float:
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        taken = int((group / "memory.current").read_text())
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # Cached files are dropped when memory is needed.
-        return math.inf if limit == "max" else int(limit) - taken + int(statistics["inactive_file"])
-    except (OSError, ValueError, KeyError):
-        return math.inf
+    free = math.inf
+    with suppress(OSError, StopIteration):
+        group = root / next(line[4:] for line in own.read_text().splitlines() if line.startswith("0::/"))
+        for each in [group, *group.parents]:
+            with suppress(OSError, ValueError, StopIteration):
+                limit, taken = (int((each / f"memory.{name}").read_text()) for name in ("max", "current"))
+                # Cached files are dropped when memory is needed.
+                cached = re.search(r"^inactive_file (\d+)", (each / "memory.stat").read_text(), re.MULTILINE)
+                free = min(free, limit - taken + (int(cached[1]) if cached else 0))
+    return free

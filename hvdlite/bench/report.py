@@ -13,8 +13,9 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .arguments import Flag, UsageError
 from .plot import SUFFIXES, Chart, draw, require_matplotlib
@@ -52,8 +53,9 @@ def ratio_of(numerator: Quartiles | None, denominator: Quartiles | None) -> floa
 
 @dataclass
 class Case:
-    """What is compared with each other: samples by name, or why it was ``skipped``. ``about`` is said in each row."""
+    """What is compared with each other: samples by name, or why it was ``skipped``. Each row says ``about``."""
 
+    label: str
     about: Row
     samples: Samples = field(default_factory=dict)
     skipped: str | None = None
@@ -119,24 +121,48 @@ class Report:
 
 
 class Command:
-    """What one command of the benchmark measures. It is made of its flags; every rank calls `prepare` and `run`."""
+    """What one command measures, as cases of ``unit``. It is made of its flags; all ranks call `prepare` and `run`."""
 
     name: str
     help: str
     flags: Sequence[Flag]
+    unit = "s"
+    columns: ClassVar[Columns]
+    words: int
+    """So many columns are words."""
+    notes: Sequence[str] = ()
     job = Job()
+    cases: Sequence[Case] = ()
     turns: int
-    """The length of the progress bar. A command of 0 turns only reports, and needs no ranks."""
+    """The length of the progress bar."""
 
     def prepare(self, ranks: Ranks) -> None:
         """Raise UsageError on all ranks where it cannot be measured."""
 
     def run(self, ranks: Ranks) -> None:
         """Measure."""
+        raise NotImplementedError
+
+    def describe(self, case: Case, name: str, found: Mapping[str, Quartiles]) -> Row:
+        """What a row says of a name besides its quartiles; ``found`` has those of all names."""
+        raise NotImplementedError
+
+    def title(self) -> str:
+        """The line above the table."""
+        raise NotImplementedError
+
+    def chart(self, rows: Sequence[Row]) -> Chart:
+        """What is drawn of the rows."""
+        raise NotImplementedError
 
     def report(self) -> Report:
         """What has been measured by now."""
-        raise NotImplementedError
+        rows = [row for case in self.cases for row in case.rows(self.unit, partial(self.describe, case))]
+        skipped = [case for case in self.cases if case.skipped]
+        data = {"rows": rows, "skipped": [{**case.about, "why": case.skipped} for case in skipped]}
+        told = [f"skipped: {case.label}: {case.skipped}" for case in skipped]
+        table = Table(rows, self.columns, self.words, self.title())
+        return Report([table], data, self.chart(rows), [*told, *self.notes])
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -71,8 +71,7 @@ class Parts(NamedTuple):
     update: float
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """``alpha_s`` seconds for a message, ``beta_s`` for each byte."""
 
     alpha_s: float
@@ -90,26 +89,20 @@ def fit(points: Sequence[tuple[int, float]], ranks: int) -> Link:
     """
     sizes, times = torch.tensor(points, dtype=torch.float64).T
     # T = constant + slope × S, each point divided by its T.
-    columns = torch.stack([1 / times, sizes / times], dim=1)
-
-    def solve(*chosen: int) -> list[float]:
-        solution = torch.linalg.lstsq(columns[:, chosen], torch.ones(len(points), 1, dtype=torch.float64)).solution
-        return [float(value) for value in solution.ravel()]
-
-    constant, slope = solve(0, 1) if len(points) > 1 else (0.0, -1.0)
+    columns, ones = torch.stack([1 / times, sizes / times], dim=1), torch.ones(len(points), 1, dtype=torch.float64)
+    constant, slope = torch.linalg.lstsq(columns, ones).solution.ravel().tolist() if len(points) > 1 else (0.0, -1.0)
     if slope < 0:
-        (constant,), slope = solve(0), 0.0
+        constant, slope = float(torch.linalg.lstsq(columns[:, :1], ones).solution), 0.0
     elif constant < 0:
-        (slope,), constant = solve(1), 0.0
+        constant, slope = 0.0, float(torch.linalg.lstsq(columns[:, 1:], ones).solution)
     return Link(constant / (2 * (ranks - 1)), slope / (2 * (ranks - 1) / ranks))
 
 
-@dataclass(frozen=True)
-class StepModel:
+class StepModel(NamedTuple):
     """The model of a step: its parts on one rank, and the bytes of its buckets on the wire in the order they fill."""
 
     parts: Parts
-    bucket_bytes: tuple[int, ...]
+    bucket_bytes: Sequence[int]
     link: Link
 
     def step_s(self, ranks: int) -> float:
@@ -130,14 +123,16 @@ class StepModel:
         """A row of the report; ``added`` is the throughput that one more rank would add."""
         here = self.throughput(ranks)
         added = self.throughput(ranks + 1) - here
-        seconds = self.step_s(ranks)
-        return {"ranks": ranks, "step_s": seconds, "efficiency": here / ranks, "throughput": here, "added": added}
+        return {
+            "ranks": ranks, "step_s": self.step_s(ranks), "efficiency": here / ranks, "throughput": here, "added": added
+        }  # fmt: skip
 
     def stops_paying_at(self, least_added: float) -> int | None:
         """The number of ranks from which on one more always adds less; None if it adds more up to 4,096."""
         values = [self.throughput(ranks) for ranks in range(1, _MOST_RANKS + 2)]
-        pays = [ranks for ranks in range(1, _MOST_RANKS + 1) if values[ranks] - values[ranks - 1] >= least_added]
-        last = max(pays, default=0)
+        last = max(
+            (ranks for ranks in range(1, len(values)) if values[ranks] - values[ranks - 1] >= least_added), default=0
+        )
         return None if last == _MOST_RANKS else last + 1
 
 
@@ -145,47 +140,33 @@ class StepModel:
 class Calibration:
     """The medians of a run: all-reduces as (bytes, seconds), and the steps of a model."""
 
-    job: Job
+    setting: Job
     model: str
     batch: int
     compression: str
-    points: tuple[tuple[int, float], ...]
+    points: Sequence[tuple[int, float]]
     parts: Parts
-    bucket_bytes: tuple[int, ...]
+    bucket_bytes: Sequence[int]
     measured_step_s: float
 
     def fitted(self) -> StepModel:
         """The model of a step, with the link that explains the all-reduces."""
-        return StepModel(self.parts, self.bucket_bytes, fit(self.points, self.job.ranks))
-
-    def to_json(self) -> dict[str, Any]:
-        """What `read_calibration` reads."""
-        found = asdict(self)
-        return {"setting": found.pop("job"), **found, "parts": self.parts._asdict()}
+        return StepModel(self.parts, self.bucket_bytes, fit(self.points, self.setting.ranks))
 
 
 def read_calibration(path: Path) -> Calibration:
     """Read what ``scale --json`` has written; a UsageError if it is something else."""
     try:
         found = json.loads(path.read_text())["calibration"]
-        calibration = Calibration(
-            Job(**found["setting"]),
-            str(found["model"]),
-            int(found["batch"]),
-            str(found["compression"]),
-            points=tuple((int(nbytes), float(seconds)) for nbytes, seconds in found["points"]),
-            parts=Parts(**{name: float(found["parts"][name]) for name in Parts._fields}),
-            bucket_bytes=tuple(int(nbytes) for nbytes in found["bucket_bytes"]),
-            measured_step_s=float(found["measured_step_s"]),
-        )
+        found |= {"setting": Job(**found["setting"]), "parts": Parts(**found["parts"])}
+        calibration = Calibration(**found)
+        calibration.fitted().step_s(2)
     except OSError as error:
         raise UsageError(f"--calibration: {str(path)!r} cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RuntimeError, ArithmeticError) as error:
         raise UsageError(
             f"--calibration: {str(path)!r} is not what a whole run of `scale --json` has written ({error!r})"
         ) from None
-    if calibration.job.ranks < 2 or not calibration.points or not calibration.bucket_bytes:
-        raise UsageError(f"--calibration: {str(path)!r} was measured on fewer than 2 ranks")
     return calibration
 
 
@@ -198,10 +179,7 @@ class Scale(Command):
         MODEL,
         BATCH,
         Flag(
-            "--compression",
-            one_of(COMPRESSIONS, "a compression"),
-            "NAME",
-            f"one of {', '.join(COMPRESSIONS)} (none)",
+            "--compression", one_of(COMPRESSIONS, "a compression"), "NAME", f"one of {', '.join(COMPRESSIONS)} (none)"
         ),
         count_flag("--rounds", 15, "turns of each all-reduce"),
         count_flag("--steps", 20, "steps"),
@@ -216,24 +194,16 @@ class Scale(Command):
     )
 
     def __init__(
-        self,
-        model: str | None,
-        batch: int | None,
-        compression: str | None,
-        rounds: int,
-        steps: int,
-        threshold: float,
+        self, model: str | None, batch: int | None, compression: str | None, rounds: int, steps: int, threshold: float,
         calibration: Path | None,
-    ) -> None:
-        self._calibration: Calibration | None = None
+    ) -> None:  # fmt: skip
         self._threshold = threshold
-        self.turns = 0
+        self._calibration: Calibration | None = None
         if calibration is not None:
             for flag, value in (("model", model), ("batch", batch), ("compression", compression)):
                 if value is not None:
                     raise UsageError(f"--calibration has a {flag} of its own: leave out --{flag}")
             self._calibration = read_calibration(calibration)
-            return
         self._workload = WORKLOADS[model or "mlp"]
         missing = self._workload.missing()
         if missing is not None:
@@ -247,6 +217,8 @@ class Scale(Command):
         self.turns = len(_SWEEP_BYTES) * rounds + steps
 
     def prepare(self, ranks: Ranks) -> None:
+        if self._calibration is not None:
+            return
         if ranks.size < 2:
             raise UsageError("1 rank has nobody to communicate with: start 2 at least, or pass --calibration FILE")
         why = ranks.why_too_large(8 * bytes_of(self._workload.make(torch.device("meta"))))
@@ -254,6 +226,8 @@ class Scale(Command):
             raise UsageError(f"--model: {self._workload.name} {why}")
 
     def run(self, ranks: Ranks) -> None:
+        if self._calibration is not None:
+            return
         self.job = ranks.job
         variant, dtype = COMPRESSIONS[self._compression]
         for nbytes in _SWEEP_BYTES:
@@ -263,7 +237,6 @@ class Scale(Command):
                 name, action = next(iter(hvdlite_actions(ranks, group, case_of(nbytes, dtype)).items()))
                 what, blocks = f"all-reduce of {show_size(nbytes)}", {name: block_of(ranks, action)}
                 ranks.take_turns(what, blocks, self._rounds, {name: self._sweep[nbytes]})
-        ranks.progress(self._workload.name)
         model = self._workload.make(ranks.device)
         specs = [ParamSpec.of(name, param) for name, param in model.named_parameters()]
         buckets = plan_buckets(specs, cap_bytes=ranks.bucket_cap_bytes)
@@ -295,27 +268,22 @@ class Scale(Command):
     def report(self) -> Report:
         if self._calibration is not None:
             return report_of(self._calibration, self._threshold)
+        points = [(nbytes, median(samples)) for nbytes, samples in self._sweep.items() if samples]
         if not self._step_samples["hvdlite"] or not self._parts:
-            rows = [{"bytes": nbytes, "measured_s": median(each)} for nbytes, each in self._sweep.items() if each]
+            rows = [{"bytes": nbytes, "measured_s": seconds} for nbytes, seconds in points]
             columns = {name: _FIT_COLUMNS[name] for name in ("size", "measured")}
             table = Table(rows, columns, 0, f"all-reduces between {self.job}")
             return Report([table], {"rows": []}, Chart("No step was measured", "", []), ["no step was measured"])
-        calibration = Calibration(
-            self.job,
-            self._workload.name,
-            self._batch,
-            self._compression,
-            points=tuple((nbytes, median(samples)) for nbytes, samples in self._sweep.items()),
-            parts=Parts(*(median(each) for each in zip(*self._parts, strict=True))),
-            bucket_bytes=self._bucket_bytes,
-            measured_step_s=median(self._step_samples["hvdlite"]),
-        )
-        return report_of(calibration, self._threshold)
+        parts = Parts(*(median(each) for each in zip(*self._parts, strict=True)))
+        step_s = median(self._step_samples["hvdlite"])
+        name = self._workload.name
+        run = Calibration(self.job, name, self._batch, self._compression, points, parts, self._bucket_bytes, step_s)
+        return report_of(run, self._threshold)
 
 
 def report_of(run: Calibration, least_added: float) -> Report:
     """The report of what follows from a run, with where the run leaves the model."""
-    model, ranks = run.fitted(), run.job.ranks
+    model, ranks, job = run.fitted(), run.setting.ranks, run.setting
     link, rows = model.link, [model.predict(count) for count in _COUNTS]
     fitted: list[Row] = [
         {"bytes": nbytes, "measured_s": seconds, "modelled_s": link.all_reduce_s(ranks, nbytes)}
@@ -327,6 +295,13 @@ def report_of(run: Calibration, least_added: float) -> Report:
     if stops_at is not None:
         start = "Even a second rank" if stops_at == 1 else f"From {show_ranks(stops_at)} on, one more"
         verdict = f"{start} adds less than {least_added:.0%} of what one does alone."
+    opening = f"The ranks of this run were {job}: what follows is about more ranks with such links between them."
+    if job.hosts == 1:
+        opening = (
+            f"All {ranks} ranks of this run shared one host ({job.wire}): what follows is about more ranks "
+            "on a\nhost like it, with a core or a GPU for each, and says nothing of a network. For that, run it with "
+            "one\nrank on each of two hosts or more: hvdlite-run -H node1,node2 python -m hvdlite.bench scale"
+        )
     what = f"{run.model}, batch {run.batch} a rank, wire {run.compression}"
     return Report(
         [
@@ -334,7 +309,7 @@ def report_of(run: Calibration, least_added: float) -> Report:
             Table(fitted, _FIT_COLUMNS, 0, f"where the run leaves the model: all-reduces between {ranks} ranks"),
         ],
         {
-            "calibration": run.to_json(),
+            "calibration": {**asdict(run), "parts": run.parts._asdict()},
             "alpha_s": link.alpha_s,
             "beta_s_per_byte": link.beta_s,
             "modelled_step_s": modelled_s,
@@ -342,7 +317,7 @@ def report_of(run: Calibration, least_added: float) -> Report:
             "stops_paying_at": stops_at,
             "rows": rows,
         },
-        _chart_of(run, model, fitted, verdict),
+        _chart_of(run, model, fitted, f"{what}; measured with {job}"),
         [
             FORMULA,
             f"α = {show_time(link.alpha_s)} a message, 1/β = {bandwidth}, as between the {ranks} ranks of this "
@@ -351,44 +326,26 @@ def report_of(run: Calibration, least_added: float) -> Report:
             f"{show_time(modelled_s)} by the model, {run.measured_step_s / modelled_s - 1:+.0%}.",
             verdict,
         ],
-        opening=_opening_of(run.job),
+        opening,
     )
 
 
-def _opening_of(job: Job) -> str:
-    if job.hosts == 1:
-        return (
-            f"All {job.ranks} ranks of this run shared one host ({job.wire}): what follows is about more ranks "
-            "on a\nhost like it, with a core or a GPU for each, and says nothing of a network. For that, run it with "
-            "one\nrank on each of two hosts or more: hvdlite-run -H node1,node2 python -m hvdlite.bench scale"
-        )
-    return f"The ranks of this run were {job}: what follows is about more ranks with such links between them."
-
-
-def _chart_of(run: Calibration, model: StepModel, fitted: Sequence[Row], verdict: str) -> Chart:
-    here = run.job.ranks
+def _chart_of(run: Calibration, model: StepModel, fitted: Sequence[Row], caption: str) -> Chart:
+    here = run.setting.ranks
     within = [1, *(ranks for ranks in _COUNTS if ranks < here), here]
     beyond = [here, *(ranks for ranks in _COUNTS if ranks > here)]
-    predicted = {ranks: model.throughput(ranks) for ranks in (*within, *beyond)}
     measured = [(1, 1.0), (here, here * sum(run.parts) / run.measured_step_s)]
     steps = [
-        Line("measured", measured, True, "only points"),
-        Line("predicted", [(ranks, predicted[ranks]) for ranks in within], True, "modelled"),
-        Line("predicted beyond what was measured", [(ranks, predicted[ranks]) for ranks in beyond], True, "beyond"),
-        Line("if communication took no time", [(ranks, ranks) for ranks in (1, *beyond)], False, "modelled"),
+        Line("measured", measured, True, "o"),
+        Line("predicted", [(ranks, model.throughput(ranks)) for ranks in within], True, "-"),
+        Line("predicted beyond what was measured", [(ranks, model.throughput(ranks)) for ranks in beyond], True, ":"),
+        Line("if communication took no time", [(ranks, ranks) for ranks in (1, *beyond)], False, "-"),
     ]
     modelled = [(row["bytes"], row["modelled_s"]) for row in fitted]
-    reduces = [
-        Line("measured", run.points, True, "only points"),
-        Line("by the model, fitted to these", modelled, True, "modelled"),
-    ]
+    reduces = [Line("measured", run.points, True, "o"), Line("by the model, fitted to these", modelled, True, "-")]
     number, throughput = "{:g}".format, "throughput, in what one rank does alone"
-    return Chart(
-        verdict,
-        f"{run.model}, batch {run.batch} of each rank, wire {run.compression}; measured with {run.job}"
-        + (", so nothing of a network is in it." if run.job.hosts == 1 else "."),
-        [
-            Lines("a training step", "ranks", throughput, number, number, steps),
-            Lines(f"an all-reduce between {here} ranks", "size", "time", show_size, show_round_time, reduces),
-        ],
-    )
+    panels = [
+        Lines("a training step", "ranks", throughput, number, number, steps),
+        Lines(f"an all-reduce between {here} ranks", "size", "time", show_size, show_round_time, reduces),
+    ]
+    return Chart("What more ranks would bring", caption, panels)

@@ -9,14 +9,15 @@ import gc
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import ClassVar
 
 from torch import nn
 
 from .arguments import BATCH, Flag, UsageError, count_flag, some_of, variants_flag
-from .plot import Bar, Bars, Chart, is_own
-from .ranks import Job, Ranks
-from .report import Case, Columns, Command, Quartiles, Report, Row, Table, grouped, ratio_of
-from .units import show_ratio, show_ratios, show_time
+from .plot import Bar, Bars, Chart
+from .ranks import Ranks
+from .report import Case, Columns, Command, Quartiles, Row, grouped, ratio_of
+from .units import show_ratio, show_time
 from .variants import VARIANTS, horovod_problem
 from .workloads import WORKLOADS, bytes_of
 
@@ -25,16 +26,6 @@ WARM_UPS = 3
 _USUAL = tuple(name for name in VARIANTS if name not in ("hvdlite-tuned", "hvdlite-arrival"))
 # A parameter, its gradient, a bucket and a wire.
 _COPIES = 4
-_COLUMNS: Columns = {
-    "model": lambda row: row["model"],
-    "variant": lambda row: row["variant"],
-    "batch": lambda row: str(row["batch"]),
-    "step": lambda row: show_time(row["median_s"]),
-    "quartiles": lambda row: f"{show_time(row['low_s'])} … {show_time(row['high_s'])}",
-    "× none": lambda row: show_ratio(row["times_none"]),
-    "× ddp": lambda row: show_ratio(row["times_ddp"]),
-    "steps": lambda row: str(row["count"]),
-}
 
 
 class Step(Command):
@@ -49,16 +40,31 @@ class Step(Command):
         count_flag("--steps", 20, "steps of each"),
     )
 
+    columns: ClassVar[Columns] = {
+        "model": lambda row: row["model"],
+        "variant": lambda row: row["variant"],
+        "batch": lambda row: str(row["batch"]),
+        "step": lambda row: show_time(row["median_s"]),
+        "quartiles": lambda row: f"{show_time(row['low_s'])} … {show_time(row['high_s'])}",
+        "× none": lambda row: show_ratio(row["times_none"]),
+        "× ddp": lambda row: show_ratio(row["times_ddp"]),
+        "steps": lambda row: str(row["count"]),
+    }
+    words = 2
+
     def __init__(
         self, models: Sequence[str] | None, variants: Sequence[str] | None, batch: int | None, steps: int
     ) -> None:
-        self._cases = [Case({"model": name, "batch": batch or WORKLOADS[name].rows}) for name in models or WORKLOADS]
+        self.cases = [
+            Case(name, {"model": name, "batch": batch or WORKLOADS[name].rows})
+            for name in (WORKLOADS if models is None else models)
+        ]
         self._variants = list(variants or _USUAL)
         self._named_variants = variants is not None
         self._steps = steps
-        self._notes: list[str] = []
-        self.turns = len(self._cases) * steps
-        for case in self._cases:
+        self.notes: list[str] = ["× none, × ddp: how many times as long as that variant's step; below 1 is faster."]
+        self.turns = len(self.cases) * steps
+        for case in self.cases:
             case.skipped = WORKLOADS[case.about["model"]].missing()
             if models is not None and case.skipped is not None:
                 raise UsageError(f"--models: {case.skipped}")
@@ -69,11 +75,11 @@ class Step(Command):
             if self._named_variants:
                 raise UsageError(f"--variants: {problem}")
             self._variants.remove("horovod")
-            self._notes.append(f"left out: {problem}")
+            self.notes.insert(0, f"left out: {problem}")
 
     def run(self, ranks: Ranks) -> None:
         self.job = ranks.job
-        for case in self._cases:
+        for case in self.cases:
             # torchvision may be missing on one host alone.
             case.skipped = ranks.first(case.skipped)
             if case.skipped is None:
@@ -100,61 +106,28 @@ class Step(Command):
             case.samples = {variant: [] for variant in blocks}
             ranks.take_turns(name, blocks, self._steps, case.samples)
 
-    def report(self) -> Report:
-        return report_of(self._cases, self.job, self._notes)
+    def title(self) -> str:
+        return f"a training step on {self.job}, of the slowest rank"
 
+    def describe(self, case: Case, name: str, found: Mapping[str, Quartiles]) -> Row:
+        return {
+            "variant": name,
+            "times_none": ratio_of(found[name], found.get("none")),
+            "times_ddp": ratio_of(found[name], found.get("ddp")),
+        }
 
-def report_of(cases: Sequence[Case], job: Job, notes: Sequence[str] = ()) -> Report:
-    """The report of models, as far as they have been measured."""
-    rows = [row for case in cases for row in case.rows("s", _describe)]
-    skipped = {case.about["model"]: case.skipped for case in cases if case.skipped}
-    return Report(
-        [Table(rows, _COLUMNS, 2, f"a training step on {job}, of the slowest rank")],
-        {"rows": rows, "skipped": [{"model": name, "why": why} for name, why in skipped.items()]},
-        _chart_of(rows, job),
-        [
-            *(f"skipped: {name}: {why}" for name, why in skipped.items()),
-            *notes,
-            "× none, × ddp: how many times as long as that variant's step; below 1 is faster.",
-        ],
-    )
-
-
-def _describe(name: str, found: Mapping[str, Quartiles]) -> Row:
-    return {
-        "variant": name,
-        "times_none": ratio_of(found[name], found.get("none")),
-        "times_ddp": ratio_of(found[name], found.get("ddp")),
-    }
-
-
-def _chart_of(rows: Sequence[Row], job: Job) -> Chart:
-    """Ratios to "none", or milliseconds where it was not measured with every model."""
-    in_ratios = all(row["times_none"] for row in rows)
-    label = "× the step without communication" if in_ratios else "ms"
-    panels = []
-    for model, of_model in grouped(rows, "model").items():
-        bars = []
-        for row in of_model:
-            unit = row["median_s"] / row["times_none"] if in_ratios else 1e-3
-            text = show_ratio(row["times_none"]) if in_ratios else show_time(row["median_s"])
-            bars.append(Bar(row["variant"], row["median_s"] / unit, row["low_s"] / unit, row["high_s"] / unit, text))
-        panels.append(Bars(f"{model}, batch {of_model[0]['batch']} of each rank", label, bars, float(in_ratios)))
-    count = max((row["count"] for row in rows), default=0)
-    caption = f"{job}. Medians, of the slowest rank; whiskers are quartiles; {count} turns of each."
-    return Chart(_sentence_of(rows) if rows and in_ratios else "How long a training step takes", caption, panels)
-
-
-def _sentence_of(rows: Sequence[Row]) -> str:
-    ratios = {
-        name: show_ratios(row["times_none"] for row in each)
-        for name, each in grouped(rows, "variant").items()
-        if name != "none"
-    }
-    if not ratios:
-        return "A training step without communication"
-    # The first of hvdlite's and DDP; the first of all where neither was measured.
-    chosen = [*[name for name in ratios if is_own(name)][:1], *(name for name in ratios if name == "ddp")]
-    first, *others = chosen or list(ratios)[:1]
-    more = "".join(f", and {ratios[name]} with {name}" for name in others)
-    return f"A training step takes {ratios[first]} times as long with {first} as without communication{more}"
+    def chart(self, rows: Sequence[Row]) -> Chart:
+        """Ratios to "none", or milliseconds where it was not measured with every model."""
+        in_ratios = all(row["times_none"] for row in rows)
+        label = "× the step without communication" if in_ratios else "ms"
+        panels = []
+        for model, of_model in grouped(rows, "model").items():
+            bars = []
+            for row in of_model:
+                unit = row["median_s"] / row["times_none"] if in_ratios else 1e-3
+                text = show_ratio(row["times_none"]) if in_ratios else show_time(row["median_s"])
+                median, low, high = (row[f"{key}_s"] / unit for key in ("median", "low", "high"))
+                bars.append(Bar(row["variant"], median, low, high, text))
+            panels.append(Bars(f"{model}, batch {of_model[0]['batch']} of each rank", label, bars, float(in_ratios)))
+        caption = f"{self.job}. Medians, of the slowest rank; whiskers are quartiles."
+        return Chart("How long a training step takes", caption, panels)

@@ -4,8 +4,6 @@ How sizes, times, bandwidths and ratios are shown. A KB is 1024 bytes, an MB 102
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
@@ -45,12 +43,6 @@ def show_bandwidth(bytes_per_s: float | None) -> str:
 def show_ratio(ratio: float | None) -> str:
     """A ratio with three digits, such as 1.93; – for None."""
     return "–" if ratio is None else _three_digits(ratio)
-
-
-def show_ratios(ratios: Iterable[float]) -> str:
-    """The smallest and the largest ratio, such as 1.02 to 1.93, or 1.02 where they read the same."""
-    ordered = sorted(ratios)
-    return " to ".join(dict.fromkeys(show_ratio(each) for each in (ordered[0], ordered[-1])))
 
 
 def show_ranks(count: int) -> str:

@@ -1,10 +1,10 @@
 """
 Ranks that communicate together, and what carries it: groups over `torch.distributed`'s engines.
 
-    EngineFactory ── Engine ── Group ── Work; what happens when goes to a Recorder
+    EngineFactory ── Engine ── Group ── Work, which a Watch is told of; beside them a Recorder, for timelines
 
 Modules import only what stands before them:
 
     gloo < flat_bytes < admission < torch_engine < engine < hierarchy < gpu_clock < recorder < reduce_op < work
-        < reducer_registry < deferred_close < group < engine_selection
+        < deferred_close < group < engine_selection
 """

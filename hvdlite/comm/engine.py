@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
 
 from ..errors import PeerLostError
 from .admission import Admission
-from .gloo import Connections, Ranks, open_proven, wait_for_all
+from .gloo import ConnectingRanks, Connections, open_proven, wait_for_all
 from .torch_engine import TorchEngine
 
 
@@ -220,7 +220,7 @@ class TorchEngineFactory:
     """Process groups of all ranks: first the default one if it is ours, then further ones beside it."""
 
     def __init__(
-        self, backend: str, ranks: Ranks, unused_default: tuple[dist.ProcessGroup, Connections] | None = None
+        self, backend: str, ranks: ConnectingRanks, unused_default: tuple[dist.ProcessGroup, Connections] | None = None
     ) -> None:
         self.backend = backend
         self._ranks = ranks
@@ -240,9 +240,9 @@ class TorchEngineFactory:
         return engine
 
     def _make(self) -> dist.ProcessGroup:
-        group = dist.new_group(backend=self.backend, timeout=self._ranks.patience.left())
+        group = dist.new_group(backend=self.backend, timeout=self._ranks.init_timeout.left())
         assert isinstance(group, dist.ProcessGroup), "every rank is a member of it"
-        allow_collectives(group, self._ranks.patience.timeout)
+        allow_collectives(group, self._ranks.init_timeout.timeout)
         return group
 
     def close(self, engine: Engine, /) -> None:
@@ -267,7 +267,7 @@ class SubsetEngineFactory:
     groups that need not by how many a rank has made.
     """
 
-    def __init__(self, ranks: Ranks, backend: str, global_ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: ConnectingRanks, backend: str, global_ranks: Sequence[int]) -> None:
         """``global_ranks`` are what NCCL calls these ranks when it watches over a collective."""
         self._ranks = ranks
         self._backend = backend
@@ -310,13 +310,13 @@ class SubsetEngineFactory:
         return SubsetEngineFactory(ranks, self._backend, [self._global_ranks[each] for each in group_ranks])
 
     def _make_backend(self, name: str, store: Store) -> Any:
-        rank, size, patience = self._ranks.rank, self._ranks.size, self._ranks.patience
+        rank, size, init_timeout = self._ranks.rank, self._ranks.size, self._ranks.init_timeout
         if name == "gloo":
-            gloo = dist.ProcessGroupGloo(store, rank, size, timeout=patience.left())
-            gloo._set_default_timeout(patience.timeout)
+            gloo = dist.ProcessGroupGloo(store, rank, size, timeout=init_timeout.left())
+            gloo._set_default_timeout(init_timeout.timeout)
             return gloo
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = patience.timeout
+        options._timeout = init_timeout.timeout
         options.global_ranks_in_group = self._global_ranks
         return dist.ProcessGroupNCCL(store, rank, size, options)
 

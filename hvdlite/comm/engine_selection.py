@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Hashable, Sequence
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -88,6 +87,8 @@ def fastest(engines: Sequence[Engine], group: Group, device: torch.device) -> in
 
 
 def _median_s(engine: Engine, numel_bytes: int, device: torch.device) -> float:
+    from statistics import median  # noqa: PLC0415  # takes 10 ms to import, and most jobs have one way alone
+
     tensor = torch.zeros(numel_bytes // 4, device=device)
     return median([_seconds_of_one(engine, tensor) for _ in range(_WARM_UP + _TRIALS)][_WARM_UP:])
 

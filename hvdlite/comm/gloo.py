@@ -42,7 +42,7 @@ _EPOLL_EVENTS_OF_GLOO = 0x19  # EPOLLIN | EPOLLERR | EPOLLHUP: what its loops wa
 ProcessGroup = TypeVar("ProcessGroup")
 
 
-class Patience:
+class InitTimeout:
     """How long ranks wait for each other: a time for each wait, and during `hvd.init` one for all waits together."""
 
     def __init__(self, timeout: timedelta, clock: Callable[[], float] = time.monotonic) -> None:
@@ -64,24 +64,24 @@ class Patience:
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class ConnectingRanks:
     """Ranks that open process groups together.
 
     ``names`` are what messages call them, such as ``rank 3 (node2)``; ``store`` and the key of ``signer`` are theirs
-    alone. ``patience`` is how long they wait for each other.
+    alone. ``init_timeout`` is how long they wait for each other.
     """
 
     store: Store
     signer: Signer
     rank: int
     names: tuple[str, ...]
-    patience: Patience
+    init_timeout: InitTimeout
 
     @property
     def size(self) -> int:
         return len(self.names)
 
-    def among(self, group_ranks: Sequence[int], group_rank: int, token: str) -> Ranks:
+    def among(self, group_ranks: Sequence[int], group_rank: int, token: str) -> ConnectingRanks:
         """Some of them, this one their ``group_rank``th; ``token`` is equal on these ranks, and never used before."""
         return replace(
             self,
@@ -92,12 +92,12 @@ class Ranks:
         )
 
 
-def wait_for_all(ranks: Ranks, label: str) -> None:
+def wait_for_all(ranks: ConnectingRanks, label: str) -> None:
     """Wait until all ranks have called this with this label; a CommunicationError names those that do not come."""
     keys = [f"{label}/here/{group_rank}" for group_rank in range(ranks.size)]
     try:
         ranks.store.set(keys[ranks.rank], "1")
-        ranks.store.wait(keys, ranks.patience.left())
+        ranks.store.wait(keys, ranks.init_timeout.left())
     except RuntimeError as error:
         late = []
         with contextlib.suppress(RuntimeError):
@@ -109,7 +109,7 @@ def wait_for_all(ranks: Ranks, label: str) -> None:
 
 
 def open_proven(
-    make: Callable[[], ProcessGroup], discard: Callable[[ProcessGroup], object], ranks: Ranks, label: str
+    make: Callable[[], ProcessGroup], discard: Callable[[ProcessGroup], object], ranks: ConnectingRanks, label: str
 ) -> tuple[ProcessGroup, Connections]:
     """The process group that ``make`` gives, once all its connections between CPUs have proven to lead to these ranks.
 
@@ -129,7 +129,7 @@ def open_proven(
     return group, connections
 
 
-def _prove(group: Any, ranks: Ranks, label: str) -> None:
+def _prove(group: Any, ranks: ConnectingRanks, label: str) -> None:
     own, others = ranks.rank, range(ranks.size)
     signatures = b"".join(ranks.signer.sign("gloo", label, own, other) for other in others)
     received = torch.zeros(ranks.size * TAG_BYTES, dtype=torch.uint8)
@@ -151,7 +151,11 @@ def _prove(group: Any, ranks: Ranks, label: str) -> None:
 
 
 def _words(
-    ranks: Ranks, strange: Sequence[int], came: Sequence[bytes], patience_s: float, failure: RuntimeError | None
+    ranks: ConnectingRanks,
+    strange: Sequence[int],
+    came: Sequence[bytes],
+    patience_s: float,
+    failure: RuntimeError | None,
 ) -> str:
     who = ", ".join(ranks.names[group_rank] for group_rank in strange[:8]) or "another rank"
     if any(any(each) for each in came):

@@ -1,11 +1,11 @@
 """
-The ranks that communicate together, and the collectives that all else is made of.
+`Group`: ranks that communicate, and the collectives that they call.
 
     Group (rank, size, hosts) ── an operation on its engine ── Work (wait, or what went wrong)
 
-A group is handed to whoever communicates; nothing here is global. Which group is the whole job's is
-known to `world`. Errors of the engine leave here as hvdlite's own, with the rank, the host and what was
-under way.
+Transport alone: who is in the group, its engine, and groups made of it. A group is handed to whoever communicates;
+`runtime.world` knows which one is the whole job's. Errors of the engine leave here as hvdlite's own, with the rank,
+the host and what was under way.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,11 +25,9 @@ from ..errors import CommunicationError, PeerLostError, WrongTypeError, says_pee
 from ..signing import TAG_BYTES, Signer, digest
 from ..values import shown, whole_number
 from .admission import RevokedError
-from .engine import ClosedEngine, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError, SingleRankFactory
+from .engine import ClosedEngine, Done, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError, SingleRankFactory
 from .flat_bytes import as_bytes, pieces_of
-from .recorder import Recorder
 from .reduce_op import OP_OF_ENGINE, ReduceOp, Sum
-from .reducer_registry import OneThread, ReducerRegistry
 from .work import Watch, Work
 
 MAX_JSON_BYTES = 64 << 20
@@ -54,16 +51,18 @@ class Group:
         hosts: Sequence[str],
         *,
         signer: Signer,
+        watch: Watch | None = None,
         set_id: int = 0,
         ranks: Sequence[int] | None = None,
         label: str = "all",
     ) -> None:
         """``rank`` and ``hosts`` are by rank in this group; ``ranks`` are the global ranks, all if not given.
 
-        ``signer`` has a key that these ranks have in common, and no other group. ``set_id`` is the number of the
-        process set that these ranks are, 0 of all. ``label`` is equal on all of them, and no other group's.
+        ``signer`` has a key that these ranks have in common, and no other group. ``watch`` is told of every collective,
+        as is that of all groups made of this one; one of its own if not given. ``set_id`` is the number of the process
+        set that these ranks are, 0 of all. ``label`` is equal on all of them, and no other group's.
         """
-        self._label = label
+        self.label = label
         self.signer = signer
         self._signed_count = 0
         self._duplicate_count = 0
@@ -78,18 +77,7 @@ class Group:
         self.hosts = tuple(hosts)
         self.set_id = set_id
         self.ranks = tuple(range(size)) if ranks is None else tuple(ranks)
-        self.watch = Watch()
-        # Backward passes (autograd's numbers) whose gradients some optimizer has stepped with. A GAN's
-        # two optimizers share a group: what one generator step leaves behind in the discriminator is
-        # recognised by it. A few suffice: gradients do not stay pending for long.
-        self.stepped_backwards: deque[int] = deque(maxlen=64)
-        # What happens when on this rank, for a timeline.
-        self.recorder = Recorder()
-
-        # Who averages gradients among these ranks; `join` sits out steps for them.
-        self.reducers = ReducerRegistry()
-        # For making those, and whatever else has channels of its own.
-        self.opening = OneThread(size)
+        self._watch = Watch() if watch is None else watch
 
     def duplicate(self) -> Group:
         """The same ranks over an engine of its own (as MPI's Comm_dup). Every rank must call it.
@@ -105,11 +93,11 @@ class Group:
             self.size,
             self.hosts,
             signer=signer,
+            watch=self._watch,
             set_id=self.set_id,
             ranks=self.ranks,
-            label=f"{self._label}.{self._duplicate_count}",
+            label=f"{self.label}.{self._duplicate_count}",
         )
-        self._share_with(group)
         group._duplicate_of = self
         self._duplicates.add(group)
         return group
@@ -123,18 +111,17 @@ class Group:
         engine_factory = self._engine_factory.among(group_ranks, group_ranks.index(self.rank), token)
         hosts = [self.hosts[group_rank] for group_rank in group_ranks]
         signer = self.signer.derive("among", token)
-        group = Group(
+        return Group(
             engine_factory,
             group_ranks.index(self.rank),
             len(group_ranks),
             hosts,
             signer=signer,
+            watch=self._watch,
             set_id=set_id,
             ranks=ranks,
             label=token,
         )
-        self._share_with(group)
-        return group
 
     def part(self, group_ranks: Sequence[int], *, token: str) -> Group:
         """Like `among`, by their ranks in this group, for as long as this group is open: it is closed with it."""
@@ -150,16 +137,8 @@ class Group:
     def alone(self) -> Group:
         """This rank by itself."""
         signer = self.signer.derive("alone", self.rank)
-        ranks = [self.ranks[self.rank]]
-        group = Group(SingleRankFactory(), 0, 1, [self.hosts[self.rank]], signer=signer, ranks=ranks, label="alone")
-        self._share_with(group)
-        return group
-
-    def _share_with(self, group: Group) -> None:
-        """Give another group of this rank what is the rank's own."""
-        group.stepped_backwards = self.stepped_backwards
-        group.watch = self.watch
-        group.recorder = self.recorder
+        ranks, hosts = [self.ranks[self.rank]], [self.hosts[self.rank]]
+        return Group(SingleRankFactory(), 0, 1, hosts, signer=signer, watch=self._watch, ranks=ranks, label="alone")
 
     def close(self) -> None:
         """Give the engine back, and those of the duplicates. Waits for nobody.
@@ -247,7 +226,7 @@ class Group:
 
     def _error_of_end(self, where: str, words: str, seen: int | None = None) -> CommunicationError:
         """A rank has left: the global rank ``seen``, if the engine says which."""
-        rank, by_itself = self.watch.first_end() or (seen, False)
+        rank, by_itself = self._watch.first_end() or (seen, False)
         if rank is None or rank not in self.ranks:
             who = "another rank"
         else:
@@ -263,10 +242,10 @@ class Group:
 
     def _begun(self, work: EngineWork, what: str) -> Work:
         # So ranks can tell which of them have not begun what others wait for.
-        watch = self.watch
-        number = watch.begun[self._label] = watch.begun.get(self._label, 0) + 1
+        watch = self._watch
+        number = watch.begun[self.label] = watch.begun.get(self.label, 0) + 1
         watch.beginners.add(threading.get_ident())
-        return Work(work, what, watch, self.error_of, (self._label, number, self.ranks))
+        return Work(work, what, watch, self.error_of, (self.label, number, self.ranks))
 
     def all_reduce(self, tensor: Tensor, what: str, op: ReduceOp = Sum) -> Work:
         """Combine a contiguous tensor over all ranks, in place; of a dtype and an op that engines know.
@@ -297,19 +276,27 @@ class Group:
 
         ``counts`` are their bytes, where all ranks know them already; else they are exchanged first.
         """
-        mine = as_bytes(tensor)
         if counts is None:
-            sizes = self._all_gather_even(torch.tensor([mine.numel()], dtype=torch.int64), what)
+            sizes = self._all_gather_even(torch.tensor([tensor.nbytes], dtype=torch.int64), what)
             counts = [int(size.item()) for size in sizes]
-        longest = max(counts)
+        parts, work = self.begin_all_gather(tensor, what, counts)
+        work.wait()
+        return parts
+
+    def begin_all_gather(self, tensor: Tensor, what: str, counts: Sequence[int]) -> tuple[list[Tensor], Work]:
+        """The flat bytes of every rank's contiguous tensor, in rank order, to be read when the work is done.
+
+        ``counts`` are their sizes in bytes, equal on all ranks. They travel padded to the longest.
+        """
+        mine, longest = as_bytes(tensor), max(counts)
+        if longest == 0:
+            return [mine.new_empty(0) for _ in counts], Work(Done(), what, self._watch, self.error_of)
         padded = mine
         if mine.numel() < longest:
             padded = mine.new_zeros(longest)
             padded[: mine.numel()].copy_(mine)
-        if longest == 0:
-            return [mine.new_empty(0) for _ in counts]
-        gathered = self._all_gather_even(padded, what)
-        return [part[:count] for part, count in zip(gathered, counts, strict=True)]
+        gathered, work = self._begin_all_gather_even(padded, what)
+        return [part[:count] for part, count in zip(gathered, counts, strict=True)], work
 
     def all_to_all(
         self, tensor: Tensor, sent_bytes: Sequence[int], received_bytes: Sequence[int], what: str
@@ -428,13 +415,17 @@ class Group:
         return self.all_gather_json(value, what)
 
     def _all_gather_even(self, tensor: Tensor, what: str) -> list[Tensor]:
+        outputs, work = self._begin_all_gather_even(tensor, what)
+        work.wait()
+        return outputs
+
+    def _begin_all_gather_even(self, tensor: Tensor, what: str) -> tuple[list[Tensor], Work]:
         outputs = [torch.empty_like(tensor) for _ in range(self.size)]
         try:
             work = self.engine.allgather([outputs], [tensor])
         except RuntimeError as error:
             raise self.error_of(what, error) from error
-        self._begun(work, what).wait()
-        return outputs
+        return outputs, self._begun(work, what)
 
 
 def _first_line(error: BaseException) -> str:

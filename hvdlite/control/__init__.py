@@ -5,7 +5,7 @@ How ranks come to do the same at the same time: they ask, rank 0 gives all of th
 
 Modules import only what stands before them:
 
-    handle < operation < controller < mismatch < executor < unchecked < frames < handshake < mailbox < thread_labels
-        < pending < stall < joined_steps < callers < call_sites < heartbeat < endings < voting < negotiation < incoming
-        < acceptor < coordinator < control_client < connect
+    reducer_registry < generation < handle < operation < controller < mismatch < executor < unchecked < frames
+        < handshake < mailbox < thread_labels < pending < stall < joined_steps < callers < call_sites < heartbeat
+        < endings < voting < negotiation < incoming < acceptor < coordinator < control_client < connect
 """

@@ -26,6 +26,7 @@ from ..signing import Signer
 from .control_client import ControlClient, Welcome
 from .controller import Controller
 from .coordinator import Coordinator
+from .generation import Generation
 from .handshake import CHALLENGE_BYTES, HandshakeClient
 from .mailbox import Mailbox, mailbox_pair
 from .negotiation import Negotiation
@@ -36,16 +37,18 @@ from .unchecked import UncheckedController
 _AGAIN_S = 0.2
 
 
-def make_controller(group: Group, nodes: Sequence[str], environment: Environment, timeout_s: float) -> Controller:
-    """This rank's controller; every rank must call it. ``nodes`` tells the ranks' hosts apart."""
+def make_controller(
+    group: Group, generation: Generation, nodes: Sequence[str], environment: Environment, timeout_s: float
+) -> Controller:
+    """This rank's one controller in a generation; every rank must call it. ``nodes`` tells the ranks' hosts apart."""
     if group.size == 1:
-        return UncheckedController(1)
+        return UncheckedController(1, generation.recorder)
     if group.rank == 0:
-        client, early = _lead(group, nodes, _rules(environment, timeout_s))
+        client, early = _lead(group, generation, nodes, _rules(environment, timeout_s))
     else:
         mailbox, welcome, early = _reach(_exchange_address(group, None), group, timeout_s)
         try:
-            client = ControlClient(mailbox, group, None, welcome)
+            client = ControlClient(mailbox, group, generation, None, welcome)
         except BaseException:
             mailbox.close()
             raise
@@ -57,7 +60,7 @@ def make_controller(group: Group, nodes: Sequence[str], environment: Environment
         client.close()
         raise
     # Where nothing is negotiated, the client hears who has ended nevertheless.
-    return client if environment.check else UncheckedController(group.size, client)
+    return client if environment.check else UncheckedController(group.size, generation.recorder, client)
 
 
 def _rules(environment: Environment, timeout_s: float) -> StallRules:
@@ -66,7 +69,9 @@ def _rules(environment: Environment, timeout_s: float) -> StallRules:
     )
 
 
-def _lead(group: Group, nodes: Sequence[str], stall: StallRules) -> tuple[ControlClient, list[list[Any]]]:
+def _lead(
+    group: Group, generation: Generation, nodes: Sequence[str], stall: StallRules
+) -> tuple[ControlClient, list[list[Any]]]:
     listener = _listen(group, nodes)
     address = listener.getsockname()
     coordinator = Coordinator(Negotiation(group.hosts, stall), group.size, stall, listener, group.signer)
@@ -76,7 +81,7 @@ def _lead(group: Group, nodes: Sequence[str], stall: StallRules) -> tuple[Contro
     try:
         welcome, *early = own_end.receive()
         _exchange_address(group, address)
-        return ControlClient(own_end, group, coordinator, Welcome.read(welcome)), early
+        return ControlClient(own_end, group, generation, coordinator, Welcome.read(welcome)), early
     except BaseException:
         own_end.close()
         coordinator.close()

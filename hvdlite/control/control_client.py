@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any
 
 from ..comm.group import Group
-from ..comm.reducer_registry import SitsOut, unpin
 from ..errors import CommunicationError, HvdliteError, MismatchError, PeerLostError
 from ..log import log
 from ..shm.board import HasBoard
@@ -36,11 +35,13 @@ from .controller import SitOut, StandIn
 from .coordinator import Coordinator
 from .executor import Agreed, Executor
 from .frames import FrameError
+from .generation import Generation
 from .handle import Handle
 from .heartbeat import LOOK_S, Heartbeat, Silence
 from .mailbox import Mailbox
 from .operation import Execution, Kind, Operation, Run, kind_named
 from .pending import Ask
+from .reducer_registry import SitsOut, unpin
 from .stall import JOIN, Blocked, StallRules
 from .thread_labels import ThreadLabels
 from .voting import MOST_BYTES, Voter
@@ -98,7 +99,14 @@ class _Joining:
 class ControlClient:
     """Has what all ranks have asked for carried out, on a thread of its own."""
 
-    def __init__(self, mailbox: Mailbox, group: Group, coordinator: Coordinator | None, welcome: Welcome) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        group: Group,
+        generation: Generation,
+        coordinator: Coordinator | None,
+        welcome: Welcome,
+    ) -> None:
         """``mailbox`` leads to the coordinator, whose ``welcome`` has been read; ``group`` are all ranks.
 
         ``coordinator`` is the one of rank 0, to be closed with this.
@@ -106,6 +114,9 @@ class ControlClient:
         self._mailbox = mailbox
         self._coordinator = coordinator
         self._group = group
+        self._watch = watch = generation.watch
+        self._recorder = generation.recorder
+        self._reducers = generation.reducers
         self._lock = threading.Lock()
         self._asked: dict[int, _Asked] = {}  # by ticket, the handle's number
         self._names: set[_Name] = set()
@@ -116,7 +127,6 @@ class ControlClient:
         self._pinned: _Pinned = {}
         self._pid = os.getpid()
         self._labels = ThreadLabels()
-        watch = group.watch
         # Who has called hvd.init() need not be who trains.
         watch.beginners.clear()
         self._callers = Callers(lambda ticket: self._say(["wait", ticket, watch.begun.copy()]), watch.beginners)
@@ -129,7 +139,7 @@ class ControlClient:
         # Whether rank 0 has lost another rank: then its own end is not the first.
         self._rank_0_follows = False
         self._has_said_lost = False
-        self._executor = Executor()
+        self._executor = Executor(self._recorder)
         # Where all ranks share memory: then what they call at the same time needs no messages.
         self._voter: Voter | None = None
         # The ticket that is voted on: by the board it may have had its go when the connection ends.
@@ -172,7 +182,7 @@ class ControlClient:
         what = operation.describe()
         handle = Handle(what)
         if group.size == 1:
-            Agreed(handle, operation.run, Execution(group, what, [operation.own], 1)).carry_out()
+            Agreed(handle, operation.run, Execution(group, what, [operation.own], 1)).carry_out(self._recorder)
             return handle
         name = None if operation.name is None else (group.set_id, operation.kind.name, operation.name)
         caller = None
@@ -256,7 +266,7 @@ class ControlClient:
         with self._lock:
             if self._joining is not None:
                 raise RuntimeError("hvd.join() has been called already, and all ranks have not joined yet")
-            pinned = {group.set_id: group.reducers.pin() for group in groups}
+            pinned = {group.set_id: self._reducers.pin(group) for group in groups}
             self._joining = _Joining(handle, stand_in, sit_out, pinned)
         living = [[each.set_id, None if each.set_id == 0 else each.ranks, list(pinned[each.set_id])] for each in groups]
         joins = partial(self._say, ["join", average_of_active, living])
@@ -301,8 +311,7 @@ class ControlClient:
     # -- the thread that listens
 
     def _run(self) -> None:
-        watch = self._group.watch
-        watch.listener, watch.say_lost = threading.get_ident(), self._say_lost
+        self._watch.listener, self._watch.say_lost = threading.get_ident(), self._say_lost
         why, left_by_itself = "", False
         try:
             with selectors.DefaultSelector() as selector:
@@ -385,7 +394,7 @@ class ControlClient:
     def _hear_of_ranks(self, message: list[Any]) -> None:
         """Which rank was the first to end, or that rank 0 would not be."""
         if message[0] == "left":
-            self._group.watch.hear_of_end(message[1], message[2])
+            self._watch.hear_of_end(message[1], message[2])
         else:
             self._rank_0_follows = True
 
@@ -394,12 +403,12 @@ class ControlClient:
         if self._group.rank == 0 or self._is_closing:
             return
         if self._rank_0_follows:
-            self._group.watch.hear_of_nobody()
+            self._watch.hear_of_nobody()
         else:
-            self._group.watch.hear_of_end(0, left_by_itself)
+            self._watch.hear_of_end(0, left_by_itself)
 
     def _words_of_first_end(self) -> str:
-        first = self._group.watch.known_end
+        first = self._watch.known_end
         if first is None:
             return "another rank has gone" if self._rank_0_follows else f"{self._group.describe_rank(0)} has gone"
         return f"{self._group.describe_rank(first[0])} has {'ended' if first[1] else 'gone'}"
@@ -473,7 +482,7 @@ class ControlClient:
     def _pin(self, join: int, set_id: int) -> None:
         """Answer what lives here, in whatever the program is just now, and keep that."""
         group = self._groups.get(set_id)
-        pinned = {} if group is None else group.reducers.pin()
+        pinned = {} if group is None else self._reducers.pin(group)
         self._pinned[set_id] = pinned
         self._mailbox.send(["pinned", join, set_id, list(pinned)])
 
@@ -518,7 +527,7 @@ class ControlClient:
         """Let rank 0 know what this process is blocked in, and see whether rank 0 is there."""
         self._callers.look()
         executor = self._executor
-        waits = self._group.watch.blocked()
+        waits = self._watch.blocked()
         waits.pop(executor.ident or 0, None)
         blocked = [Blocked(what, since_s, place=place) for what, since_s, place in waits.values()]
         current = executor.current
@@ -533,7 +542,7 @@ class ControlClient:
             is_stuck=is_stuck,
             is_waiting=is_waiting,
             over_count=executor.ended,
-            begun=self._group.watch.begun.copy(),
+            begun=self._watch.begun.copy(),
             size=self._group.size,
         )
         self._mailbox.send_all(messages)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from ..comm.group import Group
-from ..comm.reducer_registry import SitsOut
 from .handle import Handle
 from .operation import Kind, Operation, Run
+from .reducer_registry import SitsOut
 
 # For a rank that has joined: what it does in an operation of this kind, with what is the same on all ranks.
 StandIn = Callable[[Kind, Mapping[str, Any]], Run]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
-from ..comm.recorder import OPERATIONS
+from ..comm.recorder import OPERATIONS, Recorder
 from .handle import Handle
 from .operation import Execution, Run
 
@@ -29,13 +29,12 @@ class Agreed:
     execution: Execution
     since_ns: int = field(default_factory=time.monotonic_ns)
 
-    def carry_out(self, note_end: Callable[[], None] = lambda: None) -> None:
+    def carry_out(self, recorder: Recorder, note_end: Callable[[], None] = lambda: None) -> None:
         """Do it in this thread; what it comes to, or what goes wrong, is the handle's.
 
         ``note_end`` is called when it is over, before whoever waits goes on.
         """
         execution = self.execution
-        recorder = execution.group.recorder
         if recorder.is_on:
             recorder.note_waiting(execution.what, self.since_ns, time.monotonic_ns())
         try:
@@ -53,7 +52,8 @@ class Agreed:
 class Executor:
     """Carries out what is put in, in this order, on a thread of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
         self._queue: SimpleQueue[Agreed | Callable[[], None] | None] = SimpleQueue()
         # The operation that is being carried out, and since when (`time.monotonic`).
         self.current: tuple[str, float] | None = None
@@ -125,7 +125,7 @@ class Executor:
             operation.handle.fail(self._refusal(operation.handle.what))
         else:
             self.current = (operation.execution.what, time.monotonic())
-            operation.carry_out(self._note_end)
+            operation.carry_out(self._recorder, self._note_end)
 
     def _note_end(self) -> None:
         self.current = None

@@ -13,13 +13,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from ..comm.group import Group
-from ..comm.recorder import OPERATIONS
-from ..comm.reducer_registry import OneThread
+from ..comm.recorder import OPERATIONS, Recorder
 from ..errors import MismatchError
 from .controller import SitOut, StandIn
 from .handle import Handle
 from .mismatch import words_of_difference
 from .operation import Execution, Operation
+from .reducer_registry import OneThread
 
 
 class Listener(Protocol):
@@ -31,9 +31,10 @@ class Listener(Protocol):
 class UncheckedController:
     """A controller that trusts the program."""
 
-    def __init__(self, size: int, listener: Listener | None = None) -> None:
+    def __init__(self, size: int, recorder: Recorder, listener: Listener | None = None) -> None:
         """``listener`` hears of the other ranks' ends, if there are others."""
         self._size = size
+        self._recorder = recorder
         self._listener = listener
         self._one_thread: dict[int, OneThread] = {}  # by process set
 
@@ -55,7 +56,7 @@ class UncheckedController:
                     owns = [operation.own] * group.size
                 else:
                     owns = group.all_gather_json(operation.own, what)
-                with group.recorder.span(OPERATIONS, what):
+                with self._recorder.span(OPERATIONS, what):
                     result = operation.run(Execution(group, what, owns, group.size))
                 handle.succeed(result)
             except Exception as error:  # noqa: BLE001 - it is raised by whoever waits for the handle

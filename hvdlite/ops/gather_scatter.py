@@ -39,7 +39,7 @@ from ..values import shown
 from .base import Collective
 from .packing import reduce_scatter_packed
 from .reduction import Reduction
-from .sendable import check_sendable, plain_tensor
+from .sendable import check_sendable
 
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -159,9 +159,9 @@ class Alltoall(Collective):
     def run(self, execution: Execution) -> tuple[Tensor, Tensor]:
         (tensor,) = self.sources
         self._received = [own[execution.group.rank] for own in execution.owns]
-        row_bytes = _row_bytes(tensor)
-        sent = [count * row_bytes for count in self._splits]
-        received = [count * row_bytes for count in self._received]
+        nbytes = row_bytes(tensor)
+        sent = [count * nbytes for count in self._splits]
+        received = [count * nbytes for count in self._received]
         rows = as_bytes(plain(tensor[: sum(self._splits)]))
         output = _joined(execution.group.all_to_all(rows, sent, received, execution.what), tensor, self._received)
         return output, torch.tensor(self._received, dtype=torch.int32, device=self._answer_on)
@@ -226,35 +226,49 @@ def _splits_of_list(splits: Sequence[int], what: str) -> Tensor:
     return given
 
 
-def all_gather_rows(group: Group, tensor: Tensor, what: str) -> Tensor:
-    """The rows of all ranks of a group that calls it in the same order, joined; no operation of the controller's."""
-    tensor = plain_tensor(tensor)
-    counts = [own for (own,) in group.all_gather_json([_row_count(tensor)], what)]
-    return gather_rows([tensor], [counts], group, what)[0]
-
-
 def gather_rows(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], group: Group, what: str) -> list[Tensor]:
     """Each of some tensors joined along the first dimension over all ranks; ``rows`` are by tensor and rank.
 
     All those that are on one device travel as one.
     """
     outputs = list(tensors)
-    for device in dict.fromkeys(tensor.device for tensor in tensors):
-        members = [number for number, tensor in enumerate(tensors) if tensor.device == device]
-        sizes = [[count * _row_bytes(tensors[number]) for count in rows[number]] for number in members]
-        mine = torch.cat([as_bytes(plain(tensors[number])) for number in members])
-        parts = group.all_gather(mine, what, [sum(column) for column in zip(*sizes, strict=True)])
-        pieces = [pieces_of(part, column) for part, column in zip(parts, zip(*sizes, strict=True), strict=True)]
-        for place, number in enumerate(members):
-            outputs[number] = _joined([row[place] for row in pieces], tensors[number], rows[number])
+    devices = [tensor.device for tensor in tensors]
+    members = [[number for number, own in enumerate(devices) if own == device] for device in dict.fromkeys(devices)]
+    gathers = [RowGather([tensors[n] for n in each], [rows[n] for n in each], group, what) for each in members]
+    for numbers, gather in zip(members, gathers, strict=True):
+        for number, joined in zip(numbers, gather.finish(), strict=True):
+            outputs[number] = joined
     return outputs
+
+
+class RowGather:
+    """An all-gather of the rows of some tensors, of one device, which travel as one: begun here, ended by `finish`."""
+
+    def __init__(self, tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], group: Group, what: str) -> None:
+        """``rows`` are by tensor and rank, and equal on all ranks."""
+        self._tensors, self._rows = tensors, rows
+        sizes = [[count * row_bytes(tensor) for count in counts] for tensor, counts in zip(tensors, rows, strict=True)]
+        # By rank, the bytes of each tensor.
+        self._sizes = list(zip(*sizes, strict=True))
+        mine = torch.cat([as_bytes(plain(tensor)) for tensor in tensors])
+        self._parts, self._work = group.begin_all_gather(mine, what, [sum(column) for column in self._sizes])
+
+    def finish(self) -> list[Tensor]:
+        """Wait for the rows of all ranks; each tensor's, joined in rank order."""
+        self._work.wait()
+        pieces = [pieces_of(part, column) for part, column in zip(self._parts, self._sizes, strict=True)]
+        return [
+            _joined([row[place] for row in pieces], tensor, rows)
+            for place, (tensor, rows) in enumerate(zip(self._tensors, self._rows, strict=True))
+        ]
 
 
 def _row_count(tensor: Tensor) -> int:
     return len(tensor) if tensor.dim() else 1
 
 
-def _row_bytes(tensor: Tensor) -> int:
+def row_bytes(tensor: Tensor) -> int:
+    """The bytes of each row."""
     return prod(tensor.shape[1:]) * tensor.element_size()
 
 

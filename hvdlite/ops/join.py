@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from ..comm.reducer_registry import SitsOut
 from ..control.controller import StandIn
 from ..control.handle import Handle
 from ..control.operation import Execution, Kind, Run
+from ..control.reducer_registry import SitsOut
 from ..runtime.world import current_world
 from ..values import shown, whole_number
 from .allreduce import stand_in

@@ -1,38 +1,88 @@
 """
-The size of an optimizer's buckets, by measuring: one short probe, one answer on all ranks, told in log and file.
+Chooses the size of an optimizer's buckets by measuring how long buckets of a few sizes take between its ranks.
 
-    same model? ── probe, for each engine that its gradients need ── rank 0: fit, choose, write ── every rank: the cap
+    measure: buckets of zeros ── seconds ── fit: Line (latency + bandwidth)   for each device and dtype of gradients
+    candidates: the predicted step for each size ── the shortest ── rank 0 logs it ── the same on every rank
 
-The file has one line of JSON for each optimizer: ``at`` (UTC), ``ranks``, ``compression``; ``engines``, each with
+The model of a step: gradients become ready in the order of backward, evenly by their bytes, and a bucket with the last
+of its gradients. Buckets travel one after the other, each for as long as its line says. Small buckets cost many
+latencies; with large ones the step waits for the last. The length of backward is not known before the first step and is
+assumed to be the time that all bytes travel, without latencies. There the size matters most: a longer backward hides
+all but the last bucket anyway, and in a shorter one the link is busy from end to end whatever the size.
+
+The log has one line of JSON for each optimizer: ``at`` (UTC), ``ranks``, ``compression``; ``engines``, each with
 ``device_type``, ``dtype`` (of gradients), ``bytes`` and ``medians_s`` as measured, ``alpha_s`` and ``beta_s_per_byte``
-as fitted; ``candidates``, each with ``cap_bytes``, ``buckets`` and ``step_s`` as predicted (see `tuning`); and the
-chosen ``cap_bytes``. A later line is appended.
+as fitted; ``candidates``, each with ``cap_bytes``, ``buckets`` and ``step_s`` as predicted; and the chosen
+``cap_bytes``.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from datetime import datetime, timezone
-from typing import Any, TypeVar
+from itertools import accumulate, combinations
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .. import files
 from ..comm.group import Group
+from ..comm.reduce_op import Max
 from ..log import log
+from ..ops.failures import raise_together
+from .exchange import Gradients, Links
+from .flags import ParticipantCount
 from .gradient_hooks import require_same_model
-from .plan import ParamSpec, plan_buckets
-from .probe import Measured, measure
+from .plan import BucketPlan, ParamSpec, plan_buckets
 from .settings import Settings
-from .tuning import Candidate, GradientType, Line, best, candidates, fit
+from .strategies import exchange_of
 
 LIMIT_S = 1.0
-"""About how long the probe may take, over all engines."""
+"""About how long measuring may take, over all types of gradients."""
 
-Answer = TypeVar("Answer")
+SIZES = tuple(kib * 2**10 for kib in (4, 32, 256, 1024, 4096, 16384))
+"""Bytes of gradients that are tried: always the first two, and none that is larger than the model."""
+
+MOST_TIMES, FEWEST_TIMES = 9, 3
+SMALLEST_CAP_BYTES = 64 * 2**10
+_SHORTEST_S = 1e-9
+
+
+class GradientType(NamedTuple):
+    """The device type and the dtype of gradients, such as ``cpu`` and ``float32``; what travels together."""
+
+    device_type: str
+    dtype: str
+
+    @classmethod
+    def of(cls, part: ParamSpec | BucketPlan) -> GradientType:
+        """That of a parameter's gradient, or of a bucket."""
+        return cls(part.device.type, str(part.dtype).removeprefix("torch."))
+
+
+class Line(NamedTuple):
+    """How long a bucket takes: a latency and the seconds of a byte, neither of them negative."""
+
+    alpha_s: float
+    beta_s: float
+
+    def time_s(self, nbytes: int) -> float:
+        """Seconds that a bucket of so many bytes takes."""
+        return self.alpha_s + self.beta_s * nbytes
+
+
+class Candidate(NamedTuple):
+    """A size of buckets and the predicted seconds from the start of backward to the last average; the least is best."""
+
+    step_s: float
+    buckets: int
+    cap_bytes: int
 
 
 def tuned_cap(
@@ -46,50 +96,132 @@ def tuned_cap(
 ) -> int:
     """The cap in bytes for these parameters over this group, whose engine nobody else uses meanwhile; waits for all.
 
-    ``path`` is where rank 0 writes what was measured. Where a rank is alone there is nothing to measure, and the
+    ``path`` is where rank 0 appends what was measured. Where a rank is alone there is nothing to measure, and the
     cap stays that of ``settings``. A MismatchError on every rank if one has other parameters, an OSError on every rank
     if rank 0 cannot write.
     """
-    _by_rank_0(group, lambda: _append(path, ""))
     specs = [ParamSpec.of(name, param) for name, param in named]
     require_same_model(group, [(spec.name, spec.describe()) for spec in specs])
-    measured: dict[GradientType, Measured] = {}
-    if group.size > 1:
-        nbytes_of = _needed(specs)
-        for engine, nbytes in nbytes_of.items():
-            like = next(spec for spec in specs if GradientType.of(spec) == engine)
-            limit_s = LIMIT_S / len(nbytes_of)
-            measured[engine] = measure(group, settings, like, most_bytes=nbytes, limit_s=limit_s, clock=clock)
-    return _by_rank_0(group, lambda: _conclude(group, settings, specs, groups, measured, path))
-
-
-def _needed(specs: Sequence[ParamSpec]) -> dict[GradientType, int]:
-    """The bytes of gradients that each engine carries in a step."""
-    nbytes_of: dict[GradientType, int] = {}
-    for plan in plan_buckets(specs, cap_bytes=0):
-        if not plan.asleep:
-            nbytes_of[GradientType.of(plan)] = nbytes_of.get(GradientType.of(plan), 0) + plan.nbytes
-    return nbytes_of
-
-
-def _by_rank_0(group: Group, decide: Callable[[], Answer]) -> Answer:
-    """What rank 0 alone decides, on every rank; its OSError as well."""
-    outcome: tuple[Any, str | None] = None, None
+    like = {GradientType.of(spec): spec for spec in specs}
+    totals: Counter[GradientType] = Counter()
+    for plan in _travelling(specs, 0) if group.size > 1 else []:
+        totals[GradientType.of(plan)] += plan.nbytes
+    measured = {
+        kind: measure(group, settings, like[kind], most_bytes=total, limit_s=LIMIT_S / len(totals), clock=clock)
+        for kind, total in totals.items()
+    }
+    chosen: tuple[int, str | None] = settings.cap_bytes, None
     if group.rank == 0:
+        report = _conclude(group, settings, specs, groups, measured)
         try:
-            outcome = decide(), None
+            if path is not None:
+                files.append(path, json.dumps(report) + "\n")
+            chosen = report["cap_bytes"], None
         except OSError as error:
-            outcome = None, f"the log of autotune cannot be written on {group.describe_rank(0)}: {error}"
-    answer, problem = group.all_gather_json(outcome, "autotune")[0]
+            chosen = 0, f"the log of autotune cannot be written on {group.describe_rank(0)}: {error}"
+    cap_bytes, problem = group.all_gather_json(chosen, "autotune")[0]
     if problem is not None:
         raise OSError(problem)
-    decided: Answer = answer
-    return decided
+    return int(cap_bytes)
 
 
-def _append(path: str | None, line: str) -> None:
-    if path is not None:
-        files.append(path, line)
+def measure(
+    group: Group, settings: Settings, like: ParamSpec, *, most_bytes: int, limit_s: float, clock: Callable[[], float]
+) -> dict[int, float]:
+    """The seconds that buckets of gradients ``like`` this one take on the slowest rank, by their bytes.
+
+    Sizes go up to ``most_bytes``, and on a slow link no further than about ``limit_s`` allow. How often each is sent,
+    and how far up, ranks decide by common numbers alone, so that their collectives pair up though their clocks differ.
+    """
+    exchange, links = exchange_of(settings, group.size), Links(group, by_host=False)
+    count = ParticipantCount.of_all(group.size)
+    sizes = [nbytes // like.dtype.itemsize for nbytes in SIZES if nbytes <= max(most_bytes, SIZES[1])]
+    specs = [replace(like, name="autotune's probe", shape=(numel,), stride=(1,)) for numel in sizes]
+    plans = [plan_buckets([spec], cap_bytes=0)[0] for spec in specs]
+    memory = group.zeros(plans[-1].numel, like.dtype, like.device)
+
+    def send(plan: BucketPlan) -> float:
+        """The seconds from full to averaged, by this rank's clock."""
+        what, flat = f"{plan.describe()} (a trial of autotune)", memory[: plan.grad_numel]
+        gradients = Gradients(plan, flat, lambda: [flat], what=what, with_counts=memory[: plan.numel])
+        begin_s = clock()
+        begun = exchange.begin(gradients, links)
+        begun.wait()
+        exchange.finish(gradients, begun, count)
+        if exchange.tells_failures:
+            raise_together(group, begun.failure, "the end of a trial of autotune")
+        if like.device.type != "cpu":
+            torch.accelerator.synchronize(like.device)
+        return clock() - begin_s
+
+    def slowest(own_s: float) -> float:
+        """The largest of all ranks' numbers."""
+        wire = torch.tensor([own_s], dtype=torch.float64)
+        group.all_reduce(wire, "comparing times for autotune", Max).wait()
+        return float(wire.item())
+
+    # An engine may open its connections only now.
+    send(plans[0])
+    start_s = clock()
+    times_s: dict[int, float] = {}
+    for plan in plans:
+        left_s = limit_s - slowest(clock() - start_s)
+        if len(times_s) > 1 and left_s < (1 + FEWEST_TIMES) * fit(times_s).time_s(plan.nbytes):
+            break
+        # The first has to come by its memory, and is not counted.
+        first_s = max(slowest(send(plan)), _SHORTEST_S)
+        times = min(MOST_TIMES, max(FEWEST_TIMES, int(left_s / 4 / first_s)))
+        times_s[plan.nbytes] = slowest(statistics.median(send(plan) for _ in range(times)))
+    return times_s
+
+
+def fit(times_s: Mapping[int, float]) -> Line:
+    """The line with the least sum of relative deviations from the measured times, by bytes.
+
+    Tried are those through two of the points, and through one of them with a latency or a bandwidth alone. Relative
+    deviations let a latency of microseconds count as much as milliseconds of a large bucket; their sum, rather than
+    that of squares, lets a size at which the machine was busy count as one point only.
+    """
+    points = [(nbytes, max(time_s, _SHORTEST_S)) for nbytes, time_s in times_s.items()]
+    lines = [Line(time_s, 0.0) for _, time_s in points]
+    for (few, sooner_s), (many, later_s) in combinations(sorted([(0, 0.0), *points]), 2):
+        beta_s = (later_s - sooner_s) / (many - few)
+        lines.append(Line(sooner_s - beta_s * few, beta_s))
+    possible = [line for line in lines if min(line) >= 0]
+    return min(possible, key=lambda line: sum(abs(line.time_s(nbytes) / time_s - 1) for nbytes, time_s in points))
+
+
+def candidates(
+    specs: Sequence[ParamSpec], groups: Sequence[Sequence[str]], line_of: Mapping[GradientType, Line]
+) -> list[Candidate]:
+    """The powers of two from 64 KiB to the first that holds all gradients, each with its predicted step."""
+    total = sum(plan.nbytes for plan in _travelling(specs, 0, groups))
+    found: list[Candidate] = []
+    while not found or found[-1].cap_bytes < total:
+        cap_bytes = SMALLEST_CAP_BYTES << len(found)
+        plans = _travelling(specs, cap_bytes, groups)
+        found.append(Candidate(step_s(specs, plans, line_of), len(plans), cap_bytes))
+    return found
+
+
+def step_s(specs: Sequence[ParamSpec], plans: Sequence[BucketPlan], line_of: Mapping[GradientType, Line]) -> float:
+    """Predicted seconds from the start of backward to the last average, with these buckets."""
+    travelling = {piece.spec.name for plan in plans for piece in plan.slices}
+    order = [spec for spec in reversed(specs) if spec.name in travelling]
+    sizes = [spec.numel * spec.dtype.itemsize for spec in order]
+    computed_at = dict(zip([spec.name for spec in order], accumulate(sizes), strict=True))
+    backward_s = sum(line_of[GradientType.of(spec)].beta_s * nbytes for spec, nbytes in zip(order, sizes, strict=True))
+    pace_s = backward_s / max(1, sum(sizes))
+    done_s = 0.0
+    for plan in plans:
+        ready_s = pace_s * max((computed_at[piece.spec.name] for piece in plan.slices), default=0)
+        done_s = max(ready_s, done_s) + line_of[GradientType.of(plan)].time_s(plan.nbytes)
+    return done_s
+
+
+def _travelling(specs: Sequence[ParamSpec], cap_bytes: int, groups: Sequence[Sequence[str]] = ()) -> list[BucketPlan]:
+    """The buckets that travel in every step."""
+    return [plan for plan in plan_buckets(specs, cap_bytes=cap_bytes, groups=groups) if not plan.asleep]
 
 
 def _conclude(
@@ -97,42 +229,36 @@ def _conclude(
     settings: Settings,
     specs: Sequence[ParamSpec],
     groups: Sequence[Sequence[str]],
-    measured: Mapping[GradientType, Measured],
-    path: str | None,
-) -> int:
-    line_of = {engine: fit(each.sizes, each.medians_s) for engine, each in measured.items()}
+    measured: Mapping[GradientType, Mapping[int, float]],
+) -> dict[str, Any]:
+    """What the log gets, the chosen ``cap_bytes`` among it."""
+    line_of = {kind: fit(times_s) for kind, times_s in measured.items()}
     among = candidates(specs, groups, line_of) if measured else []
-    cap_bytes = best(among).cap_bytes if among else settings.cap_bytes
-    _tell(cap_bytes, among, line_of)
+    cap_bytes = min(among).cap_bytes if among else settings.cap_bytes
+    size = f"gradients travel in buckets of at most {cap_bytes / 2**20:g} MiB"
+    if among:
+        lines = [
+            f"{kind.device_type} {kind.dtype}: {line.alpha_s * 1e6:.4g} µs and {line.beta_s * 2**20 * 1e6:.4g} µs a MiB"
+            for kind, line in line_of.items()
+        ]
+        log.info("autotune: %s, %d of them (%s)", size, min(among).buckets, "; ".join(lines))
+    else:
+        log.info("autotune: one rank has nothing to measure; %s", size)
     engines = [
         {
-            **asdict(engine),
-            "bytes": measured[engine].sizes,
-            "medians_s": measured[engine].medians_s,
-            "alpha_s": line.alpha_s,
-            "beta_s_per_byte": line.beta_s,
+            **kind._asdict(),
+            "bytes": list(times_s),
+            "medians_s": list(times_s.values()),
+            "alpha_s": line_of[kind].alpha_s,
+            "beta_s_per_byte": line_of[kind].beta_s,
         }
-        for engine, line in line_of.items()
+        for kind, times_s in measured.items()
     ]
-    report = {
+    return {
         "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "ranks": group.size,
         "compression": repr(settings.compression),
         "engines": engines,
-        "candidates": [asdict(candidate) for candidate in among],
+        "candidates": [candidate._asdict() for candidate in among],
         "cap_bytes": cap_bytes,
     }
-    _append(path, json.dumps(report) + "\n")
-    return cap_bytes
-
-
-def _tell(cap_bytes: int, among: Sequence[Candidate], line_of: Mapping[GradientType, Line]) -> None:
-    size = f"gradients travel in buckets of at most {cap_bytes / 2**20:g} MiB"
-    if not among:
-        log.info("autotune: one rank has nothing to measure; %s", size)
-        return
-    lines = "; ".join(
-        f"{engine.device_type} {engine.dtype}: {line.alpha_s * 1e6:.4g} µs and {line.beta_s * 2**20 * 1e6:.4g} µs a MiB"
-        for engine, line in line_of.items()
-    )
-    log.info("autotune: %s, %d of them (%s)", size, best(among).buckets, lines)

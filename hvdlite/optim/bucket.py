@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,14 @@ from .slot import Slot, changed_too_early, misfit
 
 # Where a flat tensor of zeros comes from: elements, dtype, device.
 Memory = Callable[[int, torch.dtype, torch.device], Tensor]
+
+
+class BucketMemory(NamedTuple):
+    """A bucket's flat buffer, and the two parts of it: the gradients, with gaps between them, and the flags."""
+
+    flat: Tensor
+    gradients: Tensor
+    tail: Tensor
 
 
 class Bucket:
@@ -37,7 +46,9 @@ class Bucket:
         memory: Memory,
     ) -> None:
         self.plan = plan
-        self._memory = memory
+        # By the names that it holds, for messages.
+        self.description = plan.describe()
+        self._allocate = memory
         # By what gradients are multiplied before they travel.
         self._scale = scale
         self.asleep = plan.asleep
@@ -46,7 +57,7 @@ class Bucket:
         # Whether sparse gradients travel as dense ones, instead of another way.
         self._densify = densify
         self.slots = [Slot(self, piece, param) for piece, param in zip(plan.slices, params, strict=True)]
-        self._buffer: Tensor | None = None
+        self._memory: BucketMemory | None = None
         self._flags = Flags(plan, ranks)
         # PyTorch's count of changes to the buffer after our own last one, from a gradient's arrival until all
         # buckets' averages are there; None when a change is the user's good right.
@@ -56,26 +67,25 @@ class Bucket:
         self._presence = TAKES_PART
         # In this step: the gradients that are to come, and of those that came the dense ones, and the scaled of these.
         self._missing = len(self.slots)
+        # Whether every gradient that is to come in this step has come.
+        self.is_full = self._missing == 0
         self._dense = 0
         self._scaled = 0
         # By `time.monotonic_ns`, for a timeline; None while gradients of this step are missing.
         self.full_since_ns: int | None = None
 
     @property
-    def buffer(self) -> Tensor:
-        """The flat buffer; its memory is taken when it is first asked for."""
-        if self._buffer is None:
+    def memory(self) -> BucketMemory:
+        """The flat buffer and its parts; taken when it is first asked for."""
+        memory = self._memory
+        if memory is None:
             plan = self.plan
-            self._buffer = self._memory(plan.numel, plan.dtype, plan.device)
+            flat = self._allocate(plan.numel, plan.dtype, plan.device)
+            memory = self._memory = BucketMemory(flat, flat[: plan.grad_numel], flat[plan.grad_numel :])
             for slot in self.slots:
                 spec = slot.piece.spec
-                slot.view = self._buffer.as_strided(spec.shape, spec.stride, slot.piece.start)
-        return self._buffer
-
-    @property
-    def full(self) -> bool:
-        """Whether every gradient that is to come in this step has come."""
-        return self._missing == 0
+                slot.view = flat.as_strided(spec.shape, spec.stride, slot.piece.start)
+        return memory
 
     def expect(self) -> None:
         """Begin a step: wait for the parameters that require a gradient now."""
@@ -83,6 +93,7 @@ class Bucket:
         self._is_wanted = True
         self._presence = TAKES_PART
         self._missing = sum([slot.param.requires_grad for slot in self.slots])
+        self.is_full = self._missing == 0
         self._dense = self._scaled = 0
         self.full_since_ns = None
 
@@ -123,40 +134,42 @@ class Bucket:
         slot.arrived = True
         self._dense += is_dense
         self._missing -= param.requires_grad
-        if self._missing or not param.requires_grad:
+        self.is_full = self._missing == 0
+        if not self.is_full or not param.requires_grad:
             return False
         self.full_since_ns = time.monotonic_ns()
         return True
 
     def _view_of(self, slot: Slot) -> Tensor:
-        assert self.buffer is not None, "memory is taken when it is asked for"
-        assert slot.view is not None, "the buffer sets the views"
+        assert self.memory is not None, "it is taken when it is asked for"
+        assert slot.view is not None, "the memory sets the views"
         return slot.view
 
-    def seal(self, *, leave_scale: bool) -> tuple[Tensor, float]:
-        """The flat buffer, ready to travel: no stale values, and the flags of this rank set.
+    def seal(self, *, leave_scale: bool) -> tuple[BucketMemory, float]:
+        """The memory, ready to travel: no stale values, and the flags of this rank set.
 
         And by what its gradients are still to be multiplied, which is 1 unless the caller would do that on the way.
         """
-        buffer = self.buffer
+        memory = self.memory
         if self._presence != TAKES_PART:
-            buffer.zero_()
-            self._flags.write_presence(buffer, self._presence)
-            return buffer, 1.0
+            memory.flat.zero_()
+            self._flags.write_presence(memory.tail, self._presence)
+            return memory, 1.0
         self._require_untouched()
-        used = [True] * len(self.slots) if self.is_complete else [self._fill(slot) for slot in self.slots]
-        scale_left = self._scale_rest(leave_scale)
-        if self.sleepers or not self.is_complete:
+        is_complete = self.is_complete
+        used = [True] * len(self.slots) if is_complete else [self._fill(slot) for slot in self.slots]
+        scale_left = 1.0 if self._scale == 1.0 else self._scale_rest(leave_scale)
+        if self.sleepers or not is_complete:
             sparse = [slot.arrived and slot.sparse for slot in self.slots]
-            self._flags.write(buffer, used, sparse, [sleeper.asleep and sleeper.needed for sleeper in self.sleepers])
+            wake = [sleeper.asleep and sleeper.needed for sleeper in self.sleepers]
+            self._flags.write(memory.tail, used, sparse, wake)
         else:
-            self._flags.write_usual(buffer)
-        self._version = self.buffer._version
-        return buffer, scale_left
+            self._flags.write_usual(memory.tail)
+        self._version = memory.flat._version
+        return memory, scale_left
 
     def views(self) -> list[Tensor]:
         """The gradients' places in the flat buffer, each in its parameter's shape."""
-        assert self.buffer is not None, "memory is taken when it is asked for"
         return [self._view_of(slot) for slot in self.slots]
 
     @property
@@ -179,7 +192,7 @@ class Bucket:
 
     def hold(self) -> None:
         """The averages are there. Maybe sooner than the user can know: they are not to be changed yet."""
-        self._version = self.buffer._version
+        self._version = self.memory.flat._version
 
     def release(self) -> None:
         """All buckets have come back: from now on the gradients are the user's to change."""
@@ -193,8 +206,8 @@ class Bucket:
         for slot in self.slots:
             if slot not in kept:
                 slot.param.grad = None
-        if self._buffer is not None and self._buffer.untyped_storage().resizable():
-            self._buffer = None
+        if self._memory is not None and self._memory.flat.untyped_storage().resizable():
+            self._memory = None
             for slot in self.slots:
                 slot.view = None
 
@@ -204,7 +217,7 @@ class Bucket:
             if slot.param.grad is slot.view:
                 slot.param.grad = None
             slot.view = None
-        self._buffer = None
+        self._memory = None
         self._version = None
 
     def require_same(self) -> None:
@@ -218,8 +231,8 @@ class Bucket:
                 raise changed_too_early(f"the gradient of {slot.name} was {how}", slot.param)
 
     def _require_untouched(self) -> None:
-        if self._is_wanted and self._version is not None and self._version != self.buffer._version:
-            raise changed_too_early(f"one of the {self.plan.describe()} was changed", self.slots[0].param)
+        if self._is_wanted and self._version is not None and self._version != self.memory.flat._version:
+            raise changed_too_early(f"one of the {self.description} was changed", self.slots[0].param)
 
     def _fill(self, slot: Slot) -> bool:
         """Make sure that the slice holds this rank's share; whether it has one."""
@@ -238,12 +251,12 @@ class Bucket:
 
     def _scale_rest(self, leave: bool) -> float:
         """Scale what was not scaled as it was taken; by what all is to be scaled where that is left."""
-        if self._scale == 1.0 or self._scaled == len(self.slots):
+        if self._scaled == len(self.slots):
             return 1.0
         if self._scaled == 0:
             if leave:
                 return self._scale
-            self.buffer[: self.plan.grad_numel].mul_(self._scale)
+            self.memory.gradients.mul_(self._scale)
             return 1.0
         for slot in self.slots:
             if slot.arrived and not slot.scaled:
@@ -266,19 +279,13 @@ class Bucket:
 
         On a GPU this waits for the device, unless this rank is ``alone``: ask only where the answer is needed.
         """
-        flags = self._flags.read(self.buffer, alone=alone)
+        flags = self._flags.read(self.memory.tail, alone=alone)
         return [(slot, *used_and_sparse) for slot, used_and_sparse in zip(self.slots, flags, strict=True)]
 
     def read_wake(self, *, alone: bool) -> list[bool]:
         """After the all-reduce: which of the `sleepers` some rank needs; waits as `read_flags` does."""
-        return self._flags.read_wake(self.buffer, alone=alone)
+        return self._flags.read_wake(self.memory.tail, alone=alone)
 
     def count(self, size: int) -> ParticipantCount:
-        """After the all-reduce: how many of ``size`` ranks took part."""
-        return ParticipantCount(presence_of(self.plan, self.buffer), size)
-
-    @property
-    def tail(self) -> Tensor:
-        """The flags, as real numbers in the buffer's memory."""
-        tail = self.buffer[self.plan.grad_numel :]
-        return torch.view_as_real(tail).view(-1) if tail.is_complex() else tail
+        """How many of ``size`` ranks took part; to be read when the counts of all ranks are in the bucket."""
+        return ParticipantCount(presence_of(self.plan, self.memory.tail), size)

@@ -45,7 +45,7 @@ class Gradients:
         takes_part: bool = True,
         with_counts: Tensor | None = None,
         scale: float = 1.0,
-        launching: Callable[[], None] = lambda: None,
+        launching: Callable[[], None] | None = None,
     ) -> None:
         """``views`` gives the pieces; ``what`` are words for the bucket, the same on all ranks, for errors and stalls.
 
@@ -92,7 +92,10 @@ class ExchangeWork:
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
-        return all(work.is_completed() for work in self.works)
+        for work in self.works:  # noqa: SIM110 - asked for each bucket during backward, where a generator takes longer
+            if not work.is_completed():
+                return False
+        return True
 
     def wait(self) -> None:
         """Block until all works are done; on a GPU the current stream waits instead of the host."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..comm import deferred_close
 from ..comm.group import Group
+from ..control.generation import Generation
 from ..errors import GradientError, MismatchError
 from ..ops.base import compare
 from .parameter_check import ParameterCheck
@@ -33,9 +34,11 @@ class GradientHooks(ABC):
     A parameter has one listener at most. What is done with the gradients is a subclass's.
     """
 
-    def __init__(self, group: Group, backward_passes_per_step: int, check_parameters: bool | int) -> None:
+    def __init__(
+        self, group: Group, generation: Generation, backward_passes_per_step: int, check_parameters: bool | int
+    ) -> None:
         self.backward_passes_per_step = backward_passes_per_step
-        self._join(group, check_parameters)
+        self._join(group, generation, check_parameters)
         self._hooks: list[RemovableHandle] = []
         self._is_closed = False
         self._spoilt_by: str | None = None
@@ -46,11 +49,12 @@ class GradientHooks(ABC):
         # Autograd's numbers of the backward passes since the last step, those under `only_accumulating` among them.
         self._backwards: set[int] = set()
 
-    def _join(self, group: Group, check_parameters: bool | int) -> None:
+    def _join(self, group: Group, generation: Generation, check_parameters: bool | int) -> None:
         """Belong to these ranks from now on, which have not met for it."""
         self.size = group.size
         self._ranks = group
-        self._tracks = StepTrace(group.recorder)
+        self._reducers = generation.reducers
+        self._tracks = StepTrace(generation.recorder)
         self._check = ParameterCheck(group, check_parameters)
         # A channel of our own between the same ranks, opened when they first meet.
         self._group: Group | None = None
@@ -92,16 +96,20 @@ class GradientHooks(ABC):
         rank if one has other parameters than another.
         """
         if self._group is None or self._uncompared:
-            with self._ranks.opening.only("hvd.DistributedOptimizer"):
+            with self.only_one_thread():
                 return self._open()
         return self._group
+
+    def only_one_thread(self) -> AbstractContextManager[None]:
+        """A RuntimeError for a thread that makes an optimizer for these ranks while another one does."""
+        return self._reducers.only_one_thread(self._ranks, "hvd.DistributedOptimizer")
 
     def _open(self) -> Group:
         while self._uncompared:
             require_same_model(self._ranks, self._uncompared.pop(0))
         if self._group is None:
             deferred_close.prepare()
-            self._ranks.reducers.enter(self)
+            self._reducers.enter(self._ranks, self)
             self._group = self._ranks.duplicate()
         return self._group
 

@@ -15,35 +15,41 @@ from torch import Tensor
 from ..comm.work import Work
 from .bucket import Bucket
 from .exchange import Exchange, Gradients, Links
-from .step_trace import NO_TRACE, BucketTrace, captures
+from .flags import ParticipantCount
+from .step_trace import BucketTrace, captures
+from .strategies import as_real
 
 
 class InFlight:
     """A bucket under way, and all that must outlive it: engines read and write that memory meanwhile."""
 
     def __init__(
-        self, bucket: Bucket, exchange: Exchange, links: Links, track: BucketTrace = NO_TRACE, *, name: str = "a bucket"
+        self, bucket: Bucket, exchange: Exchange, links: Links, trace: BucketTrace | None = None, *, name: str
     ) -> None:
-        """Begin; ``name`` is the bucket's, by which errors and stalls tell it from others."""
+        """Begin; ``name`` is the bucket's, by which errors and stalls tell it from others.
+
+        ``trace`` is the bucket's row in a timeline, where one is recorded.
+        """
         self.bucket = bucket
         self._exchange = exchange
         self._size = links.all.size
-        self._track = track
+        self._trace = trace
         plan = bucket.plan
-        buffer, scale = bucket.seal(leave_scale=exchange.scales(plan))
+        self._is_on_cpu = plan.device.type == "cpu"
+        memory, scale = bucket.seal(leave_scale=exchange.scales(plan))
         self._gradients = Gradients(
             plan,
-            buffer[: plan.grad_numel],
+            memory.gradients,
             bucket.views,
-            what=f"{plan.describe()} ({name})",
+            what=f"{bucket.description} ({name})",
             takes_part=bucket.takes_part,
-            with_counts=buffer,
+            with_counts=memory.flat,
             scale=scale,
-            launching=track.launching,
+            launching=None if trace is None else trace.launching,
         )
         self._counting: tuple[Tensor, Work] | None = None
         if not exchange.carries_counts:
-            counts = bucket.tail.to(torch.int32)
+            counts = as_real(memory.tail).to(torch.int32)
             self._counting = counts, links.all.all_reduce(counts, f"the counts of the {self._gradients.what}")
         try:
             self._begun = exchange.begin(self._gradients, links)
@@ -53,42 +59,50 @@ class InFlight:
             raise
         # The exchange may have used the gradients' own memory.
         bucket.hold()
-        if self._begun.works and self._begun.wire is not None:
+        # Whether it takes memory beside the bucket's, of a kind that is scarce until `finish`. On a GPU the program is
+        # ahead of what it launches: were it to wait there for a wire, nothing would travel during backward.
+        self.holds_wire = self._is_on_cpu and self._begun.takes_memory
+        if trace is not None and self._begun.works and self._begun.wire is not None:
             # They end in order.
-            track.launched(self._begun.works[-1], self._begun.wire)
+            trace.launched(self._begun.works[-1], self._begun.wire)
 
     @property
     def failure(self) -> Exception | None:
         """After `finish`: what has gone wrong on this rank, which the others are to be told of."""
         return self._begun.failure
 
-    @property
-    def holds_wire(self) -> bool:
-        """Whether it takes memory beside the bucket's, of a kind that is scarce until `finish`.
-
-        On a GPU the program runs ahead of what it launches: were it to wait there for a wire, nothing would travel
-        during backward.
-        """
-        return self._begun.takes_memory and self.bucket.plan.device.type == "cpu"
-
     def is_completed(self) -> bool:
         """Whether `finish` would not have to wait."""
         # What a CUDA graph captures does not happen yet, and cannot be asked.
         return (
-            not captures(self.bucket.plan.device)
+            (self._is_on_cpu or not captures(self.bucket.plan.device))
             and (self._counting is None or self._counting[1].is_completed())
             and self._begun.is_completed()
         )
 
-    def finish(self) -> None:
-        """Block until done; leave the result in the bucket, and so in every gradient that is a view of it."""
+    def finish(self, count: ParticipantCount | None = None) -> ParticipantCount:
+        """Block until done; leave the result in the bucket, and so in every gradient that is a view of it.
+
+        ``count`` is that of another bucket of the same step; returned, and without it read from this one.
+        """
         bucket = self.bucket
-        with self._track.waiting():
-            if self._counting is not None:
-                self._counting[1].wait()
-            self._begun.wait()
+        if self._trace is None:
+            self._wait()
+        else:
+            with self._trace.waiting():
+                self._wait()
         bucket.accept()
         if self._counting is not None:
-            bucket.tail.copy_(self._counting[0])
-        self._exchange.finish(self._gradients, self._begun, bucket.count(self._size))
+            as_real(bucket.memory.tail).copy_(self._counting[0])
+        # The counts may travel in the exchange's wire, and are in the bucket when it has finished.
+        count_of_step = bucket.count(self._size) if count is None else count
+        self._exchange.finish(self._gradients, self._begun, count_of_step)
         bucket.hold()
+        if count is None:
+            count_of_step.keep()
+        return count_of_step
+
+    def _wait(self) -> None:
+        if self._counting is not None:
+            self._counting[1].wait()
+        self._begun.wait()

@@ -157,7 +157,7 @@ class DistributedOptimizer(AveragingOptimizer):
         group, settings = reducer.ranks, reducer.settings
         tunes = tunes and _is_member(process_set)
         try:
-            with group.opening.only("hvd.DistributedOptimizer"):
+            with reducer.only_one_thread():
                 require_equal(
                     group,
                     (*settings.signature(reducer.exchange), passes, named_groups, tunes),
@@ -225,5 +225,7 @@ def _connection_of(process_set: ProcessSet, settings: Settings) -> Connection:
     check = Environment().check_parameters if world is None else world.environment.check_parameters
     ranks = None if world is None else world.group
     if not _is_member(process_set):
-        return Connection(current_world().group.alone(), settings.of_bystander(), check, ranks)
-    return Connection(group_of(process_set, "hvd.DistributedOptimizer"), settings, check, ranks)
+        world = current_world()
+        return Connection(world.group.alone(), world.generation, settings.of_bystander(), check, ranks)
+    group = group_of(process_set, "hvd.DistributedOptimizer")
+    return Connection(group, process_set.membership().generation, settings, check, ranks)

@@ -117,9 +117,7 @@ class BucketPlan:
 
     def describe(self) -> str:
         """The bucket by the names that it holds, for messages."""
-        names = [piece.spec.name for piece in self.slices]
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        return f"gradients of {shown}"
+        return f"gradients of {first_of([piece.spec.name for piece in self.slices])}"
 
 
 def plan_buckets(
@@ -170,6 +168,11 @@ def plan_buckets(
         for members, asleep in packed
     ]
     return _with_wake_slots(buckets)
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are, for messages."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def can_have_gradient(dtype: torch.dtype) -> bool:

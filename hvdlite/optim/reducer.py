@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ..comm.group import Group
+from ..control.generation import Generation
 from ..errors import GradientError, MismatchError, NotInitializedError
 from ..ops.failures import raise_together
 from .bucket import Bucket
@@ -34,8 +35,9 @@ from .in_flight import InFlight
 from .layout import Layout
 from .settings import Settings
 from .slot import Slot
+from .sparse_gather import SparseGather, SparseGradient
 from .step_deltas import StepDeltas
-from .strategies import SparseGather, SparseGradient, exchange_of
+from .strategies import exchange_of
 
 # Wires beside a bucket's own memory that are under way together, at most: one travels while the next is made.
 _WIRES = 2
@@ -59,6 +61,7 @@ class Connection:
     """
 
     group: Group
+    generation: Generation
     settings: Settings
     check_parameters: bool | int = False
     world: Group | None = None
@@ -85,7 +88,7 @@ class Reducer(GradientHooks):
     def __init__(self, connect: Callable[[], Connection], backward_passes_per_step: int = 1) -> None:
         """``connect`` finds the ranks in the world of the time; a NotInitializedError where there is none."""
         connection = connect()
-        super().__init__(connection.group, backward_passes_per_step, connection.check_parameters)
+        super().__init__(connection.group, connection.generation, backward_passes_per_step, connection.check_parameters)
         self._connect = connect
         # What has been taken in: the parameters by name, and which of them are to share a bucket.
         self._added: list[tuple[dict[str, Tensor], list[list[str]]]] = []
@@ -93,9 +96,12 @@ class Reducer(GradientHooks):
         self._phase = Phase.IDLE
         # Held while a gradient is taken; again by the same thread, where that needs a backward pass of its own.
         self._lock = threading.RLock()
-        # In this step: the buckets that were launched, in order; of these the last, which have not been finished.
+        # In this step, in plan order: the buckets that are to be launched; those that were; of these the last, which
+        # have not been finished; and how many wires these take.
+        self._waiting: deque[Bucket] = deque()
         self._launched: list[Bucket] = []
         self._in_flight: deque[InFlight] = deque()
+        self._wires = 0
         # What an exchange that tells the others of it has failed with on this rank.
         self._failure: Exception | None = None
         # How many ranks took part, once the first bucket has come back.
@@ -146,7 +152,7 @@ class Reducer(GradientHooks):
             self._spoilt_by, self._is_closed = None, False
         self._backwards.clear()
         exchanged = self.exchange.state_dict()
-        self._join(connection.group, connection.check_parameters)
+        self._join(connection.group, connection.generation, connection.check_parameters)
         # Autotune's cap stays.
         self._plan(replace(connection, settings=replace(connection.settings, cap_bytes=self.settings.cap_bytes)))
         if exchanged:
@@ -249,29 +255,29 @@ class Reducer(GradientHooks):
         # Those that are done give their wires back, so that memory holds few of them at a time.
         while self._in_flight and self._in_flight[0].is_completed():
             self._finish_first()
-        links = self._connected()
+        links = self._links
+        assert links is not None, "they have met when the step began"
         # In plan order, not as buckets fill: ranks may fill them in different orders, and collectives
         # pair up by the order of their launch alone.
-        for bucket in self._layout.awake()[len(self._launched) :]:
-            if not (bucket.full and self._has_room):
-                break
-            self._launch(bucket, links)
+        while self._waiting and self._waiting[0].is_full and self._wires < _WIRES:
+            self._launch(self._waiting.popleft(), links)
 
     def _launch(self, bucket: Bucket, links: Links) -> None:
         place = len(self._launched)
-        track, name = self._tracks.of(place, bucket), self._tracks.name_of(place)
+        trace, name = self._tracks.of(place, bucket), self._tracks.name_of(place)
         self._launched.append(bucket)
-        self._in_flight.append(InFlight(bucket, self.exchange, links, track, name=name))
+        in_flight = InFlight(bucket, self.exchange, links, trace, name=name)
+        self._in_flight.append(in_flight)
+        self._wires += in_flight.holds_wire
 
     def _finish_first(self) -> None:
         # It is under way until it is finished: a wait may be interrupted.
-        self._in_flight[0].finish()
-        self._failure = self._failure or self._in_flight.popleft().failure
-
-    @property
-    def _has_room(self) -> bool:
-        """Whether one more wire may be made; if not, it is when one of those under way is finished."""
-        return sum([in_flight.holds_wire for in_flight in self._in_flight]) < _WIRES
+        first = self._in_flight[0]
+        self._count = first.finish(self._count)
+        self._in_flight.popleft()
+        self._wires -= first.holds_wire
+        if self._failure is None:
+            self._failure = first.failure
 
     # -- between backward and step
 
@@ -338,31 +344,32 @@ class Reducer(GradientHooks):
         """
         if self._layout.buckets:
             self._check.begin(takes_part=self._layout.buckets[0].takes_part)
-        waiting = deque(self._layout.awake()[len(self._launched) :])
+        waiting, launched = self._waiting, self._launched
         called: list[Bucket] = []
         checked = back = 0
-        while waiting or called or back < len(self._launched):
-            if not waiting and back == len(self._launched):
+        has_sent = False
+        while waiting or called or back < len(launched):
+            if not waiting and back == len(launched):
                 # A call to wake travels in a bucket that has come back, so all ranks hear it at the same time.
                 for sleeper in called:
                     sleeper.asleep = False
                 waiting.extend(called)
                 called.clear()
-            while waiting and self._has_room:
+            while waiting and self._wires < _WIRES:
                 self._launch(waiting.popleft(), links)
-            if not waiting:
+            if not waiting and not has_sent:
                 # After those that are awake, on every rank.
+                has_sent = True
                 self._check.send(links.all)
-            for bucket in self._launched[checked:]:
+            for bucket in launched[checked:]:
                 bucket.require_same()
-            checked = len(self._launched)
-            if back + len(self._in_flight) == len(self._launched):
+            checked = len(launched)
+            if back + len(self._in_flight) == len(launched):
                 self._finish_first()
-            bucket = self._launched[back]
+            bucket = launched[back]
             back += 1
-            called += self._calls_of(bucket)
-            if self._count is None:
-                self._count = bucket.count(self.size).kept()
+            if bucket.sleepers:
+                called += self._calls_of(bucket)
             bucket.release()
             yield bucket
         self._check.finish(links.all)
@@ -411,12 +418,10 @@ class Reducer(GradientHooks):
         if not self._layout.sparse:
             return
         count = ParticipantCount.of_all(self.size) if self._count is None else self._count.on_host()
-        for home in self._layout.sparse:
-            param = home.slot.param
-            gradient = SparseGradient(home.slot.name, param, param.grad)
-            begun = self._gathers.begin(gradient, links, self._tracks.optimizer)
-            self._gathers.finish(gradient, begun, count)
-            param.grad = gradient.grad
+        slots = [home.slot for home in self._layout.sparse]
+        gradients = [SparseGradient(slot.name, slot.param, slot.param.grad) for slot in slots]
+        for gradient, average in self._gathers.averaged(gradients, links.all, self._tracks.optimizer, count):
+            gradient.param.grad = average
 
     def drop_gradients(self) -> None:
         """Leave no parameter a gradient, and give the memory of the buckets back, until the next one comes."""
@@ -494,7 +499,7 @@ class Reducer(GradientHooks):
     def _stepped(self) -> None:
         """The optimizer has used the gradients."""
         if self._deltas is None:
-            self._ranks.stepped_backwards.extend(self._backwards)
+            self._reducers.stepped_backwards.extend(self._backwards)
         self._backwards.clear()
         if self._phase in (Phase.AVERAGED, Phase.DROPPED):
             self._phase = Phase.IDLE
@@ -552,14 +557,17 @@ class Reducer(GradientHooks):
         self.meet().require_open("averaging gradients")
         self._phase = Phase.COLLECTING
         self._layout.expect()
+        self._waiting.extend(self._layout.awake())
 
     def _end_step(self) -> None:
         """The step is over, or is given up: nobody waits for what is still under way, and it writes where it lies."""
         self._phase = Phase.DROPPED if self._phase is Phase.SPOILT else Phase.IDLE
         for in_flight in self._in_flight:
             in_flight.bucket.abandon()
+        self._waiting.clear()
         self._launched.clear()
         self._in_flight.clear()
+        self._wires = 0
         self._failure = None
         self._count = None
         self._leaving.clear()
@@ -572,7 +580,7 @@ class Reducer(GradientHooks):
         So it is with a GAN's discriminator after the generator's step: the generator's backward passes
         through it and leaves gradients that nobody asked for.
         """
-        return bool(self._backwards) and self._backwards <= set(self._ranks.stepped_backwards)
+        return bool(self._backwards) and self._backwards <= set(self._reducers.stepped_backwards)
 
     def _require_surplus(self, slot: Slot) -> None:
         if self._world is not None and self._world.is_closed:

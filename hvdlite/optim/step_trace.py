@@ -33,23 +33,6 @@ from .bucket import Bucket
 _FAMILY = 10_000  # rows of an optimizer, at most
 
 
-class BucketTrace:
-    """A bucket's way in one step, which nobody records."""
-
-    def launching(self) -> None:
-        """It is ready to travel, and about to be launched; before `launched`, which says so otherwise."""
-
-    def launched(self, work: Work, wire: Tensor) -> None:
-        """Its all-reduce has just begun."""
-
-    def waiting(self) -> AbstractContextManager[None]:
-        """While the program waits for it, which is until it is done."""
-        return contextlib.nullcontext()
-
-
-NO_TRACE = BucketTrace()
-
-
 class StepTrace:
     """The rows of one optimizer's gradients."""
 
@@ -60,11 +43,11 @@ class StepTrace:
         self._step = 0
         self._last_step_ns = time.monotonic_ns()
 
-    def of(self, place: int, bucket: Bucket) -> BucketTrace:
-        """For the bucket that is launched as number ``place`` in this step."""
+    def of(self, place: int, bucket: Bucket) -> BucketTrace | None:
+        """For the bucket that is launched as number ``place`` in this step; None where nobody records."""
         if not self._recorder.is_on or captures(bucket.plan.device):
-            return NO_TRACE
-        return _RecordedTrace(self._recorder, self._steps, self._row(place), bucket)
+            return None
+        return BucketTrace(self._recorder, self._steps, self._row(place), bucket)
 
     def name_of(self, place: int) -> str:
         """The bucket that is launched as number ``place`` in a step, as errors and stalls name it."""
@@ -95,7 +78,9 @@ class StepTrace:
             self._recorder.write_soon()
 
 
-class _RecordedTrace(BucketTrace):
+class BucketTrace:
+    """A bucket's way in one step, as it is recorded."""
+
     def __init__(self, recorder: Recorder, steps: Row, row: Row, bucket: Bucket) -> None:
         self._recorder = recorder
         self._steps = steps
@@ -112,10 +97,12 @@ class _RecordedTrace(BucketTrace):
         recorder.note(row, "ready", now_ns if bucket.full_since_ns is None else bucket.full_since_ns, now_ns)
 
     def launching(self) -> None:
+        """It is ready to travel, and about to be launched; before `launched`, which says so otherwise."""
         self._sent_ns = time.monotonic_ns()
         self._recorder.note(self._row, "wire", self._taken_ns, self._sent_ns)
 
     def launched(self, work: Work, wire: Tensor) -> None:
+        """Its all-reduce has just begun."""
         if self._sent_ns is None:
             self.launching()
         self._detail["bytes"] = wire.numel() * wire.element_size()
@@ -128,6 +115,7 @@ class _RecordedTrace(BucketTrace):
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
+        """While the program waits for it, which is until it is done."""
         with self._recorder.span(self._steps, "wait", self._detail):
             yield
         self._ended()

@@ -5,13 +5,14 @@ The exchanges that come with hvdlite, and which of them an optimizer has.
     PackedAllReduce   a compression of the user's own makes wires of its gradients, which are summed and divided
     StepAdasum        what each rank's own step has changed is combined (arXiv 2006.02924)
     SingleRank        there is nobody to exchange anything with
-    SparseGather      rows of a sparse gradient are gathered; beside one of the others, for the parameters that have any
+
+Sparse gradients go another way, beside any of these: see `sparse_gather`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,15 +22,13 @@ from ..comm.group import Group
 from ..comm.reduce_op import Adasum
 from ..compression.casts import CastCompression, Compression
 from ..compression.custom import CustomCompression, Packed
-from ..errors import MismatchError
 from ..ops.failures import raise_together
-from ..ops.gather_scatter import all_gather_rows
 from ..ops.packing import PackedTensors, put_back
 from ..ops.reduction import Reduction, Underway
 from .exchange import Exchange, ExchangeWork, Gradients, Links
 from .flags import ParticipantCount, presence_of
 from .plan import BucketPlan
-from .settings import Settings
+from .settings import Scaling, Settings
 
 # Where a bucket is scaled and cast in one pass. On a CPU that is slower than in two: PyTorch makes a copy for it.
 SCALES_ON_THE_WAY = frozenset({"cuda"})
@@ -77,6 +76,8 @@ class AllReduce(Exchange):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._wires = _Wires()
+        # By dtype and the number of ranks: the same for many buckets.
+        self._scalings: dict[tuple[torch.dtype, int], Scaling] = {}
 
     def scale_before(self, dtype: torch.dtype, size: int) -> float:
         """So that what travels in 16 bits overflows no sooner than its terms."""
@@ -101,16 +102,19 @@ class AllReduce(Exchange):
             wire = memory.tensor
             # The counts are not scaled.
             cast.convert(source, gradients.scale, as_real(gradients.flat).numel(), wire)
-        gradients.launching()
+        if gradients.launching is not None:
+            gradients.launching()
         work = links.all.all_reduce(wire, f"the {self.word} of the {gradients.what}")
-        return ExchangeWork([work], (links.all.size, memory), wire, takes_memory=memory is not None)
+        return ExchangeWork([work], (links.all.size, cast, memory), wire, takes_memory=memory is not None)
 
     def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
         """Cast back, and make of the sum the average."""
-        size, memory = begun.kept
-        scaling = self._settings.scaling(gradients.plan.dtype, size)
+        size, cast, memory = begun.kept
+        dtype = gradients.plan.dtype
+        scaling = self._scalings.get((dtype, size))
+        if scaling is None:
+            scaling = self._scalings[dtype, size] = self._settings.scaling(dtype, size)
         total = as_real(gradients.flat)
-        cast = self._cast_of(gradients.plan)
         if cast is not None:
             factor = 1.0
             if scaling.over is not None:
@@ -153,7 +157,7 @@ class PackedAllReduce(Exchange):
         counts = [int(count) for count in tail.tolist()]
         sums = raise_together(links.all, pack.failure, what, layout=pack.layout, counts=counts)
         tail.copy_(torch.tensor(sums))
-        divisor = int(ParticipantCount(presence_of(gradients.plan, gradients.with_counts), links.all.size))
+        divisor = int(ParticipantCount(presence_of(gradients.plan, gradients.counts), links.all.size))
         flats = list(pack.flats())
         underway = [self._reduction.begin(links.all, flat, counts, divisor, what) for flat, counts, _ in flats]
         works = [each.work for each in underway if each.work is not None]
@@ -240,62 +244,6 @@ def _combine_packed(
         put_back(flat, own_counts, packed)
     pack.unpack()
     raise_together(group, pack.failure, f"the end of {what}")
-
-
-@dataclass(slots=True)
-class SparseGradient:
-    """One parameter's sparse gradient; None where this rank, or in the end no rank, has one."""
-
-    name: str
-    like: Tensor
-    grad: Tensor | None
-
-
-class SparseGather:
-    """Joins the rows of all ranks in rank order, and adds up those of one row: an exchange of sparse gradients.
-
-        grad (indices, values) ── all-gather from every rank ── joined, coalesced ── divided ── grad
-
-    It waits for the other ranks. Every rank calls it for the same parameters in the same order.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-
-    def begin(self, gradient: SparseGradient, links: Links, optimizer: str) -> ExchangeWork:
-        """Gather the rows; ``optimizer`` is its name, by which errors and stalls tell it from others."""
-        group, name, grad = links.all, gradient.name, gradient.grad
-        what = f"the all-gather of the sparse gradient of {name} ({optimizer})"
-        mine = None if grad is None else grad.coalesce()
-        dims = group.all_gather_json(None if mine is None else mine.sparse_dim(), what)
-        known = {dim for dim in dims if dim is not None}
-        if not known:
-            return ExchangeWork()
-        if len(known) > 1:
-            raise MismatchError(f"parameter {name!r} has gradients of {sorted(known)} sparse dimensions on the ranks")
-        rows = mine if mine is not None else _no_rows(gradient.like, known.pop())
-        # Values travel as they are, and only their own rank's are added up as they are gathered.
-        scaling = self._settings.scaling_of_wire(gradient.like.dtype.to_real(), group.size)
-        indices = all_gather_rows(group, rows.indices().t(), what).t()
-        mine_scaled = rows.values() if scaling.before == 1.0 else rows.values() * scaling.before
-        return ExchangeWork(kept=(indices, all_gather_rows(group, mine_scaled, what), scaling))
-
-    def finish(self, gradient: SparseGradient, begun: ExchangeWork, count: ParticipantCount) -> None:
-        """Join them."""
-        if begun.kept is None:
-            return
-        indices, values, scaling = begun.kept
-        joined = torch.sparse_coo_tensor(indices, values, gradient.like.shape, check_invariants=False).coalesce()
-        # Those of one row have been added up by now.
-        scaling.finish(as_real(joined._values()).view(-1), count)
-        gradient.grad = joined
-
-
-def _no_rows(param: Tensor, sparse_dim: int) -> Tensor:
-    indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=param.device)
-    values = torch.empty(0, *param.shape[sparse_dim:], dtype=param.dtype, device=param.device)
-    empty = torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
-    return empty.coalesce()
 
 
 class _Wire(NamedTuple):

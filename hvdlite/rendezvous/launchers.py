@@ -4,7 +4,7 @@ The table of launchers: by which variables each of them tells a process its plac
     environ ── which launcher's variables count ── its entry in LAUNCHERS ── Placement
 
 A new launcher is one entry. Its ranks then meet at MASTER_ADDR and MASTER_PORT, or by PMIx or PMI where it offers these
-(`mpi_rendezvous`). hvdlite-run may be started by that launcher, too: launcher/plan/exported_variables.py has patterns
+(`pmi_rendezvous`). hvdlite-run may be started by that launcher, too: launcher/plan/exported_variables.py has patterns
 of the variables that it does not send to other hosts, and tests/e2e/test_contract.py compares them with this table.
 
 Pure: nothing here talks to another process or to torch.

@@ -1,7 +1,7 @@
 """
 How a process becomes one of the ranks: by its launcher's word, in a process group that is there, or alone.
 
-    Placement ── a store ── introductions, signed ── the default group, proven ── controller ── World
+    Placement ── a store ── every rank's info, signed ── the default group, proven ── controller ── World
 
 Which world is the current one is known to `world`; here nothing is.
 """
@@ -26,20 +26,19 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ..comm.engine import EngineFactory, SingleRankFactory, TorchEngineFactory, allow_collectives
 from ..comm.engine_selection import choose_levels
-from ..comm.gloo import Connections, Patience, Ranks, open_proven
+from ..comm.gloo import ConnectingRanks, Connections, InitTimeout, open_proven
 from ..comm.group import Group
 from ..control.connect import make_controller
 from ..control.controller import Controller
+from ..control.generation import Generation
 from ..environment import DYNAMIC, Environment
 from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError
 from ..log import log, open_log
 from ..rendezvous.host_address import LOOPBACK, interface_of
-from ..rendezvous.introductions import Introduction, agree_on_secret, introduce, refuse
 from ..rendezvous.launcher_store import LauncherStore
 from ..rendezvous.launchers import read_placement, refuse_place_of_horovods
-from ..rendezvous.master_address import store_at_given_address
-from ..rendezvous.mpi_rendezvous import meet
 from ..rendezvous.placement import Placement, Topology, placements_to_topology
+from ..rendezvous.rank_info import RankInfo, agree_on_secret, exchange_rank_info, refuse
 from ..rendezvous.secret import given_secret
 from ..rendezvous.store_client import StoreClient, StoreCommand
 from ..shm.shm_factory import ShmEngineFactory
@@ -59,10 +58,15 @@ _generation_in: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDic
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of the job, the process that is in it, and what is to be done once the group is closed."""
+    """One generation of the world, as this process is in it.
+
+    ``group`` are all ranks, ``generation`` is what their groups have in common here (there it says what there is one of
+    in a process, in a generation, for a group, a set, a thread); ``leave`` is to be called once the group is closed.
+    """
 
     topology: Topology
     group: Group
+    generation: Generation
     controller: Controller
     environment: Environment
     sets: Registry
@@ -74,8 +78,8 @@ class World:
 class _Meeting:
     """All ranks, known to each other and not connected yet."""
 
-    introductions: list[Introduction]
-    ranks: Ranks
+    infos: list[RankInfo]
+    ranks: ConnectingRanks
 
 
 def enter(timeout: timedelta, environment: Environment) -> World:
@@ -83,44 +87,46 @@ def enter(timeout: timedelta, environment: Environment) -> World:
 
     Where it fails, whatever it has made by then is given back.
     """
-    patience = Patience(timeout)
+    init_timeout = InitTimeout(timeout)
     with contextlib.ExitStack() as undo:
-        world = _enter(patience, environment, undo)
+        world = _enter(init_timeout, environment, undo)
         undo.pop_all()
-    patience.end_of_init()
+    init_timeout.end_of_init()
     return world
 
 
-def _enter(patience: Patience, environment: Environment, undo: contextlib.ExitStack) -> World:
+def _enter(init_timeout: InitTimeout, environment: Environment, undo: contextlib.ExitStack) -> World:
     """``undo`` is given what is to be done if it fails, as soon as it has to be."""
     if dist.is_available() and dist.is_initialized():
-        return _adopt(patience, environment, undo)
+        return _adopt(init_timeout, environment, undo)
     placement = read_placement(os.environ)
     if placement is None:
         refuse_place_of_horovods(os.environ)
         return _alone(environment, undo)
-    return _connect(placement, patience, environment, undo)
+    return _connect(placement, init_timeout, environment, undo)
 
 
 def _alone(environment: Environment, undo: contextlib.ExitStack) -> World:
     placement = Placement(rank=0, size=1, node="", host=socket.gethostname(), local_rank=0)
-    meeting = _meet_all(placement, HashStore(), None, Patience(timedelta(seconds=1)), environment)
+    meeting = _meet_all(placement, HashStore(), None, InitTimeout(timedelta(seconds=1)), environment)
     return _world_of(placement, SingleRankFactory(), meeting, environment, undo, leave=lambda: None)
 
 
-def _connect(placement: Placement, patience: Patience, environment: Environment, undo: contextlib.ExitStack) -> World:
+def _connect(
+    placement: Placement, init_timeout: InitTimeout, environment: Environment, undo: contextlib.ExitStack
+) -> World:
     backend = _GLOO_AND_NCCL if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     client = None if placement.store_url is None else StoreClient.from_url(placement.store_url)
     if client is not None:
         undo.callback(client.close)
-    _tell_launcher(client, StoreCommand.JOINING, placement, patience.left())
+    _tell_launcher(client, StoreCommand.JOINING, placement, init_timeout.left())
     try:
-        world = _connect_all(placement, backend, client, patience, environment, undo)
+        world = _connect_all(placement, backend, client, init_timeout, environment, undo)
     except BaseException:
         with contextlib.suppress(CommunicationError):
             _tell_launcher(client, StoreCommand.GAVE_UP, placement, _GIVING_UP)
         raise
-    _tell_launcher(client, StoreCommand.JOINED, placement, patience.left())
+    _tell_launcher(client, StoreCommand.JOINED, placement, init_timeout.left())
     return world
 
 
@@ -128,22 +134,22 @@ def _connect_all(
     placement: Placement,
     backend: str,
     client: StoreClient | None,
-    patience: Patience,
+    init_timeout: InitTimeout,
     environment: Environment,
     undo: contextlib.ExitStack,
 ) -> World:
     # It was not initialised before, so whatever there is of it by then is ours.
     undo.callback(_leave, client, Connections())
     try:
-        store, secret = _meeting_place(placement, client, patience.timeout)
-        meeting = _meet_all(placement, store, secret, patience, environment)
+        store, secret = _meeting_place(placement, client, init_timeout.timeout)
+        meeting = _meet_all(placement, store, secret, init_timeout, environment)
 
         def make() -> dist.ProcessGroup:
             dist.init_process_group(
-                backend, store=store, rank=placement.rank, world_size=placement.size, timeout=patience.left()
+                backend, store=store, rank=placement.rank, world_size=placement.size, timeout=init_timeout.left()
             )
             assert dist.group.WORLD is not None, "it has just been made"
-            allow_collectives(dist.group.WORLD, patience.timeout)
+            allow_collectives(dist.group.WORLD, init_timeout.timeout)
             return dist.group.WORLD
 
         default, connections = open_proven(make, dist.destroy_process_group, meeting.ranks, "default")
@@ -153,7 +159,7 @@ def _connect_all(
     except RuntimeError as error:
         raise CommunicationError(
             f"hvd.init() failed on rank {placement.rank} ({placement.host}): another rank did not call it within "
-            f"{patience.timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
+            f"{init_timeout.timeout.total_seconds():g} s, ended before it did, or cannot be reached. ({error})"
         ) from error
     engine_factory = TorchEngineFactory(backend, meeting.ranks, (default, connections))
     return _world_of(placement, engine_factory, meeting, environment, undo, leave=partial(_leave, client, connections))
@@ -176,10 +182,15 @@ def _meeting_place(placement: Placement, client: StoreClient | None, timeout: ti
     """The store in which all ranks find each other, and the secret that the launcher has carried, if it does that."""
     # A prefix of its own for every init, so that one after a shutdown does not read the first one's keys.
     generation = f"init{next(_generation)}"
+    # Imported where they are used: each launcher needs one of these ways.
     if placement.launcher is not None:
-        return meet(placement, os.environ, generation, timeout)
+        from ..rendezvous.pmi_rendezvous import rendezvous_by_pmi  # noqa: PLC0415
+
+        return rendezvous_by_pmi(placement, os.environ, generation, timeout)
     if client is not None:
         return PrefixStore(generation, LauncherStore(client, timeout)), None
+    from ..rendezvous.master_address import store_at_given_address  # noqa: PLC0415
+
     store = store_at_given_address(
         placement.rank, placement.size, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], timeout
     )
@@ -187,7 +198,7 @@ def _meeting_place(placement: Placement, client: StoreClient | None, timeout: ti
     return PrefixStore(generation, store), None
 
 
-def _adopt(patience: Patience, environment: Environment, undo: contextlib.ExitStack) -> World:
+def _adopt(init_timeout: InitTimeout, environment: Environment, undo: contextlib.ExitStack) -> World:
     """Groups of our own beside the program's: its collectives cannot get between ours."""
     configured = str(dist.get_backend_config())
     # The program's choice for CUDA tensors stays (gloo lets two ranks share a GPU); CPU tensors need gloo.
@@ -206,14 +217,14 @@ def _adopt(patience: Patience, environment: Environment, undo: contextlib.ExitSt
     # By group: its ranks have met equally often in it, whatever worlds each of them was in before.
     generation = next(_generation_in.setdefault(dist.group.WORLD, itertools.count()))
     store = PrefixStore(f"hvdlite.init{generation}", _get_default_store())
-    meeting = _meet_all(placement, store, None, patience, environment)
+    meeting = _meet_all(placement, store, None, init_timeout, environment)
     return _world_of(
         placement, TorchEngineFactory(backend, meeting.ranks), meeting, environment, undo, leave=lambda: None
     )
 
 
 def _meet_all(
-    placement: Placement, store: Store, secret: bytes | None, patience: Patience, environment: Environment
+    placement: Placement, store: Store, secret: bytes | None, init_timeout: InitTimeout, environment: Environment
 ) -> _Meeting:
     """Introduce this rank to all others; waits for them. ``secret`` is what the launcher has carried, if it has."""
     given = given_secret(os.environ)
@@ -231,12 +242,12 @@ def _meet_all(
     except LaunchEnvironmentError:
         refuse(store, placement.rank)
         raise
-    own = Introduction.of(placement, os.getpid(), _own_version(), settings)
-    introductions, signer = introduce(store, own, Signer(secret), patience.timeout)
-    if placement.size > 1 and len({introduced.placement.node for introduced in introductions}) == 1:
+    own = RankInfo.of(placement, os.getpid(), _own_version(), settings)
+    infos, signer = exchange_rank_info(store, own, Signer(secret), init_timeout.timeout)
+    if placement.size > 1 and len({info.placement.node for info in infos}) == 1:
         _stay_on_loopback()
-    names = tuple(f"rank {rank} ({introduced.placement.host})" for rank, introduced in enumerate(introductions))
-    return _Meeting(introductions, Ranks(PrefixStore("engines", store), signer, placement.rank, names, patience))
+    names = tuple(f"rank {rank} ({info.placement.host})" for rank, info in enumerate(infos))
+    return _Meeting(infos, ConnectingRanks(PrefixStore("engines", store), signer, placement.rank, names, init_timeout))
 
 
 def _stay_on_loopback() -> None:
@@ -255,61 +266,74 @@ def _world_of(
     leave: Callable[[], None],
 ) -> World:
     open_log(environment, placement.rank)
-    introductions, ranks = meeting.introductions, meeting.ranks
-    placements = [introduced.placement for introduced in introductions]
+    infos, ranks = meeting.infos, meeting.ranks
+    placements = [info.placement for info in infos]
     topology = placements_to_topology(placement.rank, placements)
-    group = Group(engine_factory, placement.rank, placement.size, topology.hosts, signer=ranks.signer)
+    generation = Generation()
+    group = Group(
+        engine_factory,
+        placement.rank,
+        placement.size,
+        topology.hosts,
+        signer=ranks.signer,
+        watch=generation.watch,
+    )
     undo.callback(group.close)
     for remark in environment.remarks if placement.rank == 0 else ():
         log.warning(remark)
     for name in ("HVDLITE_CHECK", "HVDLITE_SHM"):
-        _require_same_switch(name, introductions, group)
+        _require_same_switch(name, infos, group)
     nodes = [placement.node for placement in placements]
     within = None
     if environment.shm and topology.local_size == len(placements) > 1:
-        group = _over_shared_memory(group, engine_factory, ranks)
+        group = _over_shared_memory(group, generation, engine_factory, ranks)
         undo.callback(group.close)
     elif environment.shm and topology.local_size > 1:
         within = _between_neighbours(placement, nodes, engine_factory, ranks)
     # Rank 0's word counts, as its measurements do.
-    hierarchical = introductions[0].settings["hierarchical"]
+    hierarchical = infos[0].settings["hierarchical"]
     gpu = _own_gpu(group, topology) if hierarchical is None else None
     choose_levels(group, engine_factory, within, nodes, hierarchical, gpu)
     # For all ranks alike, since they compare together.
-    environment = replace(environment, check_parameters=introductions[0].settings["check_parameters"])
+    environment = replace(environment, check_parameters=infos[0].settings["check_parameters"])
     if placement.rank == 0:
         backend = engine_factory.backend if isinstance(engine_factory, TorchEngineFactory) else ""
         log_startup(group.engine, nodes, backend, replace(environment, hierarchical=hierarchical))
-    controller = make_controller(group, nodes, environment, ranks.patience.timeout.total_seconds())
+    timeout_s = ranks.init_timeout.timeout.total_seconds()
+    controller = make_controller(group, generation, nodes, environment, timeout_s)
     undo.callback(controller.close)
     # Rank 0 is the one to write it, so its variable counts.
-    timeline_path = introductions[0].settings["timeline"]
+    timeline_path = infos[0].settings["timeline"]
     if timeline_path not in (None, DYNAMIC):
-        undo.callback(group.recorder.forget)
-        timeline.start(group, controller, timeline_path)
-    return World(topology, group, controller, environment, Registry(group, controller), leave, os.getpid())
+        undo.callback(generation.recorder.forget)
+        timeline.start(generation.recorder, group, controller, timeline_path)
+    sets = Registry(group, controller, generation)
+    return World(topology, group, generation, controller, environment, sets, leave, os.getpid())
 
 
-def _require_same_switch(name: str, introductions: Sequence[Introduction], group: Group) -> None:
-    first = introductions[0].settings[name]
-    for rank, introduced in enumerate(introductions):
-        if introduced.settings[name] != first:
+def _require_same_switch(name: str, infos: Sequence[RankInfo], group: Group) -> None:
+    first = infos[0].settings[name]
+    for rank, info in enumerate(infos):
+        if info.settings[name] != first:
             raise MismatchError(
                 f"hvd.init(): {name} (0 or 1) is {first!r} on {group.describe_rank(0)} and "
-                f"{introduced.settings[name]!r} on {group.describe_rank(rank)}: every rank must pass the same"
+                f"{info.settings[name]!r} on {group.describe_rank(rank)}: every rank must pass the same"
             )
 
 
-def _over_shared_memory(group: Group, engine_factory: EngineFactory, ranks: Ranks) -> Group:
+def _over_shared_memory(
+    group: Group, generation: Generation, engine_factory: EngineFactory, ranks: ConnectingRanks
+) -> Group:
     """The same ranks, all of one host, over shared memory; ``engine_factory`` is for what that does not carry."""
     on_host = ShmEngineFactory(ranks, engine_factory, for_gpus=torch.cuda.is_available())
-    shared = Group(on_host, group.rank, group.size, group.hosts, signer=group.signer.derive("shared memory"))
+    signer = group.signer.derive("shared memory")
+    shared = Group(on_host, group.rank, group.size, group.hosts, signer=signer, watch=generation.watch)
     group.close()
     return shared
 
 
 def _between_neighbours(
-    placement: Placement, nodes: Sequence[str], engine_factory: EngineFactory, ranks: Ranks
+    placement: Placement, nodes: Sequence[str], engine_factory: EngineFactory, ranks: ConnectingRanks
 ) -> EngineFactory:
     """Shared memory between the ranks of this host; ``nodes`` are those of all ranks."""
     group_ranks = [rank for rank, node in enumerate(nodes) if node == placement.node]

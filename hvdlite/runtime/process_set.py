@@ -13,17 +13,22 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..comm.group import Group
+from ..control.generation import Generation
 from ..errors import WrongTypeError
 from ..values import MOST, shown, whole_number
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What a registered set is to one rank, whose global number is ``own_rank``; no group if it is no member."""
+    """What a registered set is to one rank, whose global number is ``own_rank``; no group if it is no member.
+
+    ``generation`` is that of the world in which it is registered.
+    """
 
     set_id: int
     own_rank: int
     group: Group | None
+    generation: Generation
 
 
 class ProcessSet:

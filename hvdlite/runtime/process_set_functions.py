@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..comm.group import Group
-from .process_set import Membership, ProcessSet, check_process_set
+from .process_set import Membership, check_process_set
+from .process_set import ProcessSet as ProcessSet  # noqa: PLC0414  # given to users from here, where its rank is told
 from .world import current_world, is_initialized
 
 
@@ -30,8 +31,8 @@ class _AllRanks(ProcessSet):
         return list(current_world().group.ranks)
 
     def membership(self) -> Membership:
-        group = current_world().group
-        return Membership(0, group.rank, group)
+        world = current_world()
+        return Membership(0, world.group.rank, world.group, world.generation)
 
     def __str__(self) -> str:
         return super().__str__() if is_initialized() else "global_process_set"

@@ -14,6 +14,7 @@ from functools import partial
 
 from ..comm.group import Group
 from ..control.controller import Controller
+from ..control.generation import Generation
 from ..control.operation import ADD_PROCESS_SET, Execution, Kind, Operation
 from ..errors import CommunicationError
 from .process_set import Membership, ProcessSet
@@ -24,8 +25,9 @@ _REMOVE_PROCESS_SET = Kind("remove_process_set")
 class Registry:
     """Knows the sets that are registered, but for the one of all ranks, and is asked by all ranks alike."""
 
-    def __init__(self, all_ranks: Group, controller: Controller) -> None:
+    def __init__(self, all_ranks: Group, controller: Controller, generation: Generation) -> None:
         self._all_ranks = all_ranks
+        self._generation = generation
         self._controller = controller
         self._sets: dict[int, ProcessSet] = {}
         self._numbers = itertools.count(1)
@@ -87,7 +89,7 @@ class Registry:
         self._sets[set_id] = process_set
         if group is not None:
             self._controller.open_channel(group)
-        process_set.register(Membership(set_id, self._all_ranks.rank, group))
+        process_set.register(Membership(set_id, self._all_ranks.rank, group, self._generation))
 
     def _check(self, process_set: ProcessSet) -> None:
         ranks, size = process_set.ranks, self._all_ranks.size
@@ -113,3 +115,4 @@ class Registry:
         process_set.register(None)
         if group is not None:
             group.close()
+            self._generation.reducers.forget(group)

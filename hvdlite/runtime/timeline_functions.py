@@ -36,7 +36,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
     world = current_world()
     if mark_cycles:
         log.info("start_timeline: mark_cycles marks nothing: there are no cycles, and steps are marked in any case")
-    timeline.start(world.group, world.controller, path)
+    timeline.start(world.generation.recorder, world.group, world.controller, path)
 
 
 def stop_timeline() -> None:
@@ -45,4 +45,4 @@ def stop_timeline() -> None:
     Where none was started it says so in the log, and no more. An OSError on every rank if rank 0 cannot write it.
     """
     world = current_world()
-    timeline.stop(world.group, world.controller)
+    timeline.stop(world.generation.recorder, world.group, world.controller)

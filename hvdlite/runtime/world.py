@@ -9,7 +9,6 @@ this process, such as the number of the next `init`, is kept in `bootstrap` and 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import multiprocessing
@@ -115,7 +114,7 @@ def shutdown() -> None:
     with contextlib.ExitStack() as steps:
         for step in (leaving.leave, leaving.group.close, leaving.sets.close, leaving.controller.close):
             steps.callback(step)
-        timeline.leave(leaving.group, leaving.controller)
+        timeline.leave(leaving.generation.recorder, leaving.group, leaving.controller)
 
 
 def is_initialized() -> bool:
@@ -187,12 +186,9 @@ def _is_child_of_multiprocessing() -> bool:
     return is_starting or multiprocessing.parent_process() is not None
 
 
-def _end_of_program() -> None:
+def end_of_program() -> None:
+    """Leave the other ranks, if that has not been done. `hvdlite` has registered it with `atexit`."""
     world = _world
     # A forked child has the connections too, but they are not its own to close.
     if world is not None and world.pid == os.getpid():
-        say_farewell(world.topology.size, shutdown, lambda: timeline.save(world.group))
-
-
-# Registered here and not in init(), so that it runs after whatever the program registers: the last word.
-atexit.register(_end_of_program)
+        say_farewell(world.topology.size, shutdown, lambda: timeline.save(world.generation.recorder, world.group))

@@ -4,7 +4,7 @@ The engine as a backend of `torch.distributed`, by the name ``hvdshm``: for DDP 
     import hvdlite
     torch.distributed.init_process_group("cpu:hvdshm")
 
-Only what `torch.distributed` calls by other names, or with other arguments, is here.
+Only what `torch.distributed` calls by other names, or with other arguments, is here. `hvdlite` registers the name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, Store
 
-from ..comm.gloo import Patience
+from ..comm.gloo import InitTimeout
 from ..signing import Signer
 from .segment import NoMemoryError
 from .setup import meet, open_segment
@@ -39,7 +39,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, as s
         super().__init__(rank, size)
         try:
             # Who can write to the store that torch.distributed has been given is trusted.
-            context = meet(store, rank, size, open_segment(), Patience(timeout), Signer(b""))
+            context = meet(store, rank, size, open_segment(), InitTimeout(timeout), Signer(b""))
         except NoMemoryError as error:
             raise RuntimeError(
                 f"{NAME} is for ranks of one host that share memory: {error}. Use gloo between hosts, and where "
@@ -158,12 +158,6 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, as s
 
     def abort(self) -> None:
         self._engine.close()
-
-
-def register() -> None:
-    """Let `torch.distributed` know the name."""
-    if dist.is_available() and NAME.upper() not in dist.Backend.__dict__:
-        dist.Backend.register_backend(NAME, ShmProcessGroup, devices=["cpu"])
 
 
 def _last(works: Sequence[ShmWork]) -> dist.Work:

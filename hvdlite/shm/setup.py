@@ -23,7 +23,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from ..comm.gloo import Patience
+from ..comm.gloo import InitTimeout
 from ..errors import CommunicationError
 from ..signing import TAG_BYTES, Signer
 from .control_block import CONTROL_BLOCK_BYTES, ControlBlock
@@ -45,7 +45,7 @@ def open_segment() -> Segment:
 
 
 def meet(
-    store: Store, rank: int, size: int, segment: Segment | NoMemoryError, patience: Patience, signer: Signer
+    store: Store, rank: int, size: int, segment: Segment | NoMemoryError, init_timeout: InitTimeout, signer: Signer
 ) -> EngineContext:
     """What an engine needs; every rank must call it, with a part of the store that is used for nothing else.
 
@@ -63,18 +63,18 @@ def meet(
             rank,
             size,
             {"error": str(own)} if isinstance(own, Exception) else own.told,
-            patience,
+            init_timeout,
             signer,
         )
         _require_all("has no shared memory", told_by, partial(_part, store, "control block", rank, size))
         assert isinstance(own, _Own), "those who have none have raised"
         context, seen = None, {}
         try:
-            context = _make_context(own, rank, told_by, patience.timeout)
+            context = _make_context(own, rank, told_by, init_timeout.timeout)
             undo.callback(context.peers.close)
         except (NoMemoryError, OSError, ValueError) as error:
             seen = {"error": str(error)}
-        seen_by = _exchange(store, "seen", rank, size, seen, patience, signer)
+        seen_by = _exchange(store, "seen", rank, size, seen, init_timeout, signer)
         _require_all("cannot use what the others share", seen_by, partial(_part, store, "seen", rank, size))
         assert context is not None, "no rank has an error"
         undo.pop_all()
@@ -136,13 +136,13 @@ def _make_own(segment: Segment | NoMemoryError) -> _Own | NoMemoryError:
 
 
 def _exchange(
-    store: Store, what: str, rank: int, size: int, value: dict[str, Any], patience: Patience, signer: Signer
+    store: Store, what: str, rank: int, size: int, value: dict[str, Any], init_timeout: InitTimeout, signer: Signer
 ) -> list[dict[str, Any]]:
     text = json.dumps(value)
     store.set(f"{what}{rank}", signer.sign(what, rank, text).hex() + text)
     keys = [f"{what}{group_rank}" for group_rank in range(size)]
     try:
-        store.wait(keys, patience.left())
+        store.wait(keys, init_timeout.left())
     except RuntimeError as error:
         raise CommunicationError(
             f"sharing memory failed on rank {rank} of these {size}: {_words_of_absence(store, keys)}; what ended or "

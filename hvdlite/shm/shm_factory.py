@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore
 
 from ..comm.engine import Engine, EngineFactory, EngineWork, SingleRankFactory
-from ..comm.gloo import Ranks
+from ..comm.gloo import ConnectingRanks
 from ..comm.hierarchy import HostEngine
 from ..log import log
 from .segment import NoMemoryError, Segment
@@ -77,7 +77,7 @@ class DeviceEngine:
 class ShmEngineFactory:
     """Engines for ranks of one host. Where shared memory is missing on one of them, torch's on all."""
 
-    def __init__(self, ranks: Ranks, torchs: EngineFactory, *, for_gpus: bool) -> None:
+    def __init__(self, ranks: ConnectingRanks, torchs: EngineFactory, *, for_gpus: bool) -> None:
         """``torchs`` gives other engines between the same ranks, ``for_gpus`` beside these."""
         self._ranks = ranks
         self._torchs = torchs
@@ -94,7 +94,7 @@ class ShmEngineFactory:
             self._segment = _segment_or_error()
         try:
             store, signer = PrefixStore(label, ranks.store), ranks.signer.derive(label)
-            context = meet(store, ranks.rank, ranks.size, self._segment, ranks.patience, signer)
+            context = meet(store, ranks.rank, ranks.size, self._segment, ranks.init_timeout, signer)
         except NoMemoryError as error:
             self._close_unused()
             self._warn(error)

@@ -28,9 +28,8 @@ _LAST_WAIT_S = 5.0
 _START, _STOP = "start_timeline", "stop_timeline"
 
 
-def start(group: Group, controller: Controller, path: str | os.PathLike[str]) -> None:
+def start(recorder: Recorder, group: Group, controller: Controller, path: str | os.PathLike[str]) -> None:
     """Record, on every rank, into a file that rank 0 will write; its path counts. Waits for all."""
-    recorder = group.recorder
     if recorder.recording is not None:
         raise ValueError(
             f"start_timeline: a timeline is being recorded already, to {str(recorder.recording.path)!r}: call "
@@ -44,43 +43,43 @@ def start(group: Group, controller: Controller, path: str | os.PathLike[str]) ->
     controller.submit(group, begin).wait()
 
 
-def stop(group: Group, controller: Controller) -> None:
+def stop(recorder: Recorder, group: Group, controller: Controller) -> None:
     """Write the file. Waits for all; does nothing where nothing is recorded."""
-    if group.recorder.recording is None:
+    if recorder.recording is None:
         log.info("stop_timeline: no timeline is being recorded")
         return
     try:
-        _submit_end(group, controller).wait()
+        _submit_end(recorder, group, controller).wait()
     finally:
-        group.recorder.forget()
+        recorder.forget()
 
 
-def leave(group: Group, controller: Controller) -> None:
+def leave(recorder: Recorder, group: Group, controller: Controller) -> None:
     """`stop`, if the other ranks come to it soon, else `save`. Raises nothing.
 
     Soon is a few seconds; where the controller carries out what it is asked for at once, the engine's timeout.
     """
-    if group.recorder.recording is None:
+    if recorder.recording is None:
         return
     try:
-        handle = _submit_end(group, controller)
+        handle = _submit_end(recorder, group, controller)
         if handle.ended_within(_LAST_WAIT_S):
             handle.wait()
-            group.recorder.forget()
+            recorder.forget()
             return
         cause = f"not all ranks came to their end within {_LAST_WAIT_S:g} s"
     except Exception as error:  # noqa: BLE001 - a program that is about to end well is not to fail by this
         cause = str(error)
     log.warning("the timeline may lack events of other ranks: %s", cause)
-    save(group)
+    save(recorder, group)
 
 
-def save(group: Group) -> None:
+def save(recorder: Recorder, group: Group) -> None:
     """Leave what was recorded in this rank's part, and let rank 0 join those that it finds. Talks to nobody."""
-    recording = group.recorder.recording
+    recording = recorder.recording
     if recording is None:
         return
-    group.recorder.forget()
+    recorder.forget()
     if group.rank == 0:
         try:
             parts.join_what_is_there(recording.path)
@@ -88,8 +87,7 @@ def save(group: Group) -> None:
             log.warning("the timeline cannot be written: %s", error)
 
 
-def _submit_end(group: Group, controller: Controller) -> Handle:
-    recorder = group.recorder
+def _submit_end(recorder: Recorder, group: Group, controller: Controller) -> Handle:
     return controller.submit(group, Operation(Kind(_STOP), lambda execution: _end(execution.group, recorder)))
 
 

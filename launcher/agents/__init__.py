@@ -2,5 +2,5 @@
 
 Modules import only what stands before them:
 
-    remote_agent < greet < agent_group
+    remote_agent < wait_for_agents < agent_group
 """

@@ -1,6 +1,7 @@
 """The agents of all hosts of a job: starts them together, gives each its part of the job, and ends them.
 
-Each one is a `remote_agent.RemoteAgent`. What their events mean is decided in `greet` at first, then in `supervisor`.
+Each one is a `remote_agent.RemoteAgent`. What their events mean is decided in `wait_for_agents` at
+first, then in `supervisor`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from ..system import process_tree
 from ..system.network import address_towards
 from ..system.terminal_text import say
 from ..wire.messages import Event, Hello, Input, Output, SignalWorkers, StartJob
-from .greet import Greeted, greet
 from .remote_agent import RemoteAgent, local_agent_argv
+from .wait_for_agents import AgentAnswers, wait_for_agents
 
 AGENT_S = 15.0  # for an agent to end all that runs on its host
 _LOOPBACK = "127.0.0.1"
@@ -55,7 +56,7 @@ class Agents:
         """
         return self.reach(hosts, tell=say).all()
 
-    def reach(self, hosts: Collection[Host], tell: Callable[[str], object] | None = None) -> Greeted:
+    def reach(self, hosts: Collection[Host], tell: Callable[[str], object] | None = None) -> AgentAnswers:
         """The same, but that a host failed is a part of what is given; ``tell`` is told of it at once."""
         log = say if self._job.verbose else _say_nothing
         for host, argv in zip(hosts, self._argvs(hosts), strict=True):
@@ -66,7 +67,7 @@ class Agents:
             host = agent.host
             agent.greet(count_slots=host.slots == AUTO, interface=self._job.interface_of(host))
         by_hand = {host.label: self._job.ssh.by_hand(host) for host in hosts}
-        return greet(by_hand, self._events, timeout_s=self._job.start_timeout_s, say=tell or log, log=log)
+        return wait_for_agents(by_hand, self._events, timeout_s=self._job.start_timeout_s, say=tell or log, log=log)
 
     def _argvs(self, hosts: Collection[Host]) -> list[list[str]]:
         if all(host.is_here for host in hosts):

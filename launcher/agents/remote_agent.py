@@ -24,8 +24,8 @@ from ..store.server import Store
 from ..system.signals import signal_name
 from ..system.terminal_text import one_line
 from ..version import VERSION
+from ..wire.agent_frames import FROM_AGENT, MARK, WINDOW_BYTES, Decoder, encode
 from ..wire.channel import BEAT_S, SILENCE_S
-from ..wire.frames import FROM_AGENT, MARK, WINDOW_BYTES, Decoder, encode
 from ..wire.messages import (
     AgentSaid,
     Answered,

@@ -2,5 +2,5 @@
 
 Modules import only what stands before them:
 
-    ask_hosts < host_facts < verdict < check_table < run_check
+    ask_hosts < host_facts < diagnosis < check_table < run_check
 """

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from ..agents.agent_group import Agents
-from ..agents.greet import SignalledError
+from ..agents.wait_for_agents import SignalledError
+from ..job.failure_message import Tail
 from ..job.launch import signals_as_events
-from ..job.report import Tail
 from ..plan.hosts import Host
 from ..plan.job_spec import JobSpec
 from ..plan.slots import plan_slots

@@ -1,11 +1,11 @@
-"""Formats what `verdict` found: a table with a row for each host, one of the ways between them, and what to do."""
+"""Formats what `diagnosis` found: a table with a row for each host, one of the ways between them, and what to do."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .verdict import Cell
+from .diagnosis import Cell
 
 
 @dataclass(frozen=True)

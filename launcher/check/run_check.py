@@ -21,8 +21,8 @@ from ..system.terminal_text import one_line, say
 from . import host_facts
 from .ask_hosts import Question, Reply, ask_hosts
 from .check_table import ASCII, UNICODE, Marks, Ways, show
+from .diagnosis import diagnose
 from .host_facts import Facts, facts_from
-from .verdict import judge
 
 # As `hvdlite.links` has it: how long two hosts may take to see that there is no way; and for the rest of what it does.
 _CONNECT_S, _SLACK_S = 15.0, 20.0
@@ -40,7 +40,7 @@ def check(job: JobSpec) -> int:
     able = [host for host in hosts if host.label in facts and _can_train(facts[host.label])]
     ways = _measure(job, able) if len(able) > 1 else None
     notes = ["the ways between hosts: not measured, since that takes two that have torch and hvdlite"]
-    judged = judge(facts, job.cwd)
+    judged = diagnose(facts, job.cwd)
     rows = {host: of if isinstance(of, str) else judged[host] for host, of in found.items()}
     text, is_well = show(rows, ways, _marks(), notes if ways is None and len(hosts) > 1 else ())
     _print(text)

@@ -2,5 +2,5 @@
 
 Modules import only what stands before them:
 
-    horovodrun_flags < flags < config_file < command_line
+    horovodrun_flags < flag_parser < config_file < hvdlite_run
 """

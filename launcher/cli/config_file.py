@@ -6,9 +6,9 @@
     environment: {LR: 0.1}         -x=LR=0.1
     timeline: {filename: t.json}   --timeline-filename=t.json
 
-Every flag of `flags.Parser` is a key, on its own or in the section that horovodrun has for it. Its value is read as
-on the command line: a scalar is the text that stands in the file, so that no rule of YAML's makes something else of
-the version 1.10 or the value ``no``.
+Every flag of `flag_parser.Parser` is a key, on its own or in the section that horovodrun has for it. Its value is
+read as on the command line: a scalar is the text that stands in the file, so that no rule of YAML's makes
+something else of the version 1.10 or the value ``no``.
 Whatever is wrong is a `UsageError` that names the file, and the line where there is one. PyYAML takes 20 ms
 to import, so that this module is imported only where a file is named.
 """
@@ -22,7 +22,7 @@ import yaml
 
 from ..errors import UsageError
 from ..system.user_file import name_file, read_user_file
-from .flags import Parser, Value, closest
+from .flag_parser import Parser, Value, closest
 
 _MAX_BYTES = 1 << 18
 # One names the file, the others answer a question.

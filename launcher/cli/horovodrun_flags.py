@@ -4,7 +4,7 @@
     Idle      nothing: a line on stderr says why; where there is no reason, it asks for what is so anyway
     Refused   an error, as the job would not be what was asked for
 
-Those that say who runs where, or what is shown, are hvdlite-run's own as well, and are in `flags`.
+Those that say who runs where, or what is shown, are hvdlite-run's own as well, and are in `flag_parser`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from ..cli.flags import TEXTS, Parser, Value, closest
+from ..cli.flag_parser import TEXTS, Parser, Value, closest
 from ..errors import JobError, UsageError
 from ..system.signals import signal_name
 from ..system.terminal_text import one_line, visible
@@ -205,10 +205,10 @@ def _returned(results: FunctionResults) -> list[Any]:
     if first in raised:
         _raise_again(first, **returns[first])
     if results.exit_code == UsageError.exit_code and first is None:
-        raise ValueError(visible(results.report))
+        raise ValueError(visible(results.message))
     if results.exit_code:
         # Only a signal to the runner ends a job without a word.
-        raise JobError(visible(results.report) or f"the job was ended by {signal_name(results.exit_code - 128)}")
+        raise JobError(visible(results.message) or f"the job was ended by {signal_name(results.exit_code - 128)}")
     size = max((each["size"] for each in returns.values()), default=1)
     for rank in range(size):
         if rank not in returns:

@@ -22,7 +22,7 @@ WORKER = ("-c", "import sys; sys.path[:] = filter(None, sys.path); from hvdlite.
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """What is to be called, in which directory; ``flags`` are hvdlite-run's."""
+    """What is to be called, in which directory; ``flag_parser`` are hvdlite-run's."""
 
     flags: tuple[str, ...]
     cwd: str
@@ -31,13 +31,13 @@ class FunctionCall:
 
 @dataclass(frozen=True)
 class FunctionResults:
-    """How the job ended, with ``report`` on the cause; ``rank`` is the worker that failed first, if one did.
+    """How the job ended, with ``message`` on the cause; ``rank`` is the worker that failed first, if one did.
 
     ``returns`` are by rank; of one that died before its function was done there is none.
     """
 
     exit_code: int
-    report: str = ""
+    message: str = ""
     rank: int | None = None
     returns: Mapping[int, bytes] = field(default_factory=dict)
 

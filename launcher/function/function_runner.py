@@ -16,7 +16,7 @@ import threading
 from dataclasses import replace
 from typing import BinaryIO
 
-from ..cli.command_line import job_of, read_flags, say_what_has_no_effect
+from ..cli.hvdlite_run import job_of, read_flags, say_what_has_no_effect
 from ..errors import LauncherError, UsageError, in_words
 from ..job.launch import launch
 from ..store.server import Store
@@ -66,7 +66,7 @@ def _run(call: FunctionCall) -> FunctionResults:
         if (why := in_words(error)) is None:
             raise
         return FunctionResults(1, why)
-    return FunctionResults(outcome.exit_code, outcome.report, outcome.rank, take_returns(store))
+    return FunctionResults(outcome.exit_code, outcome.message, outcome.rank, take_returns(store))
 
 
 if __name__ == "__main__":

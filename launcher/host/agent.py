@@ -30,8 +30,8 @@ from ..system import job_directory, network, process_tree
 from ..system.machine import machine_id, slots_by_hardware
 from ..system.signals import signals_as_bytes
 from ..version import VERSION
+from ..wire.agent_frames import MARK
 from ..wire.channel import SILENCE_S, Channel
-from ..wire.frames import MARK
 from ..wire.messages import (
     Beat,
     Exited,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from ..errors import ProtocolError, in_words
-from ..plan.worker_environment import HostFacts, variables_set
+from ..plan.worker_environment import HostEnvironment, variables_set
 from ..system import process_tree
 from ..system.machine import usable_cores
 from ..wire.messages import Refused, StartJob, Stream
@@ -56,7 +56,7 @@ def start_workers(job: StartJob, job_dir: str, interface: str | None) -> Iterato
     ``interface`` is the one towards the job's other hosts.
     """
     given = {**os.environ, **job.environment} if job.inherits else job.environment
-    host = HostFacts(job_dir=job_dir, cores=usable_cores(), interface=interface)
+    host = HostEnvironment(job_dir=job_dir, cores=usable_cores(), interface=interface)
     command = (sys.executable, *job.command) if job.in_python else job.command
     if job.as_horovod:
         path = filter(None, [_directory_of_horovod(), given.get("PYTHONPATH")])

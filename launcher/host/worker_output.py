@@ -11,8 +11,8 @@ import selectors
 from collections.abc import Callable
 from functools import partial
 
+from ..wire.agent_frames import WINDOW_BYTES
 from ..wire.channel import Channel
-from ..wire.frames import WINDOW_BYTES
 from ..wire.messages import Output, Stream
 from .start_workers import Worker, capacity_bytes
 

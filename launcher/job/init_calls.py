@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from ..plan.slots import Slot
 from ..wire.messages import GaveUp, Joined, Joining
-from .report import name_ranks
+from .failure_message import name_ranks
 
 
 class InitCalls:

@@ -18,9 +18,9 @@ from ..store.server import Store
 from ..system import process_tree
 from ..system.signals import signals_as_bytes
 from ..wire.messages import Event, Interrupted, ScreenDone
+from .failure_message import Outcome
 from .launcher_stdin import Stdin, echoes
 from .output_files import OutputFiles
-from .report import Outcome
 from .screen import Screen
 from .supervisor import Supervisor
 
@@ -86,8 +86,8 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
         outcome = supervisor.run(events)
         agents.end(timeout_s=_HASTY_AGENT_S if outcome.hasty else AGENT_S)
         log("no process of the job is left")
-        if outcome.report and store is None:
-            screen.say(outcome.report)
+        if outcome.message and store is None:
+            screen.say(outcome.message)
         screen.close()
         _wait_for_screen(events, timeout_s=_HASTY_SCREEN_S if outcome.hasty else None)
     return outcome

@@ -39,8 +39,8 @@ from ..wire.messages import (
     ScreenFailed,
     Started,
 )
+from .failure_message import Failure, Outcome, Tail, failure_message, name_ranks
 from .init_calls import InitCalls
-from .report import Failure, Outcome, Tail, name_ranks, report
 
 # A worker that says it only lost a peer is the cause only if no other fails for this long: the peer whose
 # sockets closed may need it to be gone. With `FAILURE_GRACE_S` it stays below the 5 s that a failed job may last.
@@ -233,7 +233,7 @@ class Supervisor:
         self._blame(named if end.returncode == 0 or was_killed_here else end)
 
     def _blame(self, first: Exited, *others: Exited) -> None:
-        words = report(self._failure(first), [self._failure(other) for other in others])
+        words = failure_message(self._failure(first), [self._failure(other) for other in others])
         if first.peer_lost and self._done:
             words = f"{self._ranks(self._done)} had ended with exit code 0 before the others were done; then {words}"
         self._outcome = Outcome(shell_code(first.returncode), words, rank=self._workers[first.worker].rank)

@@ -2,5 +2,5 @@
 
 Nothing is started here. Modules import only what stands before them:
 
-    hosts < slots < worker_environment < exported_variables < ssh < job_spec < preview
+    hosts < slots < worker_environment < exported_variables < ssh < job_spec < dry_run
 """

@@ -91,7 +91,7 @@ def slot_environment(slot: Slot, size: int, *, master_address: str, master_port:
 
 
 @dataclass(frozen=True)
-class HostFacts:
+class HostEnvironment:
     """What a worker's environment says of its host. ``interface`` is the one that its peers are reached by."""
 
     job_dir: str
@@ -99,7 +99,7 @@ class HostFacts:
     interface: str | None
 
 
-def variables_set(given: Mapping[str, str], own: Mapping[str, str], host: HostFacts) -> dict[str, str]:
+def variables_set(given: Mapping[str, str], own: Mapping[str, str], host: HostEnvironment) -> dict[str, str]:
     """What a worker's environment has beyond what the user has ``given``: its ``own`` slot's and its host's."""
     local_size = int(own["HVDLITE_LOCAL_SIZE"])
     unless_set = {"OMP_NUM_THREADS": str(max(1, host.cores // local_size)), "PYTHONUNBUFFERED": "1"}

@@ -10,7 +10,7 @@ import selectors
 import time
 from collections.abc import Callable, Iterator
 
-from .frames import FROM_LAUNCHER, Decoder, encode
+from .agent_frames import FROM_LAUNCHER, Decoder, encode
 from .messages import Beat, Message
 
 # Each end sends a beat this often where both agreed to, and takes longer silence for the other's end. Together

@@ -5,7 +5,7 @@
 
 What they say to each other about the store is in `store_messages`.
 `Answered`, `Lost`, `AgentSaid`, `Interrupted`, `InputRead` and the screen's events arise in the launcher and never
-travel. How the others lie on the wire is in `frames`.
+travel. How the others lie on the wire is in `agent_frames`.
 
 ``worker`` is a worker's number: who it is for the whole job. Its rank is a property that is looked up (see `slots`).
 """

@@ -4,7 +4,7 @@
     agent ── Ask ───► launcher ── Answer ► agent       anything else that a worker asks
     launcher ── Drop ──► agent ── Dropped ► launcher   before a value changes
 
-What follows from each is in `cache` (the agent's side) and `server` (the launcher's), the frame in `frames`.
+What follows from each is in `cache` (the agent's side) and `server` (the launcher's), the frame in `agent_frames`.
 """
 
 from __future__ import annotations

@@ -6,14 +6,17 @@ import dataclasses
 import importlib.util
 import json
 import math
+import re
 
 import pytest
 import torch
+from worlds import attempt_worlds
 
 import hvdlite as hvd
-from hvdlite.bench import allreduce, memory, step, variants, workloads
+from hvdlite.bench import variants, workloads
 from hvdlite.bench.allreduce import AllReduce, bus_factor, case_of
 from hvdlite.bench.arguments import UsageError
+from hvdlite.bench.memory import Memory
 from hvdlite.bench.ranks import Job, Ranks, free_in_cgroup
 from hvdlite.bench.report import Case, Quartiles, Table, ratio_of
 from hvdlite.bench.step import Step
@@ -35,11 +38,18 @@ def test_a_table_has_words_to_the_left_and_numbers_to_the_right():
     assert str(Table(rows, columns, words=1, title="t")) == ("t\n\nwhat     time\na        1 ms\nlonger  10 ms")
 
 
+def all_reduces(*cases: Case, ranks: int = 2) -> AllReduce:
+    """The command as it is when these have been measured."""
+    command = AllReduce([], [], 1)
+    command.cases, command.job = cases, Job(ranks)
+    return command
+
+
 def test_bandwidths_are_as_nccls_tests_define_them():
     assert [bus_factor(ranks) for ranks in (1, 2, 4)] == [0, 1, 1.5]
     samples = {"hvdlite any": [1e-6, 3e-6, 2e-6], "gloo": [8e-6], "memcpy": [1e-6]}
-    case = Case({"bytes": 4000, "dtype": "float32"}, samples)
-    rows = {row["what"]: row for row in allreduce.report_of([case], Job(4)).data["rows"]}
+    command = all_reduces(Case("", {"bytes": 4000, "dtype": "float32"}, samples), ranks=4)
+    rows = {row["what"]: row for row in command.report().data["rows"]}
     assert rows["hvdlite any"]["algorithm_Bps"] == pytest.approx(4000 / 2e-6)
     assert rows["hvdlite any"]["bus_Bps"] == pytest.approx(1.5 * 4000 / 2e-6)
     assert rows["hvdlite any"]["times_faster_than_rival"] == pytest.approx(4)
@@ -53,27 +63,33 @@ def test_what_is_measured_so_far_is_reported_and_the_rest_left_out():
     )
     done.samples, begun.samples = {"gloo": [1e-6]}, {"gloo": []}
     large.skipped = "needs 5120 GB, and 1 GB of memory are free on node1"
-    report = allreduce.report_of([done, begun, large, later], Job(2))
+    report = all_reduces(done, begun, large, later).report()
     assert [row["bytes"] for row in report.data["rows"]] == [64]
     assert "skipped: 1024 GB int8: needs 5120 GB, and 1 GB of memory are free on node1" in str(report)
-    mlp = Case({"model": "mlp", "batch": 16}, {"none": [1.0, 2.0], "ddp": [3.0], "hvdlite": []})
-    rows = step.report_of([mlp, Case({"model": "gpt", "batch": 4})], Job(2)).data["rows"]
-    assert [(row["variant"], row["times_none"], row["times_ddp"]) for row in rows] == [
+    steps = Step(["mlp", "gpt"], None, None, 1)
+    steps.cases[0].samples = {"none": [1.0, 2.0], "ddp": [3.0], "hvdlite": []}
+    assert [(row["variant"], row["times_none"], row["times_ddp"]) for row in steps.report().data["rows"]] == [
         ("none", 1.0, 0.5), ("ddp", 2.0, 1.0),
     ]  # fmt: skip
-    mlp = Case({"model": "mlp", "batch": 16, "model_bytes": 100})
-    mlp.samples = {"ddp-view": [200.0], "hvdlite": [210.0], "none": []}
-    rows = memory.report_of(mlp, Job(2)).data["rows"]
-    assert [(row["variant"], row["above_reference_bytes"], row["in_models"]) for row in rows] == [
-        ("ddp-view", 0.0, 2.0), ("hvdlite", 10.0, 2.1),
-    ]  # fmt: skip
-    for empty in (
-        allreduce.report_of([case_of(4, "int8")], Job()),
-        step.report_of([], Job()),
-        memory.report_of(Case({"model": "mlp", "batch": 1, "model_bytes": 1}), Job()),
-    ):
+    peaks = Memory("mlp", None, None, 1)
+    peaks.cases[0].about["model_bytes"] = 100
+    peaks.cases[0].samples = {"ddp-view": [200.0], "hvdlite": [210.0], "none": []}
+    assert [
+        (row["variant"], row["above_reference_bytes"], row["in_models"]) for row in peaks.report().data["rows"]
+    ] == [("ddp-view", 0.0, 2.0), ("hvdlite", 10.0, 2.1)]
+    for command in (all_reduces(case_of(4, "int8")), Step([], None, None, 1), Memory(None, None, None, 1)):
+        empty = command.report()
         assert empty.data["rows"] == []
         assert "× " in str(empty)
+
+
+def test_ranks_that_would_measure_on_different_devices_all_say_so():
+    def rank(own: int) -> None:
+        Ranks(current_world(), "cuda" if own else "cpu")
+
+    for error in attempt_worlds(2, rank):
+        assert isinstance(error, UsageError)
+        assert re.fullmatch(r"rank 0 would measure on cpu and rank 1 \(.+\) on cuda: pass --device cpu.*", str(error))
 
 
 def test_one_rank_measures_too_and_its_report_goes_through_json():

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import ENGINES, attempt_ranks, attempt_threads, run_ranks
+from ranks import ENGINES, attempt_ranks, attempt_threads, generation_of, run_ranks
 
 from hvdlite.comm import hierarchy
 from hvdlite.comm.admission import RevokedError
@@ -152,7 +152,7 @@ def test_a_revoked_group_ends_every_wait_with_the_first_reason_given(kind: str, 
         waiting = threading.Thread(target=lambda: attempt_threads(3, wait))
         waiting.start()
         try:
-            while len(group.watch.blocked()) < 3:
+            while len(generation_of(group).watch.blocked()) < 3:
                 time.sleep(0.001)
             for reason in ("rank 7 has gone", "something else"):
                 group.revoke(reason)

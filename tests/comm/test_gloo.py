@@ -16,19 +16,19 @@ import torch
 import torch.distributed as dist
 from ranks import attempt_threads
 
-from hvdlite.comm.gloo import Patience, Ranks, open_proven, wait_for_all
+from hvdlite.comm.gloo import ConnectingRanks, InitTimeout, open_proven, wait_for_all
 from hvdlite.errors import CommunicationError
 from hvdlite.signing import Signer
 
 PATIENCE = timedelta(seconds=20)
 
 
-def ranks_of(store: dist.Store, rank: int, size: int, key: bytes = b"key") -> Ranks:
+def ranks_of(store: dist.Store, rank: int, size: int, key: bytes = b"key") -> ConnectingRanks:
     names = tuple(f"rank {each} (node{each})" for each in range(size))
-    return Ranks(store, Signer(key), rank, names, Patience(PATIENCE))
+    return ConnectingRanks(store, Signer(key), rank, names, InitTimeout(PATIENCE))
 
 
-def open_group(store: dist.Store, ranks: Ranks, label: str = "x", discard=lambda group: None):
+def open_group(store: dist.Store, ranks: ConnectingRanks, label: str = "x", discard=lambda group: None):
     def make():
         return dist.ProcessGroupGloo(dist.PrefixStore(label, store), ranks.rank, ranks.size, PATIENCE)
 
@@ -53,7 +53,7 @@ def lets_in(port: int) -> bool:
         return stranger.connect_ex(("127.0.0.1", port)) == 0
 
 
-class AtOnce(Patience):
+class AtOnce(InitTimeout):
     def left(self) -> timedelta:
         return timedelta(seconds=0.05)
 
@@ -265,18 +265,18 @@ def test_ranks_that_do_not_come_to_connect_are_named():
     names = ("rank 0 (a)", "rank 1 (b)", "rank 2 (c)")
     store = dist.HashStore()
     store.set("x/here/1", "1")
-    ranks = Ranks(store, Signer(b"key"), 0, names, AtOnce(PATIENCE))
+    ranks = ConnectingRanks(store, Signer(b"key"), 0, names, AtOnce(PATIENCE))
     with pytest.raises(CommunicationError, match=r"not all have come: rank 2 \(c\)"):
         wait_for_all(ranks, "x")
 
 
 def test_all_waits_of_init_have_one_time_together_and_later_ones_each_their_own():
     now_s = [100.0]
-    patience = Patience(timedelta(seconds=30), clock=lambda: now_s[0])
-    assert patience.left() == timedelta(seconds=30)
+    init_timeout = InitTimeout(timedelta(seconds=30), clock=lambda: now_s[0])
+    assert init_timeout.left() == timedelta(seconds=30)
     now_s[0] += 20
-    assert patience.left() == timedelta(seconds=10)
+    assert init_timeout.left() == timedelta(seconds=10)
     now_s[0] += 20
-    assert patience.left() == timedelta(seconds=1)
-    patience.end_of_init()
-    assert patience.left() == timedelta(seconds=30)
+    assert init_timeout.left() == timedelta(seconds=1)
+    init_timeout.end_of_init()
+    assert init_timeout.left() == timedelta(seconds=30)

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from e2e.hosts import Lan
 from e2e.machines import Machine, why_there_are_none
+from e2e.ssh_hosts import Lan
 
 PATIENCE_S = 30  # for what must happen sooner or later
 TEARDOWN_S = 5  # what the launcher promises

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from hvdlite_launcher.wire.frames import FROM_AGENT, MARK, Decoder, encode
+from hvdlite_launcher.wire.agent_frames import FROM_AGENT, MARK, Decoder, encode
 from hvdlite_launcher.wire.messages import Exited, Greet, Hello, Input, InputWanted, Output, SignalWorkers, Started
 from hvdlite_launcher.wire.store_messages import Answer
 

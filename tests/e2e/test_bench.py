@@ -84,6 +84,11 @@ def test_scale_predicts_and_another_run_predicts_the_same_of_its_file(bench, tmp
     code, again, err = bench("scale", "--calibration", tmp_path / "c.json")
     assert code == 0, err
     assert again == out
+    # Where nothing is measured either, rank 0 waits for no rank that has ended.
+    code, out, err = bench("scale", "--calibration", tmp_path / "c.json", "--json", "/no/such/place.json")
+    assert (code, out) == (2, "")
+    said = "hvdlite.bench scale: --json: '/no/such/place.json' cannot be written: there is no directory '/no/such'"
+    assert [line for line in err.splitlines() if line.startswith("[")] == [f"[0]<stderr>:{said}"]
     code, _, err = bench("scale", size=1)
     assert code == 2
     assert "hvdlite.bench scale: 1 rank has nobody to communicate with: start 2 at least, or pass --calibration" in err

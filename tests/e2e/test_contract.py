@@ -5,11 +5,11 @@ import sys
 
 import pytest
 from hvdlite_launcher.cli import horovodrun_flags
-from hvdlite_launcher.cli.flags import HELP, Parser
+from hvdlite_launcher.cli.flag_parser import HELP, Parser
 from hvdlite_launcher.plan.exported_variables import chosen_environment
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.slots import plan_slots
-from hvdlite_launcher.plan.worker_environment import OWN_VARIABLES, HostFacts, slot_environment, variables_set
+from hvdlite_launcher.plan.worker_environment import OWN_VARIABLES, HostEnvironment, slot_environment, variables_set
 
 from hvdlite.environment import (
     DEFAULT_STALL_WARNING_S,
@@ -76,7 +76,7 @@ def test_the_library_reads_the_placement_that_the_launcher_planned():
     slots = plan_slots((Host("a", 2), Host("b", 1)))
     for slot in slots:
         own = slot_environment(slot, len(slots), master_address="a", master_port=1)
-        environment = variables_set({}, own, HostFacts("/tmp/a job", 2, None))
+        environment = variables_set({}, own, HostEnvironment("/tmp/a job", 2, None))
         placement = read_placement(environment)
         assert (placement.rank, placement.size, placement.local_rank, placement.host) == (
             slot.rank,

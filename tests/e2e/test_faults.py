@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 from e2e.conftest import Launch, ready, wait_until
-from e2e.hosts import Lan
 from e2e.machines import Machine
+from e2e.ssh_hosts import Lan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

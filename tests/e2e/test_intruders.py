@@ -20,10 +20,10 @@ import pytest
 from e2e import forger as forger_module
 from e2e.conftest import Launch, wait_until
 from e2e.forger import INTRODUCTIONS, SHARED_MEMORY
-from e2e.hosts import Host, Lan
 from e2e.intruder import ATTACKS, Intruder
 from e2e.listeners import Listener, Recorder, Watcher
 from e2e.machines import Machine
+from e2e.ssh_hosts import Host, Lan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

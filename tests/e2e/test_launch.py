@@ -10,8 +10,8 @@ import psutil
 import pytest
 from e2e.conftest import wait_until
 from hvdlite_launcher.plan.worker_environment import OWN_VARIABLES
+from hvdlite_launcher.wire.agent_frames import MARK
 from hvdlite_launcher.wire.channel import SILENCE_S
-from hvdlite_launcher.wire.frames import MARK
 
 PRINT_ENVIRONMENT = "import os; print(dict(sorted(os.environ.items())))"
 
@@ -117,7 +117,7 @@ def test_a_worker_runs_in_the_directory_of_the_launcher(launch, tmp_path):
 def test_modules_in_the_users_directory_do_not_replace_those_of_python(launch, tmp_path):
     (tmp_path / "selectors.py").write_text("raise SystemExit('not this one')")
     # Not `python -m`, which itself looks in the directory first.
-    start = "import sys; sys.path.pop(0); from hvdlite_launcher.cli.command_line import main; sys.exit(main())"
+    start = "import sys; sys.path.pop(0); from hvdlite_launcher.cli.hvdlite_run import main; sys.exit(main())"
     run = subprocess.run(
         [sys.executable, "-c", start, "-np", "1", "true"], cwd=tmp_path, capture_output=True, check=False
     )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from gpu.test_cuda import run
 
 from hvdlite.comm.engine import SubsetEngineFactory
-from hvdlite.comm.gloo import Patience, Ranks
+from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
 from hvdlite.signing import Signer
 
 pytestmark = [
@@ -21,7 +21,7 @@ pytestmark = [
 
 def test_a_sets_engine_factory_carry_cpu_and_cuda_tensors():
     engine_factory = SubsetEngineFactory(
-        Ranks(dist.HashStore(), Signer(b"alone"), 0, ("rank 0",), Patience(timedelta(seconds=20))),
+        ConnectingRanks(dist.HashStore(), Signer(b"alone"), 0, ("rank 0",), InitTimeout(timedelta(seconds=20))),
         "cpu:gloo,cuda:nccl",
         [0],
     )

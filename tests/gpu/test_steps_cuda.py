@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hvdlite as hvd
 from hvdlite.comm.engine import EngineFactory, SingleRankFactory, SubsetEngineFactory
-from hvdlite.comm.gloo import Patience, Ranks
+from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.hierarchy import HierarchicalEngineFactory, HostGroups
 from hvdlite.signing import Signer
@@ -29,7 +29,7 @@ GPU = torch.device("cuda", 0)
 
 def over_nccl() -> EngineFactory:
     return SubsetEngineFactory(
-        Ranks(dist.HashStore(), Signer(b"alone"), 0, ("rank 0",), Patience(timedelta(seconds=60))),
+        ConnectingRanks(dist.HashStore(), Signer(b"alone"), 0, ("rank 0",), InitTimeout(timedelta(seconds=60))),
         "cpu:gloo,cuda:nccl",
         [0],
     )

@@ -6,13 +6,15 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from hvdlite.comm.gloo import Patience
+from hvdlite.comm.gloo import InitTimeout
 from hvdlite.comm.group import Group
 from hvdlite.comm.torch_engine import TorchEngine
+from hvdlite.control.generation import Generation
 from hvdlite.runtime.process_set import Membership, ProcessSet
 from hvdlite.shm.setup import meet, open_segment
 from hvdlite.shm.shm_engine import ShmEngine
@@ -49,7 +51,7 @@ class SharedEngineFactory(ThreadEngineFactory):
     def open(self) -> Any:
         store = dist.PrefixStore(f"channel{self._opened}", self._store)
         self._opened += 1
-        context = meet(store, self._rank, self._size, open_segment(), Patience(TIMEOUT), Signer(b"test"))
+        context = meet(store, self._rank, self._size, open_segment(), InitTimeout(TIMEOUT), Signer(b"test"))
         return self._wrap(ShmEngine(context, "test"))
 
     def close(self, engine: Any, /) -> None:
@@ -62,10 +64,19 @@ class SharedEngineFactory(ThreadEngineFactory):
 ENGINES: dict[str, type[ThreadEngineFactory]] = {"gloo": ThreadEngineFactory, "shared memory": SharedEngineFactory}
 
 
+# Of the groups that have no world.
+_GENERATIONS: WeakKeyDictionary[Group, Generation] = WeakKeyDictionary()
+
+
+def generation_of(group: Group) -> Generation:
+    """What the optimizers and operations of a group share that has no world: the same at each call."""
+    return _GENERATIONS.setdefault(group, Generation(watch=group._watch))
+
+
 def set_of(group: Group) -> ProcessSet:
     """The ranks of a group as what the functions that take a ``process_set`` want."""
     process_set = ProcessSet(group.ranks)
-    process_set.register(Membership(group.set_id, group.ranks[group.rank], group))
+    process_set.register(Membership(group.set_id, group.ranks[group.rank], group, generation_of(group)))
     return process_set
 
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ranks import attempt_ranks, run_ranks
+from ranks import attempt_ranks, generation_of, run_ranks
 
 from hvdlite.comm.group import Group
 from hvdlite.control import thread_labels
 from hvdlite.control.connect import make_controller
+from hvdlite.control.generation import Generation
 from hvdlite.environment import Environment
 from hvdlite.rendezvous.placement import Topology
 from hvdlite.runtime import world
@@ -90,9 +91,10 @@ def attempt_worlds(
     shared = WorldOfThread()
 
     def run(group: Group) -> Any:
-        controller = make_controller(group, ["here"] * group.size, environment, timeout_s=10.0)
-        sets = Registry(group, controller)
-        own = World(_topology(group), group, controller, environment, sets, leave=lambda: None, pid=0)
+        generation = generation_of(group)
+        controller = make_controller(group, generation, ["here"] * group.size, environment, timeout_s=10.0)
+        sets = Registry(group, controller, generation)
+        own = World(_topology(group), group, generation, controller, environment, sets, leave=lambda: None, pid=0)
         shared.enter(own)
         try:
             return function(group.rank)
@@ -147,10 +149,13 @@ def _world_within(base: Group, size: int, token: str) -> World:
     """A world of the first ranks of a group."""
     engine_factory = base._engine_factory.among(range(size), base.rank, token)
     signer = base.signer.derive(token)
-    group = Group(engine_factory, base.rank, size, base.hosts[:size], signer=signer, label=token)
-    controller = make_controller(group, ["here"] * size, PLAIN, timeout_s=10.0)
-    sets = Registry(group, controller)
-    return World(_topology(group), group, controller, PLAIN, sets, leave=lambda: None, pid=0)
+    generation = Generation()
+    group = Group(
+        engine_factory, base.rank, size, base.hosts[:size], signer=signer, watch=generation.watch, label=token
+    )
+    controller = make_controller(group, generation, ["here"] * size, PLAIN, timeout_s=10.0)
+    sets = Registry(group, controller, generation)
+    return World(_topology(group), group, generation, controller, PLAIN, sets, leave=lambda: None, pid=0)
 
 
 def _topology(group: Group) -> Topology:

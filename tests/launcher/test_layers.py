@@ -100,7 +100,7 @@ def test_the_launcher_needs_the_standard_library_and_psutil_alone():
 
 def test_a_plain_job_pays_for_neither_yaml_nor_pickling():
     program = (
-        "import sys, hvdlite_launcher.cli.command_line; "
+        "import sys, hvdlite_launcher.cli.hvdlite_run; "
         "assert not {'yaml', 'cloudpickle', 'pickle'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,4 +1,6 @@
-"""Has Horovod itself make the calls of `calls.py` with 1 to 4 ranks, and writes what came of them to `recorded.json`.
+"""Has Horovod itself make the calls of `horovod_calls.py` with 1 to 4 ranks, and writes what came of them.
+
+That is in `recorded.json`.
 
     python record.py        where `horovodrun` is Horovod's own, built with gloo
 
@@ -27,7 +29,7 @@ FUNCTIONS = [
 
 def run(size: int, path: str) -> list[dict[str, Any]]:
     """By rank, what came of each call."""
-    command = ["horovodrun", "--gloo", "-np", str(size), sys.executable, str(HERE / "calls.py"), path]
+    command = ["horovodrun", "--gloo", "-np", str(size), sys.executable, str(HERE / "horovod_calls.py"), path]
     subprocess.run(command, check=True, timeout=300)
     return [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(size)]
 

@@ -1,7 +1,7 @@
 """What each call of `horovod.torch` comes to is what it came to in Horovod 0.28.1, or it is said below why not.
 
-`recorded.json` has what Horovod itself did (see `record.py`); `calls.py` makes the same calls of hvdlite, with not a
-line changed, with 1 to 4 ranks, through shared memory and through gloo.
+`recorded.json` has what Horovod itself did (see `record.py`); `horovod_calls.py` makes the same calls of hvdlite, with
+not a line changed, with 1 to 4 ranks, through shared memory and through gloo.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def job(tmp_path_factory):
     def run(size: int, **environment: str) -> dict[str, str]:
         path = tmp_path_factory.mktemp("job")
         ended = subprocess.run(
-            ["hvdlite-run", "--horovod", "-np", str(size), "python", str(HERE / "calls.py"), str(path / "outcomes")],
+            ["hvdlite-run", "--horovod", "-np", str(size), "python", str(HERE / "horovod_calls.py"), str(path / "outcomes")],  # noqa: E501
             env={**os.environ, **environment}, capture_output=True, text=True, timeout=200, cwd=path, check=False,
         )  # fmt: skip
         assert ended.returncode == 0, ended.stderr[-3000:]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import horovod_names as horovod
 import pytest
-from hvdlite_launcher.cli.flags import Parser
+from hvdlite_launcher.cli.flag_parser import Parser
 from hvdlite_launcher.cli.horovodrun_flags import ROWS, Idle, Refused
 from hvdlite_launcher.plan.worker_environment import OWN_VARIABLES
 

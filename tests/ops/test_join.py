@@ -14,7 +14,7 @@ from worlds import attempt_worlds, run_worlds
 import hvdlite as hvd
 from hvdlite.comm import deferred_close
 from hvdlite.comm.group import Group
-from hvdlite.comm.reducer_registry import ReducerRegistry, SitsOut
+from hvdlite.control.reducer_registry import ReducerRegistry, SitsOut
 from hvdlite.optim import optimizer as optimizer_module
 from hvdlite.optim.reducer import Reducer
 from hvdlite.runtime import world as world_module
@@ -284,10 +284,10 @@ def test_a_join_that_is_over_keeps_no_optimizer_also_where_it_has_failed(monkeyp
     failed, looked = threading.Barrier(3), threading.Barrier(3)
     pin, has_failed = ReducerRegistry.pin, threading.Event()
 
-    def pin_late(reducers: ReducerRegistry) -> dict[int, SitsOut]:
+    def pin_late(reducers: ReducerRegistry, group: Group) -> dict[int, SitsOut]:
         if threading.current_thread().name == "hvdlite-listener":
             has_failed.wait()
-        return pin(reducers)
+        return pin(reducers, group)
 
     monkeypatch.setattr(ReducerRegistry, "pin", pin_late)
 
@@ -379,8 +379,8 @@ def test_an_optimizer_is_known_to_the_others_before_any_of_them_is_through_with_
             asked.wait()
         return made
 
-    def pin_and_tell(reducers: ReducerRegistry) -> dict:
-        pinned = pin(reducers)
+    def pin_and_tell(reducers: ReducerRegistry, group: Group) -> dict:
+        pinned = pin(reducers, group)
         if joined.is_set():
             asked.set()
         return pinned

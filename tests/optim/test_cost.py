@@ -1,10 +1,12 @@
-"""What averaging costs beside the training itself, counted: calls of Python for each parameter, and bytes of memory."""
+"""What averaging costs beside the training, counted: calls of Python by parameter and bucket, and bytes of memory."""
 
 from __future__ import annotations
 
 import collections
 import sys
 import weakref
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -19,27 +21,34 @@ import hvdlite as hvd
 from hvdlite.comm.group import Group
 from hvdlite.optim import parameter_check
 
+OPTIM = Path(parameter_check.__file__).parent
+
 
 def wrap(group: Group, params: Any, **options: Any) -> hvd.DistributedOptimizer:
     return hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.1), process_set=set_of(group), **options)
 
 
-def calls_of_one_step(group: Group, count: int) -> collections.Counter[str]:
+def calls_of_one_step(group: Group, count: int, **options: Any) -> collections.Counter[str]:
     """Calls of functions of Python and of C, from the first gradient to the last average."""
     params = [nn.Parameter(torch.ones(4)) for _ in range(count)]
-    optimizer = wrap(group, params)
+    optimizer = wrap(group, params, **options)
     calls: collections.Counter[str] = collections.Counter()
     for step in range(3):
         optimizer.zero_grad()
         loss = torch.cat(params).sum()
         if step == 2:
-            sys.setprofile(lambda frame, event, argument: calls.update([event]))
+            sys.setprofile(lambda frame, event, argument: calls.update(_kinds_of_call(frame, event)))
         loss.backward()
         optimizer.synchronize()
         sys.setprofile(None)
         optimizer.step()
     optimizer.close()
     return calls
+
+
+def _kinds_of_call(frame: FrameType, event: str) -> list[str]:
+    is_own = event == "call" and Path(frame.f_code.co_filename).parent == OPTIM
+    return [event, "call of the optimizer"] if is_own else [event]
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -51,6 +60,16 @@ def test_a_parameter_costs_two_calls_of_python_in_a_step_and_a_few_of_c(size):
         assert many["call"] - few["call"] <= 2 * 200
         # Its slot is looked up, its backward pass, it is scaled into the bucket, and a lock is given back.
         assert many["c_call"] - few["c_call"] <= 4 * 200
+
+
+def test_a_bucket_costs_sixty_calls_of_the_optimizer_in_a_step_however_many_are_under_way():
+    def rank(group: Group) -> list[collections.Counter[str]]:
+        # Buckets of one parameter, with 16 bytes of gradients.
+        return [calls_of_one_step(group, count, bucket_cap_mb=16 / 2**20) for count in (50, 150)]
+
+    for few, many in run_ranks(2, rank):
+        # What an engine does while it waits is another matter.
+        assert many["call of the optimizer"] - few["call of the optimizer"] <= 60 * 100
 
 
 class LiveBytes(TorchDispatchMode):

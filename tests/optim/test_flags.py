@@ -14,17 +14,18 @@ LEFT_OUT, COUNTS_AS_ZERO = (1, 0), (0, 0)
 def summed_tail(
     size: int, absent: dict[int, tuple[int, int]], wire: torch.dtype
 ) -> tuple[Flags, torch.Tensor, ParticipantCount]:
-    """The bucket after the wires of all ranks were added up in their own dtype, one after the other."""
+    """The bucket's tail after the wires of all ranks were added up in their own dtype, one after the other."""
     spec = ParamSpec("w", (3,), (1,), torch.float32, torch.device("cpu"), trainable=True)
     (plan,) = plan_buckets([spec], cap_bytes=0, count_slots=RankAndSize(0, size).count_slots)
-    total = torch.zeros(plan.numel, dtype=wire)
+    tail_numel = plan.numel - plan.grad_numel
+    total = torch.zeros(tail_numel, dtype=wire)
     for rank in range(size):
-        flags, buffer = Flags(plan, RankAndSize(rank, size)), torch.zeros(plan.numel)
+        flags, tail = Flags(plan, RankAndSize(rank, size)), torch.zeros(tail_numel)
         if rank in absent:
-            flags.write_presence(buffer, absent[rank])
+            flags.write_presence(tail, absent[rank])
         else:
-            flags.write_usual(buffer)
-        total += buffer.to(wire)
+            flags.write_usual(tail)
+        total += tail.to(wire)
     back = total.float()
     return flags, back, ParticipantCount(presence_of(plan, back), size)
 
@@ -33,9 +34,9 @@ def summed_tail(
 @pytest.mark.parametrize("size", [1, 2, 128, 129, 300, 3000])
 def test_ranks_that_take_part_are_counted_exactly_whatever_travels(size, wire):
     absent = dict.fromkeys(range(0, size, 7), LEFT_OUT) if size > 2 else {}
-    flags, buffer, count = summed_tail(size, absent, wire)
+    flags, tail, count = summed_tail(size, absent, wire)
     assert count.active == int(count) == count.there().item() == size - len(absent)
-    assert flags.read(buffer, alone=False) == [(True, False)]
+    assert flags.read(tail, alone=False) == [(True, False)]
 
 
 @pytest.mark.parametrize("wire", [torch.float16, torch.bfloat16])

@@ -104,6 +104,61 @@ def test_once_known_to_be_sparse_a_table_is_in_no_bucket_any_more():
         assert second < first
 
 
+class Tables(nn.Module):
+    """Embeddings of different widths, of which rank 1 uses the first alone and rank 0 all but the last."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(ROWS, width, sparse=True) for width in range(1, count + 1)])
+        self.head = nn.Linear(1, 1)
+
+    def loss(self, rank: int) -> torch.Tensor:
+        used = self.tables[:1] if rank else self.tables[:-1]
+        rows = [table(torch.tensor([rank, 2])).sum() for table in used]
+        return self.head(torch.stack(rows).sum().view(1, 1)).sum()
+
+
+def gathers_of_a_step(group: Group, model: Tables, cap_mb: float) -> tuple[int, list[torch.Tensor | None]]:
+    """The all-gathers of the second step, and the gradients of the tables after it."""
+    model = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), process_set=set_of(group), bucket_cap_mb=cap_mb
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.loss(group.rank).backward()
+        group.engine.calls.clear()
+        optimizer.synchronize()
+        calls = list(group.engine.calls)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    optimizer.close()
+    return sum(name == "allgather" for name, _ in calls), [table.weight.grad for table in model.tables]
+
+
+def test_the_sparse_gradients_of_a_step_cost_two_collectives_however_many_there_are():
+    for model in (Tables(2), Tables(6)):
+        for gathers, _ in run_ranks(2, lambda group, model=model: gathers_of_a_step(group, model, 25), counting):
+            assert gathers == 2
+
+
+def test_sparse_gradients_that_fill_more_than_a_bucket_travel_apart_with_the_same_averages():
+    model = Tables(5)
+
+    def rank(group: Group):
+        # Four tables are used.
+        apart, grads = gathers_of_a_step(group, model, 1e-5)
+        assert apart == 1 + 4
+        _, together = gathers_of_a_step(group, model, 25)
+        assert together[-1] is grads[-1] is None
+        for got, expected in zip(grads[:-1], together[:-1], strict=True):
+            assert torch.equal(got.to_dense(), expected.to_dense())
+        return [grad.to_dense() for grad in together[:-1]]
+
+    for mine, theirs in zip(*run_ranks(2, rank, counting), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_a_gradient_that_is_sparse_on_one_rank_and_dense_on_another_is_an_error():
     def rank(group: Group):
         table = nn.Embedding.from_pretrained(torch.ones(4, 2), freeze=False, sparse=group.rank == 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import counting, run_ranks
+from ranks import counting, generation_of, run_ranks
 from torch import nn
 from worlds import run_worlds
 
@@ -323,7 +323,8 @@ def _add_and_remove() -> Any:
 
 def test_outsiders_open_no_channel_and_members_one_that_only_they_use():
     def rank(group: Group) -> int:
-        sets = Registry(group, UncheckedController(group.size))
+        generation = generation_of(group)
+        sets = Registry(group, UncheckedController(group.size, generation.recorder), generation)
         process_set = hvd.ProcessSet([1, 2])
         sets.add(process_set)
         before = len(group.engine.calls)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from ranks import ThreadEngineFactory, attempt_threads
 
-from hvdlite.comm.gloo import Patience
+from hvdlite.comm.gloo import InitTimeout
 from hvdlite.shm.setup import meet, open_segment
 from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.signing import Signer
@@ -45,7 +45,7 @@ def attempt_engines(size: int, function: Callable[[ShmEngine], Any], timeout_s: 
 def make_engine(store: dist.Store, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> ShmEngine:
     """One rank's, in memory of its own. All ranks must make theirs at the same time."""
     return ShmEngine(
-        meet(store, rank, size, open_segment(), Patience(timedelta(seconds=timeout_s)), Signer(b"test")), "test"
+        meet(store, rank, size, open_segment(), InitTimeout(timedelta(seconds=timeout_s)), Signer(b"test")), "test"
     )
 
 

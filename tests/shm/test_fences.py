@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hvdlite.comm.gloo import Patience
+from hvdlite.comm.gloo import InitTimeout
 from hvdlite.shm.control_block import DONE, POSTED
 from hvdlite.shm.futex import fence
 from hvdlite.shm.peers import Peers
@@ -61,7 +61,7 @@ def between_two_processes(directory: Path, play: Callable[[Peers], Any]) -> list
 
 def _play_as(rank: int, directory: Path, play: Callable[[Peers], Any]) -> Any:
     store = dist.FileStore(str(directory / "store"), 2)
-    context = meet(store, rank, 2, open_segment(), Patience(timedelta(seconds=TIMEOUT_S)), Signer(b"test"))
+    context = meet(store, rank, 2, open_segment(), InitTimeout(timedelta(seconds=TIMEOUT_S)), Signer(b"test"))
     return play(context.peers)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from shm.engines import attempt_threads, begin_all_reduce, run_engines, until
 
-from hvdlite.comm.gloo import Patience
+from hvdlite.comm.gloo import InitTimeout
 from hvdlite.shm import peers
 from hvdlite.shm import segment as segment_module
 from hvdlite.shm.operation import CHUNK_BYTES
@@ -220,7 +220,9 @@ def test_engines_over_one_segment_may_come_and_go() -> None:
     def on_rank(rank: int) -> None:
         segment = Segment()
         for number in range(4):
-            context = meet(dist.PrefixStore(str(number), store), rank, 2, segment, Patience(TIMEOUT), Signer(b"test"))
+            context = meet(
+                dist.PrefixStore(str(number), store), rank, 2, segment, InitTimeout(TIMEOUT), Signer(b"test")
+            )
             engine = ShmEngine(context, "test")
             bucket = engine.empty(MIB, torch.float32)
             assert bucket is not None

@@ -252,8 +252,8 @@ def test_a_world_that_is_left_leaves_its_timeline(tmp_path):
         world = current_world()
         hvd.start_timeline(tmp_path / "t.json")
         train()
-        timeline.leave(world.group, world.controller)
-        timeline.leave(world.group, world.controller)
+        timeline.leave(world.generation.recorder, world.group, world.controller)
+        timeline.leave(world.generation.recorder, world.group, world.controller)
 
     run_worlds(2, record)
     assert len(spans(read_events(tmp_path / "t.json"), 1, "optimizer 1", "synchronize")) == STEPS
@@ -269,12 +269,12 @@ def test_what_a_lost_rank_did_is_in_what_the_others_leave(tmp_path, caplog):
         train()
         if rank == 1:
             # As one that ends by an exception, or is killed soon after.
-            timeline.save(world.group)
+            timeline.save(world.generation.recorder, world.group)
             recorded.wait()
             return
         recorded.wait()
         world.group.close()
-        timeline.leave(world.group, world.controller)
+        timeline.leave(world.generation.recorder, world.group, world.controller)
 
     run_worlds(2, record)
     assert "may lack events of other ranks" in caplog.text
@@ -293,7 +293,7 @@ def test_who_is_waited_for_in_vain_is_given_up(tmp_path, monkeypatch, caplog):
 
     def record(rank: int) -> None:
         hvd.start_timeline(tmp_path / "t.json")
-        timeline.leave(current_world().group, Never())
+        timeline.leave(current_world().generation.recorder, current_world().group, Never())
 
     run_worlds(1, record)
     assert "not all ranks came to their end within 0.01 s" in caplog.text

@@ -1,6 +1,6 @@
 """`horovod.torch`: what `hvdlite.torch` has, and Horovod's modules of it."""
 
-from typing import NoReturn
+from typing import Any
 
 from hvdlite import torch as names
 from hvdlite.torch import *  # noqa: F403  # its __all__ is the list
@@ -11,5 +11,5 @@ from . import compression, functions, mpi_ops, optimizer, sync_batch_norm  # noq
 __all__ = names.__all__
 
 
-def __getattr__(name: str) -> NoReturn:
-    names.__getattr__(name)
+def __getattr__(name: str) -> Any:
+    return getattr(names, name)

@@ -11,7 +11,7 @@ from hvdlite_launcher.agents.remote_agent import RemoteAgent
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.store.server import Store
 from hvdlite_launcher.version import VERSION
-from hvdlite_launcher.wire.frames import MARK, encode
+from hvdlite_launcher.wire.agent_frames import MARK, encode
 from hvdlite_launcher.wire.messages import (
     Answered,
     Exited,

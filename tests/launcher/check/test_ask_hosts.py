@@ -3,7 +3,7 @@
 import signal
 
 import pytest
-from hvdlite_launcher.agents.greet import SignalledError
+from hvdlite_launcher.agents.wait_for_agents import SignalledError
 from hvdlite_launcher.check.ask_hosts import Collector, Question, Reply
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.wire.messages import AgentSaid, Exited, Interrupted, Lost, Output, Refused, Started

@@ -2,7 +2,7 @@
 
 import pytest
 from hvdlite_launcher.check.check_table import ASCII, UNICODE, Ways, show
-from hvdlite_launcher.check.verdict import Cell
+from hvdlite_launcher.check.diagnosis import Cell
 
 WELL = {"Python": Cell("3.11.2"), "GPUs": Cell(), "hvdlite": Cell("0.1.0")}
 AMISS = {**WELL, "Python": Cell("3.10.1", "Python is 3.10 here: use the same"), "GPUs": Cell("", "none")}

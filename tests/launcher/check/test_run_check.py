@@ -8,7 +8,7 @@ import pytest
 from hvdlite_launcher.check.ask_hosts import Reply
 from hvdlite_launcher.check.host_facts import Facts
 from hvdlite_launcher.check.run_check import ways_in
-from hvdlite_launcher.cli import command_line
+from hvdlite_launcher.cli import hvdlite_run
 
 
 def _said(*words, trouble=None):
@@ -58,7 +58,7 @@ def test_lines_of_others_are_passed_over(line):
     ],
 )
 def test_what_is_said_of_workers_is_refused(capsys, words, named):
-    assert command_line.main(["--check", *words]) == 2
+    assert hvdlite_run.main(["--check", *words]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert re.search(rf"leave out \S*{named}\b", err)
@@ -68,7 +68,7 @@ def test_a_config_file_may_say_of_workers_what_it_likes(capsys, tmp_path, monkey
     asked = []
     monkeypatch.setattr("hvdlite_launcher.check.run_check.check", lambda job: asked.append(job) or 0)
     (tmp_path / "job.yaml").write_text("num-proc: 4\nhosts: [localhost:2, b:2]\noutput-filename: logs\n")
-    assert command_line.main(["--check", "--config-file", str(tmp_path / "job.yaml")]) == 0
+    assert hvdlite_run.main(["--check", "--config-file", str(tmp_path / "job.yaml")]) == 0
     assert [host.label for host in asked[0].hosts] == ["localhost", "b"]
     assert capsys.readouterr().err == ""
 
@@ -78,7 +78,7 @@ def test_no_word_of_a_host_s_makes_a_line_that_nobody_said(capsys, monkeypatch):
     facts = Facts(odd, odd, 1, True, torch="9" * 100_000, gloo=True, interfaces=(odd,), hvdlite_error=odd)
     reply = Reply((json.dumps(asdict(facts)),))
     monkeypatch.setattr("hvdlite_launcher.check.run_check.ask_hosts", lambda *_, **__: {"localhost": reply})
-    assert command_line.main(["--check"]) == 1
+    assert hvdlite_run.main(["--check"]) == 1
     out = capsys.readouterr().out
     assert "3.11 node2 fine\\x1b[2J" in out
     assert not re.search(r"^node2|\x1b", out, re.MULTILINE)

@@ -3,9 +3,9 @@
 import argparse
 
 import pytest
-from hvdlite_launcher.cli import command_line, horovodrun_flags
+from hvdlite_launcher.cli import horovodrun_flags, hvdlite_run
 from hvdlite_launcher.cli.config_file import config_words
-from hvdlite_launcher.cli.flags import Parser
+from hvdlite_launcher.cli.flag_parser import Parser
 from hvdlite_launcher.errors import UsageError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -156,12 +156,12 @@ def test_a_switch_that_is_false_is_the_contrary_switch_where_there_is_one(write)
 @pytest.mark.parametrize("config_file_first", [True, False])
 def test_the_command_line_wins_wherever_it_names_the_file(config_file_first, write, capsys):
     file, flags = ["--config-file", write("num-proc: 4\nhosts: localhost:8\n")], ["-np", "2"]
-    assert command_line.main([*(file + flags if config_file_first else flags + file), "--dry-run"]) == 0
+    assert hvdlite_run.main([*(file + flags if config_file_first else flags + file), "--dry-run"]) == 0
     assert "HVDLITE_SIZE=2\n" in capsys.readouterr().out
 
 
 def test_an_interface_on_the_command_line_takes_the_place_of_the_files(write):
-    options = command_line.read_flags(["--network-interface", "b", "--config-file", write("network-interface: [a, c]")])
+    options = hvdlite_run.read_flags(["--network-interface", "b", "--config-file", write("network-interface: [a, c]")])
     assert options.network_interface == {"": "b"}
 
 
@@ -173,7 +173,7 @@ def test_hosts_on_the_command_line_take_the_place_of_the_files_whichever_way_eit
     values = {"hosts": "localhost:2", "hostfile": str(tmp_path / "hostfile")}
     path = write(f"{flag}: node1:3\n")
     for other, value in values.items():
-        assert command_line.main([f"--{other}", value, "--config-file", path, "--dry-run"]) == 0
+        assert hvdlite_run.main([f"--{other}", value, "--config-file", path, "--dry-run"]) == 0
         assert "HVDLITE_SIZE=2\n" in capsys.readouterr().out
 
 
@@ -224,7 +224,7 @@ def test_hosts_on_the_command_line_take_the_place_of_the_files_whichever_way_eit
 )
 def test_what_is_wrong_is_one_line_that_names_the_file_and_the_place(content, said, write, capsys):
     path = write(content)
-    assert command_line.main(["--config-file", path, "-np", "1", "true"]) == 2
+    assert hvdlite_run.main(["--config-file", path, "-np", "1", "true"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"hvdlite-run: --config-file {path}{said}")
@@ -236,7 +236,7 @@ def test_what_is_wrong_is_one_line_that_names_the_file_and_the_place(content, sa
     [("/no/such", "/no/such: no such file"), ("/", "/: is a directory"), ("", "'': no such file"), ("\0", "'\\x00': ")],
 )
 def test_a_file_that_cannot_be_read_is_named(path, said, capsys):
-    assert command_line.main(["--config-file", path, "-np", "1", "true"]) == 2
+    assert hvdlite_run.main(["--config-file", path, "-np", "1", "true"]) == 2
     assert capsys.readouterr().err.startswith(f"hvdlite-run: --config-file {said}")
 
 

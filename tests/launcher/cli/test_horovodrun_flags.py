@@ -3,8 +3,8 @@
 import re
 
 import pytest
-from hvdlite_launcher.cli import command_line, horovodrun_flags
-from hvdlite_launcher.cli.flags import HELP, Parser
+from hvdlite_launcher.cli import horovodrun_flags, hvdlite_run
+from hvdlite_launcher.cli.flag_parser import HELP, Parser
 
 # As its users know them; those that say who runs where are hvdlite-run's own too.
 HOROVODRUNS = """\
@@ -76,7 +76,7 @@ def test_files_are_where_the_user_is_wherever_the_program_goes(monkeypatch, tmp_
 def test_what_cannot_is_one_line_that_says_why_unless_it_is_so_anyway(row, capsys):
     name = row.names[0]
     words = [name] if row.read is None else [f"{name}={VALUES.get(name, '7')}"]
-    assert command_line.main(["-np", "1", *words, "--dry-run"]) == 0
+    assert hvdlite_run.main(["-np", "1", *words, "--dry-run"]) == 0
     said = capsys.readouterr().err
     if name == "--gloo" or (name.startswith("--no-") and name != "--no-mpi-threads-disable"):
         assert said == ""
@@ -87,7 +87,7 @@ def test_what_cannot_is_one_line_that_says_why_unless_it_is_so_anyway(row, capsy
 @pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.names[0])
 def test_what_is_elastic_is_refused_however_many_values_it_has(row, capsys):
     for name in row.names:
-        assert command_line.main(["-np", "1", name, *["2"] * row.values, "true"]) == 2
+        assert hvdlite_run.main(["-np", "1", name, *["2"] * row.values, "true"]) == 2
         out, err = capsys.readouterr()
         assert (out, err.count("\n")) == ("", 1)
         assert err.startswith(f"hvdlite-run: {'/'.join(row.names)}: elastic training is not there: ")
@@ -110,21 +110,21 @@ def test_what_is_elastic_is_refused_however_many_values_it_has(row, capsys):
 )  # fmt: skip
 def test_a_wrong_value_is_one_line_in_horovods_words_where_it_has_them(words, said, capsys):
     asked = words if "--check" in words else ["-np", "1", *words, "true"]
-    assert command_line.main(asked) == 2
+    assert hvdlite_run.main(asked) == 2
     assert capsys.readouterr().err == f"hvdlite-run: {said}\n"
 
 
 def test_what_the_flags_set_is_shown_with_the_plan_and_x_has_the_last_word(capsys, monkeypatch):
     monkeypatch.setenv("HVDLITE_LOG_LEVEL", "error")
     flags = ["--tcp", "--log-level", "INFO", "--fusion-threshold-mb", "1", "--horovod"]
-    assert command_line.main(["-np", "1", *flags, "-x", "HVDLITE_FUSION_THRESHOLD=0", "--dry-run"]) == 0
+    assert hvdlite_run.main(["-np", "1", *flags, "-x", "HVDLITE_FUSION_THRESHOLD=0", "--dry-run"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert {"    NCCL_IB_DISABLE=1", "    HVDLITE_LOG_LEVEL=info", "    HVDLITE_FUSION_THRESHOLD=0"} <= set(shown)
     assert any(line.startswith("    PYTHONPATH=<") for line in shown)
 
 
 def test_the_short_names_of_horovodruns_are_there(capsys):
-    assert command_line.main(["-v"]) == 0
+    assert hvdlite_run.main(["-v"]) == 0
     assert capsys.readouterr().out.startswith("hvdlite-run ")
     assert Parser().parse_args(["-cb"]).check
     assert horovodrun_flags.HELP in HELP

@@ -184,5 +184,5 @@ def test_a_terminal_shows_the_words_of_a_workers_exception_and_obeys_none_of_the
 @pytest.mark.parametrize(("exit_code", "kind"), [(UsageError.exit_code, ValueError), (1, JobError)])
 def test_so_it_does_with_the_launchers_report(exit_code, kind):
     with pytest.raises(kind) as caught:
-        _returned(FunctionResults(returns={}, exit_code=exit_code, rank=None, report=f"a worker said {ESCAPE}"))
+        _returned(FunctionResults(returns={}, exit_code=exit_code, rank=None, message=f"a worker said {ESCAPE}"))
     assert str(caught.value) == f"a worker said {SHOWN}"

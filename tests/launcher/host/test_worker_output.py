@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from hvdlite_launcher.host.worker_output import WorkerOutput
-from hvdlite_launcher.wire.frames import WINDOW_BYTES
+from hvdlite_launcher.wire.agent_frames import WINDOW_BYTES
 from hvdlite_launcher.wire.messages import Output
 
 

@@ -78,7 +78,7 @@ class Played:
 
     @property
     def report(self):
-        return self.outcome.report
+        return self.outcome.message
 
     # the queue of events
 

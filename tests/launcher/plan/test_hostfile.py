@@ -1,7 +1,7 @@
 """The grammar of a hostfile, and the one line for what is none."""
 
 import pytest
-from hvdlite_launcher.cli import command_line
+from hvdlite_launcher.cli import hvdlite_run
 from hvdlite_launcher.errors import UsageError
 from hvdlite_launcher.plan.hosts import AUTO, Host, parse_hostfile, read_hostfile
 from hypothesis import given
@@ -71,7 +71,7 @@ def test_a_file_from_another_system_reads_the_same(tmp_path):
 def test_a_bad_line_is_named_with_its_number(line, said, tmp_path, capsys):
     path = tmp_path / "hosts"
     path.write_bytes(b"# comment\n\ngood slots=1\n" + line.encode("latin-1") + b"\n")
-    assert command_line.main(["--hostfile", str(path), "true"]) == 2
+    assert hvdlite_run.main(["--hostfile", str(path), "true"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"hvdlite-run: --hostfile {path}, line 4: {said}")

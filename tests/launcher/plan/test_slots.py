@@ -8,7 +8,7 @@ from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.slots import plan_slots
 from hvdlite_launcher.plan.worker_environment import (
     OWN_VARIABLES,
-    HostFacts,
+    HostEnvironment,
     job_dir,
     slot_environment,
     store_socket,
@@ -70,7 +70,7 @@ LOCALHOST = (Host("localhost", 2),)
 def _environment(given, hosts=LOCALHOST, interface="lo", cores=8):
     size = sum(host.slots for host in hosts)
     own = slot_environment(plan_slots(hosts)[1], size, master_address="10.0.0.1", master_port=40000)
-    return {**given, **variables_set(given, own, HostFacts("/tmp/hvdlite-x", cores, interface))}
+    return {**given, **variables_set(given, own, HostEnvironment("/tmp/hvdlite-x", cores, interface))}
 
 
 def test_a_worker_is_told_its_place_and_where_to_meet():

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from ..errors import LaunchEnvironmentError
 from .host_address import ELSEWHERE, LOOPBACK, interface_of, own_address
 from .launchers import MPICH, SLURM
-from .neighbours import ask_neighbour, tell_neighbours
+from .local_exchange import ask_local_rank_0, give_to_local_ranks
 from .nodelist import expand_nodelist
 from .placement import Placement
 from .pmi import exchange_by_pmi, finalize_pmi, open_connection
@@ -41,7 +41,9 @@ _PORTS = 20000
 Exchange = Callable[[str, str | None], str]
 
 
-def meet(placement: Placement, environ: Mapping[str, str], name: str, timeout: timedelta) -> tuple[Store, bytes | None]:
+def rendezvous_by_pmi(
+    placement: Placement, environ: Mapping[str, str], name: str, timeout: timedelta
+) -> tuple[Store, bytes | None]:
     """A store that all ranks share; ``name`` tells one meeting of the same ranks from another. Waits for all.
 
     With it, a secret that rank 0 has told the others by the launcher's own exchange; None where there is no such.
@@ -95,8 +97,8 @@ def _name_of_job(placement: Placement, environ: Mapping[str, str]) -> str | None
 
 def _exchange_on_host(placement: Placement, job: str, timeout_s: float, key: str, value: str | None) -> str:
     if value is None:
-        return ask_neighbour(f"{job}/{key}", placement.rank, timeout_s)
-    tell_neighbours(f"{job}/{key}", value, placement.size, timeout_s)
+        return ask_local_rank_0(f"{job}/{key}", placement.rank, timeout_s)
+    give_to_local_ranks(f"{job}/{key}", value, placement.size, timeout_s)
     return value
 
 

@@ -1,6 +1,6 @@
 """The words about the first failure."""
 
-from hvdlite_launcher.job.report import Failure, Tail, report
+from hvdlite_launcher.job.failure_message import Failure, Tail, failure_message
 from hvdlite_launcher.system.signals import shell_code
 
 
@@ -48,7 +48,7 @@ def test_of_a_bar_the_last_state_is_shown_and_bytes_that_are_no_text_harm_nothin
 
 
 def test_a_failure_names_rank_host_pid_and_code():
-    text = report(Failure(1, "localhost", 4242, 3, ["Traceback (most recent call last):", "E"]))
+    text = failure_message(Failure(1, "localhost", 4242, 3, ["Traceback (most recent call last):", "E"]))
     assert text == (
         "rank 1 on localhost (pid 4242) failed first, with exit code 3. The end of its stderr:\n"
         "    Traceback (most recent call last):\n"
@@ -61,17 +61,17 @@ def test_a_program_that_misses_horovod_is_told_how_it_finds_it():
         "ModuleNotFoundError: No module named 'horovod'",
         "[rank0]: ModuleNotFoundError: No module named 'horovod'",
     ):
-        words = report(Failure(0, "a", 1, 1, ["Traceback (most recent call last):", last])).splitlines()
+        words = failure_message(Failure(0, "a", 1, 1, ["Traceback (most recent call last):", last])).splitlines()
         assert words[-2] == f"    {last}"
         assert words[-1].startswith("hvdlite-run --horovod lets a program find hvdlite where it imports horovod.")
         assert "PYTHONPATH=$PWD:$PYTHONPATH" in words[-1]
     other = "ModuleNotFoundError: No module named 'horovodrun'"
-    assert "--horovod" not in report(Failure(0, "a", 1, 1, [other]))
+    assert "--horovod" not in failure_message(Failure(0, "a", 1, 1, [other]))
 
 
 def test_a_signal_is_named():
-    assert "killed by SIGSEGV. It wrote nothing to stderr." in report(Failure(0, "a", 1, -11, []))
-    assert "memory" in report(Failure(0, "a", 1, -9, []))
+    assert "killed by SIGSEGV. It wrote nothing to stderr." in failure_message(Failure(0, "a", 1, -11, []))
+    assert "memory" in failure_message(Failure(0, "a", 1, -9, []))
     assert shell_code(-9) == 137
 
 
@@ -80,7 +80,7 @@ BAD = ["bad config"]
 
 def test_a_failure_without_words_is_told_with_those_of_one_that_failed_with_it():
     first, other = Failure(1, "b", 11, 2, []), Failure(0, "a", 10, 2, BAD)
-    assert report(first, [other]) == (
+    assert failure_message(first, [other]) == (
         "rank 1 on b (pid 11) failed first, with exit code 2. It wrote nothing to stderr. "
         "rank 0 on a (pid 10) failed within half a second of it, with exit code 2. The end of its stderr:\n"
         "    bad config"
@@ -94,24 +94,26 @@ def test_of_several_with_words_one_with_the_same_exit_code_is_quoted_then_the_fi
         Failure(2, "a", 12, 2, ["same"]),
         Failure(1, "a", 11, 2, ["late"]),
     ]
-    assert report(first, others).endswith("\n    same")
-    assert report(first, others[:1]).endswith("with exit code 1. The end of its stderr:\n    other code")
+    assert failure_message(first, others).endswith("\n    same")
+    assert failure_message(first, others[:1]).endswith("with exit code 1. The end of its stderr:\n    other code")
 
 
 def test_one_with_words_of_its_own_needs_no_others():
-    assert report(Failure(1, "a", 11, 2, ["mine"]), [Failure(0, "a", 10, 2, BAD)]).endswith("stderr:\n    mine")
+    assert failure_message(Failure(1, "a", 11, 2, ["mine"]), [Failure(0, "a", 10, 2, BAD)]).endswith(
+        "stderr:\n    mine"
+    )
 
 
 def test_where_nobody_wrote_to_stderr_the_end_of_stdout_is_shown():
-    said = report(Failure(1, "a", 11, 2, [], [f"step {i}" for i in range(9)]))
+    said = failure_message(Failure(1, "a", 11, 2, [], [f"step {i}" for i in range(9)]))
     assert said.splitlines() == [
         "rank 1 on a (pid 11) failed first, with exit code 2. It wrote nothing to stderr. The end of its stdout:",
         *(f"    step {i}" for i in range(4, 9)),
     ]
-    by_other = report(Failure(1, "a", 11, 2, []), [Failure(0, "a", 10, 2, [], BAD)])
+    by_other = failure_message(Failure(1, "a", 11, 2, []), [Failure(0, "a", 10, 2, [], BAD)])
     assert "rank 0 on a (pid 10) failed within half a second of it, with exit code 2" in by_other
     assert by_other.endswith("The end of its stdout:\n    bad config")
 
 
 def test_a_worker_that_a_signal_ended_had_no_time_for_words_on_stdout():
-    assert report(Failure(0, "a", 1, -9, [], ["step 5"])).endswith("It wrote nothing to stderr.")
+    assert failure_message(Failure(0, "a", 1, -9, [], ["step 5"])).endswith("It wrote nothing to stderr.")

@@ -1,4 +1,4 @@
-"""Writes the report on a job that failed: who failed first, how, and the end of what it wrote to stderr.
+"""Writes the message about a job that failed: who failed first, how, and the end of what it wrote to stderr.
 
 Where ranks end alike, the first to end may be one that left it to another to say why: then that one's words are quoted.
 
@@ -78,7 +78,7 @@ class Failure:
         return f"rank {self.rank} on {self.host} (pid {self.pid})"
 
 
-def report(first: Failure, others: Sequence[Failure] = ()) -> str:
+def failure_message(first: Failure, others: Sequence[Failure] = ()) -> str:
     """Names the worker that failed first, with the end of its stderr; if that is empty, with that of one of ``others``.
 
     These are in the order in which they ended, so soon after the first that it may have been for the same reason.
@@ -115,13 +115,13 @@ def _soon(other: Failure) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the job ended. ``report`` is the last word on the screen, ``rank`` the worker that failed first, if one did.
+    """How the job ended. ``message`` is the last word on the screen, ``rank`` the worker that failed first, if one did.
 
     ``hasty``: whoever waits wants the end more than the last of the output, should the screen stand still.
     """
 
     exit_code: int = 0
-    report: str = ""
+    message: str = ""
     hasty: bool = False
     rank: int | None = None
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 from hvdlite_launcher.errors import ProtocolError
-from hvdlite_launcher.wire.frames import FROM_AGENT, FROM_LAUNCHER, MAX_PAYLOAD_BYTES, Decoder, encode
+from hvdlite_launcher.wire.agent_frames import FROM_AGENT, FROM_LAUNCHER, MAX_PAYLOAD_BYTES, Decoder, encode
 from hvdlite_launcher.wire.messages import (
     Beat,
     Exited,

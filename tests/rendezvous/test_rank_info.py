@@ -1,4 +1,4 @@
-"""How ranks introduce themselves in a store, also one that a stranger can write to."""
+"""How ranks tell each other of themselves in a store, also one that a stranger can write to."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch.distributed as dist
 from ranks import attempt_threads
 
 from hvdlite.errors import CommunicationError, LaunchEnvironmentError, MismatchError
-from hvdlite.rendezvous.introductions import MAX_BYTES, Introduction, agree_on_secret, introduce, refuse
 from hvdlite.rendezvous.placement import Placement
+from hvdlite.rendezvous.rank_info import MAX_BYTES, RankInfo, agree_on_secret, exchange_rank_info, refuse
 from hvdlite.signing import Signer
 
 SECRET = b"0123456789abcdef"
 PATIENCE = timedelta(seconds=20)
 
 
-def own(rank: int, size: int, version: str = "1") -> Introduction:
-    return Introduction.of(Placement(rank, size, "node", f"host{rank}", rank), 100 + rank, version, {"check": True})
+def own(rank: int, size: int, version: str = "1") -> RankInfo:
+    return RankInfo.of(Placement(rank, size, "node", f"host{rank}", rank), 100 + rank, version, {"check": True})
 
 
 def meet(store: dist.Store, rank: int, size: int, secret: bytes = SECRET, version: str = "1"):
-    return introduce(store, own(rank, size, version), Signer(secret), PATIENCE)
+    return exchange_rank_info(store, own(rank, size, version), Signer(secret), PATIENCE)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -82,7 +82,7 @@ def test_ranks_with_different_versions_are_told_which():
 
 def test_a_rank_that_does_not_come_is_named():
     with pytest.raises(CommunicationError, match=r"did not call it within 0\.05 s.*waited for rank 1, 2\."):
-        introduce(dist.HashStore(), own(0, 3), Signer(SECRET), timedelta(seconds=0.05))
+        exchange_rank_info(dist.HashStore(), own(0, 3), Signer(SECRET), timedelta(seconds=0.05))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -1,5 +1,5 @@
 """
-The reducers of a group (one for each DistributedOptimizer), under numbers that are equal on all ranks.
+The reducers of each group (one for each DistributedOptimizer), under numbers that are equal on all its ranks.
 
     enter (all ranks, in one order) ── number ── pin: those that live here are kept, until unpin
 
@@ -10,10 +10,13 @@ garbage collector has come to one of them here: nothing is done here at its call
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 from weakref import ref
+
+from ..comm.group import Group
 
 
 class SitsOut(Protocol):
@@ -38,25 +41,61 @@ class ReducerRegistry:
     """Holds its members by weak references alone, but for those that are pinned."""
 
     def __init__(self) -> None:
-        self._entering = threading.Lock()
-        self._entered = 0
-        # Made anew for each change: `pin` is called by another thread, at any time.
-        self._members: tuple[tuple[int, ref[SitsOut]], ...] = ()
+        # By the group's label.
+        self._groups: dict[str, _Members] = {}
+        self._adding = threading.Lock()
+        # Backward passes (autograd's numbers) whose gradients some optimizer has stepped with: what a GAN's generator
+        # step leaves behind in the discriminator is recognised by it. A few suffice: gradients do not stay pending for
+        # long.
+        self.stepped_backwards: deque[int] = deque(maxlen=64)
 
-    def enter(self, member: SitsOut) -> None:
-        """Give a member its number. On every rank, in the same order, before the member's channel is opened.
+    def enter(self, group: Group, member: SitsOut) -> None:
+        """Give a member its number. On every rank of the group, in the same order, before its engine is opened.
 
         Before: a rank that is through with opening, and joins, must find the member on all others.
         """
+        self._members_of(group).enter(member)
+
+    def pin(self, group: Group) -> dict[int, SitsOut]:
+        """Keep those of the group that live and have not been closed; by number."""
+        return self._members_of(group).pin()
+
+    def only_one_thread(self, group: Group, what: str) -> AbstractContextManager[None]:
+        """For making a reducer, and whatever else has an engine of its own, where the order of calls pairs them up.
+
+        A RuntimeError for a thread that comes while another one of this rank is inside for the same group.
+        """
+        return self._members_of(group).opening.only(what)
+
+    def forget(self, group: Group) -> None:
+        """The group is closed: nobody enters any more."""
+        with self._adding:
+            self._groups.pop(group.label, None)
+
+    def _members_of(self, group: Group) -> _Members:
+        with self._adding:
+            return self._groups.setdefault(group.label, _Members(group.size))
+
+
+class _Members:
+    """The reducers of one group."""
+
+    def __init__(self, size: int) -> None:
+        self.opening = OneThread(size)
+        self._entering = threading.Lock()
+        self._entered = 0
+        # Made anew for each change: `pin` is called by another thread, at any time.
+        self._known: tuple[tuple[int, ref[SitsOut]], ...] = ()
+
+    def enter(self, member: SitsOut) -> None:
         with self._entering:
             self._entered += 1
-            kept = [(number, known) for number, known in self._members if known() is not None]
-            self._members = (*kept, (self._entered, ref(member)))
+            kept = [(number, known) for number, known in self._known if known() is not None]
+            self._known = (*kept, (self._entered, ref(member)))
 
     def pin(self) -> dict[int, SitsOut]:
-        """Keep those that live and have not been closed; by number."""
         pinned = {}
-        for number, known in self._members:
+        for number, known in self._known:
             member = known()
             if member is not None and member.pin():
                 pinned[number] = member

@@ -1,11 +1,11 @@
 """The plan as text."""
 
-from hvdlite_launcher.cli import command_line
+from hvdlite_launcher.cli import hvdlite_run
+from hvdlite_launcher.plan.dry_run import preview
 from hvdlite_launcher.plan.exported_variables import Environment
 from hvdlite_launcher.plan.hosts import Host
-from hvdlite_launcher.plan.preview import preview
 from hvdlite_launcher.plan.slots import plan_slots
-from hvdlite_launcher.plan.worker_environment import HostFacts
+from hvdlite_launcher.plan.worker_environment import HostEnvironment
 
 FIRST = """\
 rank 0 on a: local rank 0 of 2, cross rank 0 of 2
@@ -41,7 +41,7 @@ rank 0 on a: local rank 0 of 2, cross rank 0 of 2
 """
 
 
-def _preview(given, *hosts, facts=lambda _: HostFacts("/tmp/hvdlite-<job>", 8, "lan0")):
+def _preview(given, *hosts, facts=lambda _: HostEnvironment("/tmp/hvdlite-<job>", 8, "lan0")):
     return preview(plan_slots(hosts), Environment(given, given), facts)
 
 
@@ -74,7 +74,7 @@ def test_what_the_user_has_set_is_not_shown():
 
 
 def test_a_plan_can_be_seen_without_a_command(capsys):
-    assert command_line.main(["--dry-run", "-H", "localhost:2"]) == 0
+    assert hvdlite_run.main(["--dry-run", "-H", "localhost:2"]) == 0
     out, err = capsys.readouterr()
     assert [line for line in out.splitlines() if line.startswith("rank ")] == [
         f"rank {rank} on localhost: local rank {rank} of 2, cross rank 0 of 1" for rank in (0, 1)
@@ -83,5 +83,5 @@ def test_a_plan_can_be_seen_without_a_command(capsys):
 
 
 def test_a_plan_that_cannot_be_is_as_wrong_as_without_a_dry_run(capsys):
-    assert command_line.main(["--dry-run", "-H", "localhost:2", "-np", "3"]) == 2
+    assert hvdlite_run.main(["--dry-run", "-H", "localhost:2", "-np", "3"]) == 2
     assert "more than the 2 slots" in capsys.readouterr().err

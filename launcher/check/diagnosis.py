@@ -50,7 +50,7 @@ class Usual:
 Judge = Callable[[Facts], Cell]
 
 
-def judge(facts: Mapping[str, Facts], cwd: str) -> dict[str, dict[str, Cell]]:
+def diagnose(facts: Mapping[str, Facts], cwd: str) -> dict[str, dict[str, Cell]]:
     """By the hosts' labels, each with the same titles. ``cwd`` is where the job would run."""
 
     def usual(value: Callable[[Facts], str | None]) -> Usual:

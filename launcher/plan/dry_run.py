@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from .exported_variables import Environment
 from .hosts import Host
 from .slots import Slot
-from .worker_environment import HostFacts, slot_environment, variables_set
+from .worker_environment import HostEnvironment, slot_environment, variables_set
 
 
 def preview(
     slots: Sequence[Slot],
     environment: Environment,
-    facts_of: Callable[[Host], HostFacts | None],
+    facts_of: Callable[[Host], HostEnvironment | None],
     interface_of: Callable[[Host], str | None] = lambda _: None,
     by_flags: Mapping[str, str] | None = None,
 ) -> str:
@@ -34,7 +34,9 @@ def preview(
         given = environment.here if slot.host.is_here else environment.elsewhere
         facts = facts_of(slot.host)
         interface = interface_of(slot.host) or "<towards the others>"
-        variables = variables_set(given, own, facts or HostFacts("<its own>", 1, interface)) | dict(by_flags or {})
+        variables = variables_set(given, own, facts or HostEnvironment("<its own>", 1, interface)) | dict(
+            by_flags or {}
+        )
         if facts is None and "OMP_NUM_THREADS" not in given:
             variables["OMP_NUM_THREADS"] = f"<its cores / {slot.local_size}>"
         place = (

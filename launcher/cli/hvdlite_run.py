@@ -1,6 +1,6 @@
 """The program hvdlite-run: from its command line to its exit code, and one line for what cannot be done.
 
-What the user may say is in `flags`, and what happens then in `job_spec`.
+What the user may say is in `flag_parser`, and what happens then in `job_spec`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..errors import LauncherError, UsageError
+from ..plan.dry_run import preview
 from ..plan.exported_variables import chosen_environment
 from ..plan.hosts import Host, find_this_machine, parse_hosts, read_hostfile
 from ..plan.job_spec import JobSpec
-from ..plan.preview import preview
 from ..plan.slots import plan_slots
 from ..plan.ssh import Ssh
-from ..plan.worker_environment import HostFacts, job_dir
+from ..plan.worker_environment import HostEnvironment, job_dir
 from ..system.machine import usable_cores
 from ..system.network import loopback_interface
 from ..system.terminal_text import say
 from ..version import VERSION
 from . import horovodrun_flags
-from .flags import EXAMPLE, HELP, Parser, positive_seconds
+from .flag_parser import EXAMPLE, HELP, Parser, positive_seconds
 
 # What is said of the workers of a job, and not of its hosts.
 _OF_WORKERS = ("num_proc", "dry_run", "output_filename", "prefix_output_with_timestamp", "grace", "horovod")
@@ -192,7 +192,7 @@ def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
 def _preview(job: JobSpec, options: argparse.Namespace) -> str:
     from ..system.job_directory import temporary_directory  # noqa: PLC0415  # costs 10 ms, needless for a job
 
-    here = HostFacts(job_dir("<job>", temporary_directory()), usable_cores(), loopback_interface())
+    here = HostEnvironment(job_dir("<job>", temporary_directory()), usable_cores(), loopback_interface())
 
     from ..job.launch import count_slots  # noqa: PLC0415  # as above
 
@@ -203,7 +203,7 @@ def _preview(job: JobSpec, options: argparse.Namespace) -> str:
         names = job.interface_of(host)
         return f"<the first of {names} that is there>" if names and "," in names else names
 
-    def facts_of(host: Host) -> HostFacts | None:
+    def facts_of(host: Host) -> HostEnvironment | None:
         if not (host.is_here and alone):
             return None
         return replace(here, interface=interface_of(host) or here.interface)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 import hvdlite as hvd
 from hvdlite.rendezvous.host_address import ELSEWHERE, interface_of, own_address
 from hvdlite.rendezvous.launchers import MPICH, OPENMPI, SLURM
-from hvdlite.rendezvous.mpi_rendezvous import meet, port_of_step
-from hvdlite.rendezvous.neighbours import ask_neighbour, tell_neighbours
+from hvdlite.rendezvous.local_exchange import ask_local_rank_0, give_to_local_ranks
 from hvdlite.rendezvous.placement import Placement
 from hvdlite.rendezvous.pmi import exchange_by_pmi, finalize_pmi, open_connection
+from hvdlite.rendezvous.pmi_rendezvous import port_of_step, rendezvous_by_pmi
 
 STEP = {"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
 
@@ -112,20 +112,20 @@ def test_the_connection_is_ours_when_mpi_closes_its_own():
 def test_all_neighbours_get_rank_0s_text_in_whatever_order_they_come():
     name = f"test/{os.getpid()}/{os.urandom(4).hex()}"
     with ThreadPoolExecutor(4) as pool:
-        asked = [pool.submit(ask_neighbour, name, rank, 10) for rank in (1, 2, 3)]
-        tell_neighbours(name, "127.0.0.1/5", 4, 10)
+        asked = [pool.submit(ask_local_rank_0, name, rank, 10) for rank in (1, 2, 3)]
+        give_to_local_ranks(name, "127.0.0.1/5", 4, 10)
         assert [future.result() for future in asked] == ["127.0.0.1/5"] * 3
-        tell_neighbours(name, "the name is free again", 1, 10)
+        give_to_local_ranks(name, "the name is free again", 1, 10)
 
 
 def test_a_neighbour_that_does_not_come_is_named():
     name = f"test/{os.getpid()}/{os.urandom(4).hex()}"
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(ask_neighbour, name, 1, 10)
+        pool.submit(ask_local_rank_0, name, 1, 10)
         with pytest.raises(hvd.CommunicationError, match="waiting for rank 2, 3 on this host"):
-            tell_neighbours(name, "x", 4, 0.2)
+            give_to_local_ranks(name, "x", 4, 0.2)
     with pytest.raises(hvd.CommunicationError, match="waiting for rank 0"):
-        ask_neighbour(name, 1, 0.05)
+        ask_local_rank_0(name, 1, 0.05)
 
 
 def test_a_second_rank_0_of_a_job_is_an_error():
@@ -133,7 +133,7 @@ def test_a_second_rank_0_of_a_job_is_an_error():
     with socket.socket(socket.AF_UNIX) as first:
         first.bind(b"\0hvdlite/" + name.encode())
         with pytest.raises(hvd.CommunicationError, match="two processes have its rank 0"):
-            tell_neighbours(name, "x", 2, 1)
+            give_to_local_ranks(name, "x", 2, 1)
 
 
 def test_ranks_of_one_slurm_node_share_a_store_on_loopback(monkeypatch):
@@ -142,7 +142,7 @@ def test_ranks_of_one_slurm_node_share_a_store_on_loopback(monkeypatch):
 
     def rank(number: int) -> tuple[bytes, object]:
         placement = Placement(number, 2, "0", "vm", number, launcher=SLURM, one_host=True)
-        store, _ = meet(placement, environ, "init0", timedelta(seconds=10))
+        store, _ = rendezvous_by_pmi(placement, environ, "init0", timedelta(seconds=10))
         store.set(f"from {number}", b"hello")
         return store.get(f"from {1 - number}"), store  # rank 0's serves the other
 
@@ -171,10 +171,10 @@ def test_a_port_that_slurm_reserved_comes_first():
 
 def test_a_slurm_rank_0_that_is_not_on_the_first_node_is_told_what_to_set():
     with pytest.raises(hvd.LaunchEnvironmentError, match="not on n1, the first host"):
-        meet(Placement(0, 2, "1", "n2", 0, launcher=SLURM), STEP, "init0", timedelta(seconds=1))
+        rendezvous_by_pmi(Placement(0, 2, "1", "n2", 0, launcher=SLURM), STEP, "init0", timedelta(seconds=1))
 
 
 @pytest.mark.parametrize(("launcher", "said"), [(OPENMPI, "neither PMIX_RANK"), (MPICH, "PMI_FD=''")])
 def test_a_launcher_that_gives_no_way_to_meet_is_named(launcher, said):
     with pytest.raises(hvd.LaunchEnvironmentError, match=f"{said}.*MASTER_ADDR"):
-        meet(Placement(0, 2, "a", "a", 0, launcher=launcher), {}, "init0", timedelta(seconds=1))
+        rendezvous_by_pmi(Placement(0, 2, "a", "a", 0, launcher=launcher), {}, "init0", timedelta(seconds=1))

@@ -20,7 +20,7 @@ _LONGEST = 4096
 _PAUSE_S = 0.02  # between two tries to reach a rank 0 that is not there yet
 
 
-def tell_neighbours(name: str, text: str, size: int, timeout_s: float) -> None:
+def give_to_local_ranks(name: str, text: str, size: int, timeout_s: float) -> None:
     """On rank 0: give ``text`` to all other ranks; returns when each of them has it."""
     give_up_at = time.monotonic() + timeout_s
     missing = set(range(1, size))
@@ -49,7 +49,7 @@ def tell_neighbours(name: str, text: str, size: int, timeout_s: float) -> None:
                 continue  # one that went away, or no rank: those that are missing are told at the end
 
 
-def ask_neighbour(name: str, rank: int, timeout_s: float) -> str:
+def ask_local_rank_0(name: str, rank: int, timeout_s: float) -> str:
     """On the others: the text that rank 0 gives; waits for rank 0."""
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at:

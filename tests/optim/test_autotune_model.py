@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvdlite.optim.autotune import SIZES, SMALLEST_CAP_BYTES, Candidate, GradientType, Line, candidates, fit, step_s
 from hvdlite.optim.plan import ParamSpec, plan_buckets
-from hvdlite.optim.probe import SIZES
-from hvdlite.optim.tuning import SMALLEST_CAP_BYTES, Candidate, GradientType, Line, best, candidates, fit, step_s
 
 KIB = 2**10
 CPU32 = GradientType("cpu", "float32")
@@ -24,12 +23,12 @@ def spec(name: str, kib: float, *, dtype: torch.dtype = torch.float32, trainable
 
 
 def chosen(specs: list[ParamSpec], line: Line) -> Candidate:
-    return best(candidates(specs, [], {CPU32: line}))
+    return min(candidates(specs, [], {CPU32: line}))
 
 
 @given(latencies, paces)
 def test_what_lies_on_a_line_gives_that_line(alpha_s, beta_s):
-    line = fit(SIZES, [alpha_s + beta_s * nbytes for nbytes in SIZES])
+    line = fit({nbytes: alpha_s + beta_s * nbytes for nbytes in SIZES})
     for nbytes in (1, *SIZES, 10**9):
         assert line.time_s(nbytes) == pytest.approx(alpha_s + beta_s * nbytes, rel=1e-3)
 
@@ -40,11 +39,11 @@ def test_what_lies_on_a_line_gives_that_line(alpha_s, beta_s):
 def test_a_line_is_found_under_noise_though_at_one_size_something_else_took_the_machine(
     alpha_s, beta_s, noise, disturbed
 ):
-    times_s = [
-        (alpha_s + beta_s * nbytes) * factor * (10 if nbytes == disturbed else 1)
+    times_s = {
+        nbytes: (alpha_s + beta_s * nbytes) * factor * (10 if nbytes == disturbed else 1)
         for nbytes, factor in zip(SIZES, noise, strict=True)
-    ]
-    line = fit(SIZES, times_s)
+    }
+    line = fit(times_s)
     for nbytes in SIZES:
         if nbytes != disturbed:
             assert line.time_s(nbytes) == pytest.approx(alpha_s + beta_s * nbytes, rel=0.25)
@@ -52,14 +51,16 @@ def test_a_line_is_found_under_noise_though_at_one_size_something_else_took_the_
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=6))
 def test_nothing_that_is_measured_makes_a_latency_or_a_pace_negative(times_s):
-    line = fit(SIZES[: len(times_s)], times_s)
+    line = fit(dict(zip(SIZES, times_s, strict=False)))
     assert line.alpha_s >= 0
     assert line.beta_s >= 0
 
 
 def test_without_latency_buckets_are_small_and_without_a_limit_of_bandwidth_there_is_one():
     specs = [spec(f"p{i}", 64) for i in range(32)]
-    assert chosen(specs, Line(0.0, 1e-9)) == Candidate(SMALLEST_CAP_BYTES, 32, pytest.approx(2**21 * 1e-9, rel=0.1))
+    assert chosen(specs, Line(0.0, 1e-9)) == Candidate(
+        step_s=pytest.approx(2**21 * 1e-9, rel=0.1), buckets=32, cap_bytes=SMALLEST_CAP_BYTES
+    )
     one = chosen(specs, Line(1e-3, 0.0))
     assert (one.buckets, one.step_s) == (1, 1e-3)
     assert one.cap_bytes == 32 * 64 * KIB

@@ -2,7 +2,7 @@
 
 import signal
 
-from hvdlite_launcher.agents.greet import greet
+from hvdlite_launcher.agents.wait_for_agents import wait_for_agents
 from hvdlite_launcher.errors import LauncherError
 from hvdlite_launcher.wire.messages import AgentSaid, Answered, Hello, Interrupted, Lost
 from scripts import Script
@@ -14,7 +14,9 @@ def _gather(hosts, *events):
     script, said, logged = Script(*events), [], []
     try:
         by_hand = {host: f"ssh {host} true" for host in hosts}
-        greeted = greet(by_hand, script, timeout_s=60, say=said.append, log=logged.append, clock=lambda: script.now)
+        greeted = wait_for_agents(
+            by_hand, script, timeout_s=60, say=said.append, log=logged.append, clock=lambda: script.now
+        )
         hellos = greeted.all()
     except LauncherError as error:
         return error, said, logged

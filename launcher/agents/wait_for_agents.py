@@ -24,7 +24,7 @@ class SignalledError(LauncherError):
 
 
 @dataclass(frozen=True)
-class Greeted:
+class AgentAnswers:
     """Each host's answer, or why it has none, by its label."""
 
     hellos: dict[str, Hello] = field(default_factory=dict)
@@ -41,7 +41,7 @@ class Greeted:
         return self.hellos
 
 
-def greet(
+def wait_for_agents(
     hosts: Mapping[str, str],
     events: SimpleQueue[Event],
     *,
@@ -49,14 +49,14 @@ def greet(
     say: Callable[[str], object],
     log: Callable[[str], object],
     clock: Callable[[], float] = time.monotonic,
-) -> Greeted:
+) -> AgentAnswers:
     """What became of each, once all have answered, failed or run out of time.
 
     ``hosts`` are their labels, each with what to type to see whether it can be reached at all.
     """
     give_up_at = clock() + timeout_s
     waiting = set(hosts)
-    greeted = Greeted()
+    greeted = AgentAnswers()
 
     def fail(host: str, why: str) -> None:
         waiting.discard(host)

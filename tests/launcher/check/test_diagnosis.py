@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hvdlite_launcher.check.diagnosis import TORCH_BELOW, TORCH_FROM, diagnose
 from hvdlite_launcher.check.host_facts import SOURCE_TREE, Facts
-from hvdlite_launcher.check.verdict import TORCH_BELOW, TORCH_FROM, judge
 from hvdlite_launcher.version import VERSION
 
 CPU = Facts(
@@ -25,7 +25,7 @@ GPU = replace(CPU, torch="2.13.0+cu130", cuda="13.0", nccl="2.27.3", gpus=("H200
 
 def wrong(**hosts):
     """What is wrong, as (host, title, words)."""
-    judged = judge(hosts, "/work")
+    judged = diagnose(hosts, "/work")
     return [(host, title, cell.wrong) for host, cells in judged.items() for title, cell in cells.items() if cell.wrong]
 
 
@@ -95,8 +95,8 @@ def test_without_torch_nothing_else_is_held_against_a_host():
 
 
 def test_cupy_is_told_of_where_any_host_has_it():
-    assert "cupy" not in judge({"a": CPU}, "/")["a"]
-    cells = judge({"a": replace(CPU, cupy="13.6.0"), "b": CPU}, "/")
+    assert "cupy" not in diagnose({"a": CPU}, "/")["a"]
+    cells = diagnose({"a": replace(CPU, cupy="13.6.0"), "b": CPU}, "/")
     assert [cells[host]["cupy"].text for host in "ab"] == ["13.6.0", ""]
     assert wrong(a=replace(CPU, cupy="13.6.0"), b=CPU) == []
 

@@ -1,7 +1,7 @@
 """The flags of hvdlite-run: their names, how the value of each is read, and the help.
 
 Those that only tune what runs are in `horovodrun_flags`. Whatever is wrong with one is a `UsageError`. What they make
-happen is in `command_line` and what that calls.
+happen is in `hvdlite_run` and what that calls.
 """
 
 from __future__ import annotations

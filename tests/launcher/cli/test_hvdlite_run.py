@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hvdlite_launcher.cli import command_line, flags
+from hvdlite_launcher.cli import flag_parser, hvdlite_run
 
 HELP = Path(__file__).with_name("help.txt")
 OF_TORCHRUN = (
@@ -12,13 +12,15 @@ OF_TORCHRUN = (
 
 
 def test_the_help_is_as_agreed(capsys):
-    assert command_line.main(["--help"]) == 0
+    assert hvdlite_run.main(["--help"]) == 0
     assert capsys.readouterr().out == HELP.read_text()
 
 
 def test_every_flag_is_in_the_help_and_no_other():
-    known = {name for flag in flags.Parser().flags for name in flag.option_strings}
-    in_help = {word.strip(",") for line in flags.HELP.splitlines() for word in line.split() if line.startswith("  -")}
+    known = {name for flag in flag_parser.Parser().flags for name in flag.option_strings}
+    in_help = {
+        word.strip(",") for line in flag_parser.HELP.splitlines() for word in line.split() if line.startswith("  -")
+    }
     assert known == {word for word in in_help if word.startswith("-")}
 
 
@@ -78,7 +80,7 @@ def test_every_flag_is_in_the_help_and_no_other():
     ],
 )
 def test_wrong_use_is_one_line_and_exit_code_2(argv, said, capsys):
-    assert command_line.main(argv) == 2
+    assert hvdlite_run.main(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"hvdlite-run: {said}")
@@ -98,12 +100,12 @@ def test_wrong_use_is_one_line_and_exit_code_2(argv, said, capsys):
     ],
 )
 def test_flags_after_the_command_are_its_own(argv, own, command):
-    assert flags.Parser().split_command(argv) == (own, command)
+    assert flag_parser.Parser().split_command(argv) == (own, command)
 
 
 @pytest.mark.parametrize("argv", [["-n", "2"], ["-n2"], ["-np", "2"], ["--num-proc", "2"], ["--num-proc=2"]])
 def test_the_number_of_workers_may_be_given_as_mpirun_and_srun_have_it(argv, capsys):
-    assert command_line.main([*argv, "--dry-run"]) == 0
+    assert hvdlite_run.main([*argv, "--dry-run"]) == 0
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("rank")] == ["0", "1"]
 
 
@@ -118,21 +120,21 @@ def test_the_number_of_workers_may_be_given_as_mpirun_and_srun_have_it(argv, cap
     ],
 )
 def test_interfaces_may_be_several_for_all_hosts_or_for_one(words, interfaces):
-    assert flags.Parser().parse_args(words).network_interface == interfaces
+    assert flag_parser.Parser().parse_args(words).network_interface == interfaces
 
 
 def test_of_several_interfaces_the_plan_shows_that_one_will_be_taken(capsys):
-    assert command_line.main(["-np", "1", "--network-interface", "eth0,ib0", "--dry-run"]) == 0
+    assert hvdlite_run.main(["-np", "1", "--network-interface", "eth0,ib0", "--dry-run"]) == 0
     assert "GLOO_SOCKET_IFNAME=<the first of eth0,ib0 that is there>" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("words", "grace_s"), [([], 30), (["--grace", "0"], 0), (["--grace", "86400"], 86400)])
 def test_workers_have_half_a_minute_after_a_signal_or_what_is_asked_for(words, grace_s):
-    assert command_line.job_of(command_line.read_flags(["-np", "1", *words]), ["true"]).grace_s == grace_s
+    assert hvdlite_run.job_of(hvdlite_run.read_flags(["-np", "1", *words]), ["true"]).grace_s == grace_s
 
 
 def start_timeout_s(*words: str) -> float:
-    return command_line.job_of(command_line.read_flags(["-np", "1", *words]), ["true"]).start_timeout_s
+    return hvdlite_run.job_of(hvdlite_run.read_flags(["-np", "1", *words]), ["true"]).start_timeout_s
 
 
 def test_how_long_a_start_may_take_is_said_by_flag_or_variable(monkeypatch, capsys):
@@ -143,14 +145,14 @@ def test_how_long_a_start_may_take_is_said_by_flag_or_variable(monkeypatch, caps
     assert start_timeout_s() == 8
     assert start_timeout_s("--start-timeout", "60") == 60
     monkeypatch.setenv("HVDLITE_START_TIMEOUT", "soon")
-    assert command_line.main(["-np", "1", "true"]) == 2
+    assert hvdlite_run.main(["-np", "1", "true"]) == 2
     assert capsys.readouterr().err.startswith("hvdlite-run: HVDLITE_START_TIMEOUT: 'soon' is not a number of seconds")
-    assert command_line.main(["-np", "1", "--start-timeout", "0", "true"]) == 2
+    assert hvdlite_run.main(["-np", "1", "--start-timeout", "0", "true"]) == 2
     assert capsys.readouterr().err.startswith("hvdlite-run: --start-timeout: '0' leaves no time at all")
 
 
 def test_a_value_that_looks_like_a_flag_is_asked_for_after_an_equals_sign(capsys):
-    assert command_line.main(["-np", "1", "--mpi-args", "-mca", "true"]) == 2
+    assert hvdlite_run.main(["-np", "1", "--mpi-args", "-mca", "true"]) == 2
     assert capsys.readouterr().err == (
         "hvdlite-run: --mpi-args: expected one argument, after = if it begins with a dash\n"
     )

@@ -32,7 +32,7 @@ _PARTING = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, slots=True)
-class Introduction:
+class RankInfo:
     """What one rank tells all others of itself as it enters `hvd.init`.
 
     ``settings`` are by name; those that have to agree are compared by whoever knows them. ``nonce`` was never used.
@@ -45,7 +45,7 @@ class Introduction:
     nonce: str
 
     @classmethod
-    def of(cls, placement: Placement, pid: int, version: str, settings: Mapping[str, Any]) -> Introduction:
+    def of(cls, placement: Placement, pid: int, version: str, settings: Mapping[str, Any]) -> RankInfo:
         return cls(placement, pid, version, settings, secrets.token_hex(16))
 
 
@@ -69,7 +69,9 @@ def agree_on_secret(store: Store, rank: int, given: bytes | None) -> bytes:
     )
 
 
-def introduce(store: Store, own: Introduction, signer: Signer, timeout: timedelta) -> tuple[list[Introduction], Signer]:
+def exchange_rank_info(
+    store: Store, own: RankInfo, signer: Signer, timeout: timedelta
+) -> tuple[list[RankInfo], Signer]:
     """Everybody's introduction, in rank order, and a signer whose key no other meeting has. Waits for all ranks.
 
     A CommunicationError names those who do not come, or whose introduction is not signed with this key.
@@ -95,7 +97,7 @@ def refuse(store: Store, rank: int) -> None:
         store.set(f"introduction/{rank}", "refused")
 
 
-def _read(value: bytes, rank: int, own: Introduction, signer: Signer) -> Introduction:
+def _read(value: bytes, rank: int, own: RankInfo, signer: Signer) -> RankInfo:
     text = value[: MAX_BYTES + 1].decode(errors="replace")
     tag, data = text[: 2 * TAG_BYTES], text[2 * TAG_BYTES :]
     if len(value) > MAX_BYTES or not signer.is_signed_hex(tag, "introduction", rank, data):
@@ -110,12 +112,10 @@ def _read(value: bytes, rank: int, own: Introduction, signer: Signer) -> Introdu
             f"hvdlite is version {own.version} on rank {own.placement.rank} ({own.placement.host}) and "
             f"{fields['version']} on rank {rank} ({fields['placement']['host']}): install the same version everywhere"
         )
-    return Introduction(**{**fields, "placement": Placement(**fields["placement"])})
+    return RankInfo(**{**fields, "placement": Placement(**fields["placement"])})
 
 
-def _words_of_late(
-    store: Store, keys: Sequence[str], own: Introduction, timeout: timedelta, error: RuntimeError
-) -> str:
+def _words_of_late(store: Store, keys: Sequence[str], own: RankInfo, timeout: timedelta, error: RuntimeError) -> str:
     where = f"hvd.init() failed on rank {own.placement.rank} ({own.placement.host})"
     late: list[int] = []
     with contextlib.suppress(RuntimeError):
