@@ -7,5 +7,5 @@ Modules import only what stands before them:
 
     reducer_registry < generation < handle < operation < controller < mismatch < executor < unchecked < frames
         < handshake < mailbox < thread_labels < pending < stall < joined_steps < callers < call_sites < heartbeat
-        < endings < negotiation < incoming < acceptor < coordinator < control_client < connect
+        < endings < voting < negotiation < incoming < acceptor < coordinator < control_client < connect
 """

@@ -61,6 +61,11 @@ class Callers:
         for ticket in untold:
             self._tell(ticket)
 
+    def tell_again(self) -> None:
+        """Tell what has been told once more, at the next look."""
+        with self._lock:
+            self._told.clear()
+
     def blocked(self) -> list[tuple[int, float]]:
         """The operations that threads wait for, by ticket, and since when."""
         with self._lock:

@@ -12,6 +12,7 @@ hears of other ranks' ends, and tells of this one's waits, whatever becomes of a
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import selectors
@@ -27,6 +28,7 @@ from typing import Any
 from ..comm.group import Group
 from ..errors import CommunicationError, HvdliteError, MismatchError, PeerLostError
 from ..log import log
+from ..shm.board import HasBoard
 from .call_sites import places_of_threads
 from .callers import Callers
 from .controller import SitOut, StandIn
@@ -38,9 +40,11 @@ from .handle import Handle
 from .heartbeat import LOOK_S, Heartbeat, Silence
 from .mailbox import Mailbox
 from .operation import Execution, Kind, Operation, Run, kind_named
+from .pending import Ask
 from .reducer_registry import SitsOut, unpin
 from .stall import JOIN, Blocked, StallRules
 from .thread_labels import ThreadLabels
+from .voting import MOST_BYTES, Voter
 
 # How long what is still to be said may take when all is over.
 _PARTING_S = 1.0
@@ -136,6 +140,10 @@ class ControlClient:
         self._rank_0_follows = False
         self._has_said_lost = False
         self._executor = Executor(self._recorder)
+        # Where all ranks share memory: then what they call at the same time needs no messages.
+        self._voter: Voter | None = None
+        # The ticket that is voted on: by the board it may have had its go when the connection ends.
+        self._voted_ticket: int | None = None
         self._wake, self._woken = socket.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
@@ -152,7 +160,17 @@ class ControlClient:
 
     def open_channel(self, group: Group) -> None:
         self._groups[group.set_id] = group
-        self._channels[group.set_id] = group.duplicate()
+        channel = self._channels[group.set_id] = group.duplicate()
+        if group.set_id == 0 and isinstance(channel.engine, HasBoard):
+            self._voter = Voter(
+                channel.engine.board,
+                self._lock,
+                close_round=lambda number: self._say(["close_round", number]),
+                decide_round=None if self._coordinator is None else self._coordinator.decide_round,
+                is_over=lambda: self._over is not None,
+            )
+            if self._coordinator is not None:
+                self._coordinator.open_board(channel.engine.board)
 
     def close_channel(self, group: Group) -> None:
         del self._groups[group.set_id]
@@ -169,7 +187,14 @@ class ControlClient:
         name = None if operation.name is None else (group.set_id, operation.kind.name, operation.name)
         caller = None
         if operation.name is None or not operation.has_users_name:
-            caller = self._labels.of_call((group.set_id, operation.kind.name, operation.name)).pack()
+            caller = self._labels.of_call((group.set_id, operation.kind.name, operation.name))
+        members = None if group.set_id == 0 else group.ranks
+        same, own = operation.same, operation.own
+        head = ["ask", int(handle), group.set_id, operation.kind.name, operation.name, what]
+        ask = [*head, members, same, own, None if caller is None else caller.pack()]
+        call = b""
+        if self._voter is not None and group.set_id == 0:
+            call = json.dumps([*head[2:], same, own, None if caller is None else caller.name]).encode()
         with self._lock:
             if name in self._names:
                 # Horovod's words.
@@ -183,14 +208,57 @@ class ControlClient:
             self._asked[int(handle)] = _Asked(handle, operation.run, group, name)
             handle.while_waiting = partial(self._callers.blocked_in, int(handle))
             self._callers.called()
-        members = None if group.set_id == 0 else group.ranks
-        try:
-            same, own = operation.same, operation.own
-            head = ["ask", int(handle), group.set_id, operation.kind.name, operation.name]
-            self._say([*head, what, members, same, own, caller])
-        except ValueError as error:
-            self._pop(int(handle)).handle.fail(CommunicationError(f"{what} cannot be asked for: {error}"))
+            may_vote = self._may_vote(call)
+            if may_vote:
+                self._voted_ticket = int(handle)
+                self._executor.put_word(partial(self._vote, handle, ask, call))
+            is_held = not may_vote and self._voter is not None and self._voter.hold(partial(self._ask, handle, ask))
+        if not (may_vote or is_held):
+            self._ask(handle, ask)
         return handle
+
+    def _may_vote(self, call: bytes) -> bool:
+        """Whether this rank has nothing under way but the call that was just noted, and so begins a vote on it."""
+        return (
+            self._voter is not None
+            and 0 < len(call) <= MOST_BYTES
+            and not self._voter.is_voting
+            and len(self._asked) == 1
+            and self._joining is None
+            and self._executor.is_idle
+            and self._over is None
+            and os.getpid() == self._pid
+            and self._voter.begin()
+        )
+
+    def _ask(self, handle: Handle, ask: list[Any]) -> None:
+        try:
+            self._say(ask)
+        except ValueError as error:
+            with self._lock:
+                if int(handle) in self._asked:
+                    self._take_asked(int(handle))
+            handle.fail(CommunicationError(f"{handle.what} cannot be asked for: {error}"))
+
+    def _vote(self, handle: Handle, ask: list[Any], call: bytes) -> None:
+        """By the executor: carry an operation out, if all ranks vote for it now; else ask for it."""
+        assert self._voter is not None, "a vote has begun"
+        _, ticket, set_id, kind, name, what, _, _, own, _ = ask
+        go = self._voter.vote(call, Ask(ticket, set_id, kind_named(kind), name, what, self._group.ranks, {}, None))
+        with self._lock:
+            self._voted_ticket = None
+            asked = self._take_asked(ticket) if go else None
+            self._executor.begun += go
+        if not go:
+            self._ask(handle, ask)
+        if self._voter.say_held() or asked is None:
+            # Rank 0 could not know before what threads are blocked in that it is asked for only now.
+            self._callers.tell_again()
+        if asked is None:
+            return
+        owns = [own] * self._group.size
+        execution = Execution(self._channels[set_id], what, owns, self._group.size)
+        self._executor.carry_out(Agreed(handle, asked.run, execution, asked.since_ns))
 
     def join(self, *, average_of_active: bool, stand_in: StandIn, sit_out: SitOut) -> Handle:
         handle = Handle("join")
@@ -201,7 +269,11 @@ class ControlClient:
             pinned = {group.set_id: self._reducers.pin(group) for group in groups}
             self._joining = _Joining(handle, stand_in, sit_out, pinned)
         living = [[each.set_id, None if each.set_id == 0 else each.ranks, list(pinned[each.set_id])] for each in groups]
-        self._say(["join", average_of_active, living])
+        joins = partial(self._say, ["join", average_of_active, living])
+        with self._lock:
+            is_held = self._voter is not None and self._voter.hold(joins)
+        if not is_held:
+            joins()
         return handle
 
     def close(self) -> None:
@@ -346,9 +418,11 @@ class ControlClient:
             case ["alive"]:
                 return
             case ["go", ticket, owns, divisor]:
-                asked = self._pop(ticket)
-                execution = Execution(self._channels[asked.group.set_id], asked.handle.what, owns, divisor)
-                self._executor.put(Agreed(asked.handle, asked.run, execution, asked.since_ns))
+                with self._lock:
+                    # At once, as others see it: who finds nothing asked for finds it in the queue.
+                    asked = self._take_asked(ticket)
+                    execution = Execution(self._channels[asked.group.set_id], asked.handle.what, owns, divisor)
+                    self._executor.put(Agreed(asked.handle, asked.run, execution, asked.since_ns))
             case ["stand_in", set_id, owns, divisor, kind, what, same]:
                 self._stand_in(Execution(self._channels[set_id], what, owns, divisor), kind_named(kind), same)
             case ["no", ticket, error, words]:
@@ -383,9 +457,12 @@ class ControlClient:
 
     def _pop(self, ticket: int) -> _Asked:
         with self._lock:
-            asked = self._asked.pop(ticket)
-            if asked.name is not None:
-                self._names.discard(asked.name)
+            return self._take_asked(ticket)
+
+    def _take_asked(self, ticket: int) -> _Asked:
+        asked = self._asked.pop(ticket)
+        if asked.name is not None:
+            self._names.discard(asked.name)
         return asked
 
     def _end_join(self) -> Handle:
@@ -428,8 +505,11 @@ class ControlClient:
 
     def _fail_all(self) -> None:
         with self._lock:
-            asked, self._asked = list(self._asked.values()), {}
-            self._names.clear()
+            # Whether that which is voted on has failed is known to the executor, which is about to see it.
+            kept = {ticket: each for ticket, each in self._asked.items() if ticket == self._voted_ticket}
+            asked = [each for ticket, each in self._asked.items() if ticket not in kept]
+            self._asked = kept
+            self._names = {each.name for each in kept.values() if each.name is not None}
             joining, self._joining = self._joining, None
         _unpin_all(self._take_pinned(joining))
         for handle in [*(each.handle for each in asked), *([joining.handle] if joining else [])]:

@@ -19,6 +19,7 @@ Rank 0's end of the connections to all ranks: what they ask goes into the negoti
                                         that it was told to carry out are over
     ["lost"]                            has met an error that another rank's end is the cause of
     ["at", place]                       where its program is, as it was asked
+    ["close_round", number]             close this round of votes (see `voting`), for which it has waited long enough
     ["bye"]                             takes part in nothing any more, by itself
 
     ["welcome", pid, warn_after_s, end_after_s]
@@ -56,12 +57,14 @@ from functools import partial
 from typing import Any
 
 from ..log import log
+from ..shm.board import Board
 from ..signing import Signer
 from .acceptor import Acceptor
 from .frames import FrameError
 from .incoming import MessageError, handle_message
 from .mailbox import Mailbox
 from .negotiation import Negotiation
+from .pending import Ask
 from .stall import StallRules
 
 # How often time passes for the negotiation, while there is something that may become too late.
@@ -85,6 +88,9 @@ class Coordinator:
         ``rules`` are told to all ranks, so that each can tell by itself that rank 0 does not answer.
         """
         self._negotiation = negotiation
+        # The negotiation, and rank 0's words on the board, under a lock: rank 0's executor decides rounds of votes.
+        self._lock = threading.Lock()
+        self._board: Board | None = None
         self._all = tuple(range(size))
         self._welcome = ["welcome", os.getpid(), rules.warn_after_s, rules.end_after_s]
         self._ticked_at_s = 0.0
@@ -113,6 +119,37 @@ class Coordinator:
 
     def start(self) -> None:
         self._thread.start()
+
+    def open_board(self, board: Board) -> None:
+        """From now on ranks may vote there."""
+        with self._lock:
+            self._board = board
+            board.decide(go=False)
+
+    def decide_round(self, number: int, ask: Ask) -> None:
+        """Decide a round of votes, in which all ranks have voted: a go if they agree, and nothing is unsettled."""
+        with self._lock:
+            board, negotiation = self._board, self._negotiation
+            if board is None or board.open_round != number:
+                return
+            go = negotiation.is_settled and board.are_votes_equal()
+            if go:
+                negotiation.begin_voted(ask, time.monotonic())
+            board.decide(go=go)
+
+    def _close_round(self, number: int) -> None:
+        """Close this round of votes, unless it is decided already: who has voted asks by a message."""
+        if self._board is not None and self._board.open_round == number:
+            self._board.decide(go=False)
+
+    def _pause_votes(self) -> None:
+        """Have nobody vote while something is unsettled."""
+        board, is_paused = self._board, not self._negotiation.is_settled
+        if board is not None and is_paused != board.is_paused:
+            # In this order: who sees the next round open sees that votes are paused.
+            board.pause(is_paused=is_paused)
+            if is_paused:
+                board.decide(go=False)
 
     def close(self) -> None:
         """Serve nobody any more; the others will find rank 0 gone."""
@@ -145,16 +182,19 @@ class Coordinator:
 
     def _serve(self) -> None:
         """One turn of the loop."""
-        for key, _ in self._selector.select(self._patience_s()):
-            key.data()
-        now_s = time.monotonic()
-        # Not with every message: it looks at what is pending, which may be much.
-        if now_s - self._ticked_at_s >= _TICK_S:
-            self._ticked_at_s = now_s
-            self._negotiation.tick(now_s)
-        self._answer()
-        if self._door is not None:
-            self._door.look()
+        ready = self._selector.select(self._patience_s())
+        with self._lock:
+            for key, _ in ready:
+                key.data()
+            now_s = time.monotonic()
+            # Not with every message: it looks at what is pending, which may be much.
+            if now_s - self._ticked_at_s >= _TICK_S:
+                self._ticked_at_s = now_s
+                self._negotiation.tick(now_s)
+            self._answer()
+            self._pause_votes()
+            if self._door is not None:
+                self._door.look()
 
     def _patience_s(self) -> float | None:
         times_s = [_TICK_S if self._negotiation.needs_ticks else None]
@@ -175,7 +215,11 @@ class Coordinator:
             messages = mailbox.receive()
             self._negotiation.heard(rank, now_s)
             for message in messages:
-                handle_message(self._negotiation, rank, message, self._all, now_s)
+                match message:
+                    case ["close_round", int(number)]:
+                        self._close_round(number)
+                    case _:
+                        handle_message(self._negotiation, rank, message, self._all, now_s)
         except (FrameError, MessageError) as error:
             log.warning("rank 0 ends its connection to rank %d, over which comes what no rank says: %s", rank, error)
             self._drop(rank, now_s)
@@ -238,8 +282,10 @@ class Coordinator:
             self._door.close()
             self._door = None
         self._selector.unregister(self._woken)
-        self._negotiation.end(0, by_itself=True, now_s=time.monotonic())
-        self._answer()
+        with self._lock:
+            self._negotiation.end(0, by_itself=True, now_s=time.monotonic())
+            self._answer()
+            self._pause_votes()
         for rank in list(self._mailbox_of):
             self._send(rank, [["over", self._negotiation.first_end]])
             self._end_sending(rank)

@@ -29,18 +29,24 @@ class Agreed:
     execution: Execution
     since_ns: int = field(default_factory=time.monotonic_ns)
 
-    def carry_out(self, recorder: Recorder) -> None:
-        """Do it in this thread; what it comes to, or what goes wrong, is the handle's."""
+    def carry_out(self, recorder: Recorder, note_end: Callable[[], None] = lambda: None) -> None:
+        """Do it in this thread; what it comes to, or what goes wrong, is the handle's.
+
+        ``note_end`` is called when it is over, before whoever waits goes on.
+        """
         execution = self.execution
         if recorder.is_on:
             recorder.note_waiting(execution.what, self.since_ns, time.monotonic_ns())
         try:
             with recorder.span(OPERATIONS, execution.what):
                 result = self.run(execution)
-            # Only now: whoever waits may end the timeline next.
-            self.handle.succeed(result)
         except BaseException as error:  # noqa: BLE001 - it is raised by whoever waits for the handle
+            note_end()
             self.handle.fail(error)
+        else:
+            # Only now: whoever waits may end the timeline next.
+            note_end()
+            self.handle.succeed(result)
 
 
 class Executor:
@@ -79,6 +85,10 @@ class Executor:
         """Have something quick called after all that was put in before; it is no operation."""
         self._queue.put(tell)
 
+    def carry_out(self, operation: Agreed) -> None:
+        """Carry it out at once: to be called in the thread itself, by something quick that was put in."""
+        self._carry_out(operation)
+
     def finish(self) -> None:
         """End once all that was put in is done."""
         self._queue.put(None)
@@ -107,10 +117,16 @@ class Executor:
         if not isinstance(item, Agreed):
             item()
             return
+        self._carry_out(item)
+
+    def _carry_out(self, operation: Agreed) -> None:
         if self._refusal is not None:
-            item.handle.fail(self._refusal(item.handle.what))
+            self._note_end()
+            operation.handle.fail(self._refusal(operation.handle.what))
         else:
-            self.current = (item.execution.what, time.monotonic())
-            item.carry_out(self._recorder)
-            self.current = None
+            self.current = (operation.execution.what, time.monotonic())
+            operation.carry_out(self._recorder, self._note_end)
+
+    def _note_end(self) -> None:
+        self.current = None
         self.ended += 1

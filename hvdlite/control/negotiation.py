@@ -76,6 +76,11 @@ class Negotiation:
         return not self._pending and not self._refused and self._stall.is_idle
 
     @property
+    def is_settled(self) -> bool:
+        """Whether nothing is known of any rank that would stand against an operation all ranks ask for next."""
+        return not (self._pending or self._refused or self._joined or self._ended)
+
+    @property
     def needs_ticks(self) -> bool:
         """Whether something can happen by the mere passing of time."""
         return bool(self._pending or self._joined) or not (self._stall.is_idle and self._endings.is_idle)
@@ -106,6 +111,12 @@ class Negotiation:
         self._id_of[rank, ask.ticket] = pending.id_
         self._stall.asked(now_s)
         self._consider(pending, now_s)
+
+    def begin_voted(self, ask: Ask, now_s: float) -> None:
+        """All ranks have voted for this operation, and carry it out now; nothing is unsettled."""
+        for rank in ask.members:
+            self._stall.heard(rank, now_s)
+            self._under_way[rank].append(ask)
 
     def has_asked(self, rank: int, ticket: int) -> bool:
         """Whether that is the rank's number for an operation that has not been answered yet."""

@@ -7,6 +7,6 @@ Collectives between ranks of one host, through memory that they share: the engin
 
 Modules import only what stands before them:
 
-    futex < segment < control_block < peers < arithmetic < operation < reductions < data_movement < shm_work < queue
-        < shm_engine < setup < shm_factory < backend
+    futex < segment < control_block < board < peers < arithmetic < operation < reductions < data_movement < shm_work
+        < queue < shm_engine < setup < shm_factory < backend
 """

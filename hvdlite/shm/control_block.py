@@ -5,6 +5,7 @@ What one rank shows the others of an engine: how far it is, and what it is doing
     state                       whether it is open, has left, has failed, or was revoked; why it was
     awaited                     what it sleeps for, if it does
     headers                     of its latest operations: what it asks for, and where its data lie
+    board                       what it is about to call, for the control; see `board`
     payloads                    of the same, where they are small
 
 A control block is written by its own rank alone, and read by all, so that nothing has to be locked. A counter holds the
@@ -29,6 +30,7 @@ _HEADER_BYTES = 128
 _REASON = struct.Struct("=QQ")
 _REASON_START = 512
 _HEADERS_START = 1024
+_BOARD_START = _HEADERS_START + WINDOW * _HEADER_BYTES
 _PAYLOADS_START = 4096
 CONTROL_BLOCK_BYTES = _PAYLOADS_START + WINDOW * PAYLOAD_BYTES
 
@@ -67,6 +69,9 @@ class ControlBlock:
             piece.tensor[start : start + PAYLOAD_BYTES]
             for start in range(_PAYLOADS_START, CONTROL_BLOCK_BYTES, PAYLOAD_BYTES)
         ]
+        self.board_bytes = data[_BOARD_START:_PAYLOADS_START]
+        self.board = self.board_bytes.cast("Q")
+        self.board_address = piece.tensor.data_ptr() + _BOARD_START
         self.bell_address = piece.tensor.data_ptr() + _BELL * 8
 
     # -- written by its own rank

@@ -26,6 +26,7 @@ from ..comm.admission import Admission, RevokedError
 from ..comm.flat_bytes import as_bytes, pieces_of
 from ..log import log
 from .arithmetic import DTYPES, OPS, Arithmetic, factor_of
+from .board import Board
 from .control_block import LEFT, PAYLOAD_BYTES
 from .data_movement import AllGather, AllToAll, Barrier, Broadcast
 from .operation import KINDS, EngineContext, Operation
@@ -53,6 +54,7 @@ class ShmEngine:
         self._pid = os.getpid()
         self.rank = context.peers.rank
         self.size = context.peers.size
+        self.board = Board(self.rank, list(context.peers.control_blocks))
         self._queue = Queue(context.peers, name)
         self._numbers = itertools.count(1)
         self._calling = threading.Lock()

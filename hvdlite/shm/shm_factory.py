@@ -32,6 +32,7 @@ class DeviceEngine:
     def __init__(self, cpu: ShmEngine, other: Engine) -> None:
         self.cpu = cpu
         self.other = other
+        self.board = cpu.board
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return self.cpu.empty(numel, dtype)

@@ -1,0 +1,353 @@
+"""Votes of ranks that share memory: when they stand for messages, and that all ranks come to the same in any order."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from worlds import attempt_worlds, run_worlds
+
+import hvdlite as hvd
+from hvdlite.control import voting
+from hvdlite.control.coordinator import Coordinator
+from hvdlite.control.mailbox import Mailbox, mailbox_pair
+from hvdlite.control.negotiation import Negotiation
+from hvdlite.control.operation import Kind
+from hvdlite.control.pending import Ask
+from hvdlite.control.stall import StallRules
+from hvdlite.control.voting import Voter
+from hvdlite.runtime.world import current_world
+from hvdlite.shm.board import Board
+from hvdlite.shm.control_block import CONTROL_BLOCK_BYTES, ControlBlock
+from hvdlite.shm.segment import Segment
+from hvdlite.signing import Signer
+
+SHARED = "shared memory"
+
+
+def all_reduced(name: str | None, value: float) -> float:
+    return hvd.allreduce(torch.tensor([value]), name=name, op=hvd.Sum).item()
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
+    """What is sent by ranks, and by rank 0, from now on."""
+    messages: list[list[Any]] = []
+    send_all = Mailbox.send_all
+
+    def note(mailbox: Mailbox, sent: Any) -> None:
+        sent = list(sent)
+        messages.extend(sent)
+        send_all(mailbox, sent)
+
+    monkeypatch.setattr(Mailbox, "send_all", note)
+    return messages
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Votes wait for as long as a test may take."""
+    monkeypatch.setattr(voting, "PATIENCE_S", 60.0)
+
+
+@pytest.mark.usefixtures("patient")
+def test_calls_that_all_ranks_make_in_one_order_are_agreed_on_without_a_message(said):
+    def rank(own: int) -> list[float]:
+        return [all_reduced(name, own + number) for number, name in enumerate(["a", None, "a", "b"])]
+
+    assert run_worlds(3, rank, engine=SHARED) == [[3.0, 6.0, 9.0, 12.0]] * 3
+    assert not [message for message in said if message[0] in ("ask", "go")]
+
+
+@pytest.mark.usefixtures("patient")
+def test_calls_that_differ_are_refused_with_the_error_of_messages_on_all_ranks():
+    def rank(own: int) -> float:
+        with pytest.raises(hvd.MismatchError, match="Mismatched data types: One rank had type"):
+            hvd.allreduce(torch.ones(1, dtype=[torch.float32, torch.float64][own % 2]), name="x")
+        return all_reduced("x", 1.0)
+
+    assert run_worlds(3, rank, engine=SHARED) == [3.0] * 3
+
+
+def test_ranks_that_wait_for_none_of_the_others_agree_by_messages(said, monkeypatch):
+    monkeypatch.setattr(voting, "PATIENCE_S", 0.0)
+    here = threading.Barrier(2)
+
+    def rank(own: int) -> float:
+        if own == 1:
+            # Rank 0 has waited, and gone on to ask.
+            while not any(message[:1] == ["ask"] for message in said):
+                here.wait(60)
+        else:
+            threading.Thread(target=_until_asked, args=(said, here), daemon=True).start()
+        return all_reduced("x", 1.0)
+
+    assert run_worlds(2, rank, engine=SHARED) == [2.0] * 2
+    assert [message[0] for message in said if message[0] in ("ask", "go")].count("go") == 2
+
+
+def _until_asked(said: list[list[Any]], here: threading.Barrier) -> None:
+    while True:
+        asked = any(message[:1] == ["ask"] for message in said)
+        here.wait(60)
+        if asked:
+            return
+
+
+@pytest.mark.usefixtures("patient")
+def test_what_a_rank_calls_during_a_vote_follows_it_in_the_order_of_its_calls():
+    called = threading.Event()
+
+    def rank(own: int) -> list[float]:
+        if own == 1:
+            # The first call of rank 0 is voted on, and waits for this rank; the others are held.
+            assert called.wait(60)
+        handles = [hvd.allreduce_async(torch.tensor([float(value)]), op=hvd.Sum) for value in (1, 10, 100)]
+        called.set()
+        return [hvd.synchronize(handle).item() for handle in handles]
+
+    assert run_worlds(2, rank, engine=SHARED) == [[2.0, 20.0, 200.0]] * 2
+
+
+@pytest.mark.usefixtures("patient")
+def test_a_call_that_another_rank_does_not_make_is_told_to_those_who_make_it_as_without_votes():
+    over = threading.Event()
+
+    def rank(own: int) -> Any:
+        if own == 1:
+            try:
+                return hvd.broadcast(torch.ones(1), 0, name="y")
+            finally:
+                over.set()
+        try:
+            return all_reduced("x", 1.0)
+        finally:
+            assert over.wait(60)
+
+    outcomes = attempt_worlds(2, rank, engine=SHARED)
+    assert all(isinstance(outcome, hvd.MismatchError) for outcome in outcomes), outcomes
+    assert str(outcomes[0]) == str(outcomes[1])
+
+
+def test_a_go_that_rank_0_has_given_before_it_ended_is_carried_out(monkeypatch):
+    """Rank 1 looks at the board only when it has heard that rank 0 is no more."""
+    is_going = threading.Event()
+    wait = Board.wait
+
+    def wait_late(board: Board, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        if board.rank == 1 and is_going.is_set():
+            assert ended.wait(60)
+            return False
+        return wait(board, is_over, timeout_s)
+
+    ended = threading.Event()
+    monkeypatch.setattr(Board, "wait", wait_late)
+    monkeypatch.setattr(voting, "PATIENCE_S", 60.0)
+
+    def rank(own: int) -> str:
+        hvd.barrier()
+        is_going.set()
+        world = current_world()
+        if own == 1:
+            threading.Thread(target=_note_end, args=(world.controller, ended), daemon=True).start()
+        hvd.barrier()
+        return "passed"
+
+    assert run_worlds(2, rank, engine=SHARED) == ["passed"] * 2
+
+
+def _note_end(controller: Any, ended: threading.Event) -> None:
+    while controller._over is None:
+        threading.Event().wait(0.01)
+    ended.set()
+
+
+def test_ranks_that_join_are_stood_in_for_and_votes_go_on_after(said):
+    def rank(own: int) -> list[float]:
+        sums = [all_reduced(f"step {step}", 1.0) for step in range(own + 1)]
+        assert hvd.join() == 2
+        before = len(said)
+        hvd.barrier()
+        assert own or not [message for message in said[before:] if message[0] == "stand_in"]
+        return sums
+
+    assert run_worlds(3, rank, engine=SHARED) == [[3.0], [3.0, 2.0], [3.0, 2.0, 1.0]]
+
+
+# -- any order of turns
+
+
+class Turns:
+    """Threads of which one runs at a time, up to its next access to shared memory; which goes on is drawn by lot."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._waiting: dict[threading.Thread, threading.Semaphore] = {}
+        self._taken = threading.Semaphore(0)
+        self._errors: list[BaseException] = []
+        self.is_over = False
+
+    def run(self, ranks: list[Callable[[], None]], others: list[Callable[[], None]]) -> None:
+        """Until all ``ranks`` have returned; ``others`` are to end when ``is_over`` is set."""
+        threads = [threading.Thread(target=self._run, args=(each,), daemon=True) for each in [*ranks, *others]]
+        # Some go on a hundred times as often as others.
+        weight_of = {thread: 10 ** self._random.uniform(0, 2) for thread in threads}
+        self._waiting = {thread: threading.Semaphore(0) for thread in threads}
+        for thread in threads:
+            thread.start()
+        for number in itertools.count():
+            left = list(self._waiting)
+            self.is_over = self.is_over or not set(left) & set(threads[: len(ranks)])
+            if not left or self._errors:
+                break
+            assert number < 100_000, "they do not come to an end"
+            (chosen,) = self._random.choices(left, [weight_of[each] for each in left])
+            self._waiting[chosen].release()
+            self._taken.acquire()
+        for error in self._errors:
+            raise error
+
+    def step(self) -> None:
+        """Let others go on first, or not."""
+        own = self._waiting[threading.current_thread()]
+        self._taken.release()
+        own.acquire()
+
+    def _run(self, function: Callable[[], None]) -> None:
+        self._waiting[threading.current_thread()].acquire()
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 - it is raised by `run`
+            self._errors.append(error)
+        finally:
+            del self._waiting[threading.current_thread()]
+            self._taken.release()
+
+
+class Memory:
+    """Words that other threads may change before each access."""
+
+    def __init__(self, words: Any, turns: Turns) -> None:
+        self._words, self._turns = words, turns
+
+    def __getitem__(self, place: Any) -> Any:
+        self._turns.step()
+        return self._words[place]
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self._turns.step()
+        self._words[place] = value
+
+    def __eq__(self, other: object) -> bool:
+        return self[:] == (other._words if isinstance(other, Memory) else other)
+
+    __hash__ = None  # type: ignore[assignment]  # it changes
+
+
+class Lock:
+    """A lock for threads that take turns."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns, self._is_held = turns, False
+
+    def __enter__(self) -> None:
+        self._turns.step()
+        while self._is_held:
+            self._turns.step()
+        self._is_held = True
+
+    def __exit__(self, *error: object) -> None:
+        self._is_held = False
+
+
+def board_of(rank: int, blocks: list[ControlBlock], turns: Turns, lots: random.Random) -> Board:
+    board = Board(rank, blocks)
+    board._words = [Memory(words, turns) for words in board._words]
+    board._own, board._of_rank_0 = board._words[rank], board._words[0]
+    board._digests = [Memory(digest, turns) for digest in board._digests]
+    board._own_digest = board._digests[rank]
+
+    def wait(is_over: Callable[[], bool], timeout_s: float) -> bool:
+        # Now and then it is too late at once.
+        return any(is_over() for _ in range(lots.choice([1, 3, 30])))
+
+    board.wait = wait  # type: ignore[method-assign]
+    return board
+
+
+def windows_of(rank: int, seed: int) -> Iterator[list[str]]:
+    """What a rank calls: the calls of a window at once, in an order that differs by rank now and then."""
+    lots = random.Random(seed)
+    for window in range(6):
+        calls = [f"{window}.{number}" for number in range(lots.choice([1, 1, 1, 2, 3]))]
+        if lots.random() < 0.5:
+            random.Random(f"{seed} {rank} {window}").shuffle(calls)
+        yield calls
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("seed", range(30))
+def test_in_any_order_of_turns_all_ranks_carry_out_the_same_in_one_order_and_none_waits_for_ever(
+    seed, size, monkeypatch
+):
+    monkeypatch.setattr(Coordinator, "_patience_s", lambda self: 0.0)
+    turns, lots = Turns(seed), random.Random(seed)
+    segment = Segment()
+    blocks = [ControlBlock(segment.allocate(CONTROL_BLOCK_BYTES)) for _ in range(size)]
+    rules = StallRules()
+    coordinator = Coordinator(Negotiation(["here"] * size, rules), size, rules)
+    ends = [mailbox_pair(Signer(b"turns")) for _ in range(size)]
+    for rank, (_, other_end) in enumerate(ends):
+        coordinator.add(rank, other_end)
+    done: list[list[str]] = [[] for _ in range(size)]
+
+    def serve() -> None:
+        coordinator._lock = Lock(turns)  # type: ignore[assignment]
+        coordinator.open_board(board_of(0, blocks, turns, lots))
+        while not turns.is_over:
+            coordinator._serve()
+            turns.step()
+
+    def run(rank: int) -> None:
+        mailbox, numbers = ends[rank][0], itertools.count(1)
+        voter = Voter(
+            board_of(rank, blocks, turns, lots),
+            threading.Lock(),
+            close_round=lambda number: mailbox.send(["close_round", number]),
+            decide_round=coordinator.decide_round if rank == 0 else None,
+            is_over=lambda: False,
+        )
+        for calls in windows_of(rank, seed):
+            asked = {next(numbers): call for call in calls}
+            asks = [["ask", ticket, 0, "barrier", call, call, None, {}, None, None] for ticket, call in asked.items()]
+            if voter.begin():
+                for ask in asks[1:]:
+                    assert voter.hold(lambda ask=ask: mailbox.send(ask))
+                first = asks[0]
+                ask = Ask(first[1], 0, Kind("barrier"), first[4], first[5], tuple(range(size)), {}, None)
+                if voter.vote(json.dumps(first[3:]).encode(), ask):
+                    done[rank].append(asked.pop(first[1]))
+                else:
+                    mailbox.send(first)
+                voter.say_held()
+            else:
+                for ask in asks:
+                    mailbox.send(ask)
+            while asked:
+                turns.step()
+                goes = [message for message in mailbox.receive() if message[0] == "go"]
+                done[rank] += [asked.pop(ticket) for _, ticket, *_ in goes]
+
+    turns.run([lambda rank=rank: run(rank) for rank in range(size)], [serve])
+    assert all(each == done[0] for each in done)
+    assert sorted(done[0]) == sorted(itertools.chain(*windows_of(0, seed)))
+    coordinator._selector.close()
+    for pair in ends:
+        for end in pair:
+            end.close()
