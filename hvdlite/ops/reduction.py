@@ -228,7 +228,7 @@ class Reduction:
             and self.op in OP_OF_ENGINE.keys() | {Average}
             and (tensor.is_floating_point() or (dtype in WHOLE and dtype not in (torch.bool, torch.int16)))
             and (self.op is not Average or tensor.is_floating_point())
-            and not (tensor.is_floating_point() and wire_dtype(self.compression, dtype) is not dtype)
+            and self.wire_dtype(tensor) is dtype
             and self._factor_before(tensor, group.size) == 1.0
         )
 
