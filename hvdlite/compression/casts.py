@@ -55,6 +55,10 @@ class NoCompression:
     def decompress(self, wire: Tensor, out: Tensor) -> None:
         assert wire is out, "compress gave the buffer itself"
 
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which floats of this one travel."""
+        return dtype
+
     def __repr__(self) -> str:
         return "Compression.none"
 
@@ -70,8 +74,12 @@ class CastCompression:
         """Whether buffers of this dtype travel in the narrower one."""
         return dtype.itemsize > self.dtype.itemsize
 
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which floats of this one travel."""
+        return self.dtype if self.casts(dtype) else dtype
+
     def compress(self, buffer: Tensor) -> Tensor:
-        return buffer.to(self.dtype) if self.casts(buffer.dtype) else buffer
+        return buffer.to(self.wire_dtype(buffer.dtype))
 
     def decompress(self, wire: Tensor, out: Tensor) -> None:
         if wire is not out:
@@ -88,11 +96,6 @@ class CastCompression:
 
     def __repr__(self) -> str:
         return self._name
-
-
-def wire_dtype(compression: ResolvedCompression, dtype: torch.dtype) -> torch.dtype:
-    """Of what dtype floats travel with one of hvdlite's own compressions."""
-    return compression.dtype if isinstance(compression, CastCompression) and compression.casts(dtype) else dtype
 
 
 def is_narrow(dtype: torch.dtype) -> bool:

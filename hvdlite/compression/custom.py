@@ -38,6 +38,10 @@ class CustomCompression:
         self._given = given
         self.takes_each = takes_each
 
+    def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype by which gradients are scaled: their own, since what it makes of them is known only then."""
+        return dtype
+
     def pack(self, tensor: Tensor, of: str) -> Packed:
         """Compress a contiguous tensor; ``of`` are words for it. The wire is contiguous, and may be its memory.
 

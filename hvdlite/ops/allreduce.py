@@ -22,9 +22,9 @@ from ..control.operation import SPARSE_ALLREDUCE, Execution, Kind, Run
 from ..errors import UnsupportedError
 from ..runtime.process_set import ProcessSet
 from .base import Collective
-from .gather_scatter import gather_rows
 from .packing import all_reduce_packed
-from .reduction import COMPRESSIONS, Reduction, average
+from .reduction import COMPRESSIONS, DTYPE_OF, Reduction, average
+from .rows import gather_rows
 from .sendable import check_sendable, check_writable
 
 
@@ -132,7 +132,7 @@ def stand_in(kind: Kind, same: Mapping[str, Any]) -> Run:
         with torch.no_grad():
             sources = []
             for dtype_name, shape, device in zip(dtypes, shapes, devices, strict=True):
-                dtype = getattr(torch, dtype_name.removeprefix("torch."))
+                dtype = DTYPE_OF[dtype_name]
                 sources.append(torch.full(shape, reduction.neutral(dtype), dtype=dtype, device=device))
             for members in fused(sources):
                 flat = flat_of([sources[number] for number in members])

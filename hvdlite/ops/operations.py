@@ -52,10 +52,11 @@ from ..errors import WrongTypeError
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set
 from ..values import shown
+from .allgather_reducescatter import Allgather, Reducescatter
 from .allreduce import Allreduce, SparseAllreduce
+from .alltoall import Alltoall, check_splits
 from .base import check_tensors, submit, title
 from .broadcast import Broadcast
-from .gather_scatter import Allgather, Alltoall, Reducescatter, check_splits
 from .reduction import make_reduction
 from .sendable import layout_of
 

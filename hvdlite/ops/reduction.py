@@ -31,7 +31,6 @@ from ..compression.casts import (
     ResolvedCompression,
     check_compression,
     is_narrow,
-    wire_dtype,
 )
 from ..compression.custom import CustomCompression
 from ..compression.kernels import divide
@@ -42,7 +41,9 @@ from .adasum import adasum_all_reduce
 
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-DTYPES = frozenset((*WHOLE, *_FRACTIONS))
+# By the names that travel, such as torch.int8.
+DTYPE_OF = {str(dtype): dtype for dtype in (*WHOLE, *_FRACTIONS)}
+DTYPES = frozenset(DTYPE_OF.values())
 
 COMPRESSIONS: dict[str, ResolvedCompression] = {
     repr(known): known for known in (Compression.none, Compression.fp16, Compression.bf16)
@@ -197,12 +198,16 @@ class Reduction:
         limits = torch.iinfo(dtype)
         return limits.max if self.op is Min else limits.min
 
+    def wire_dtype(self, tensor: Tensor) -> torch.dtype:
+        """The dtype in which such a tensor travels, unless a compression of the user's own packs it."""
+        return self.compression.wire_dtype(tensor.dtype) if tensor.is_floating_point() else tensor.dtype
+
     def _as_real(self, tensor: Tensor) -> Tensor:
         """Complex numbers as pairs of real ones, in the same memory, but for a product."""
         return torch.view_as_real(tensor).view(-1) if tensor.is_complex() and self.op is not Product else tensor
 
     def _factor_before(self, values: Tensor, divisor: int) -> float:
-        if self.op is Average and values.is_floating_point() and is_narrow(wire_dtype(self.compression, values.dtype)):
+        if self.op is Average and values.is_floating_point() and is_narrow(self.wire_dtype(values)):
             return self.prescale_factor / divisor
         return self.prescale_factor
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..comm.reduce_op import Average, ReduceOp, Sum
-from ..compression.casts import Compression, ResolvedCompression, is_narrow, wire_dtype
+from ..compression.casts import Compression, ResolvedCompression, is_narrow
 from ..compression.custom import CustomCompression
 from ..compression.kernels import divide, divide_by, scale_by
 from ..ops.reduction import Reduction
@@ -91,7 +91,7 @@ class Settings:
 
     def scaling(self, dtype: torch.dtype, size: int) -> Scaling:
         """What is done before and after the all-reduce of gradients of this dtype over so many ranks."""
-        return self.scaling_of_wire(wire_dtype(self.compression, dtype.to_real()), size)
+        return self.scaling_of_wire(self.compression.wire_dtype(dtype.to_real()), size)
 
     def scaling_of_wire(self, dtype: torch.dtype, size: int) -> Scaling:
         """The same where it is this dtype that travels."""

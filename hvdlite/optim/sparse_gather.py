@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..comm.group import Group
 from ..errors import MismatchError
-from ..ops.gather_scatter import RowGather, row_bytes
+from ..ops.rows import RowGather, row_bytes
 from ..ops.sendable import plain_tensor
 from .flags import ParticipantCount
 from .plan import first_of

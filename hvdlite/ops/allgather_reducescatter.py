@@ -1,0 +1,127 @@
+"""
+All-gather and reduce-scatter, of one tensor or a group of them: the gradient of each is the other.
+
+    all-gather      every rank's rows ── joined in rank order, on every rank
+    reduce-scatter  tensors of one shape ── summed ── to each rank its rows
+
+Ranks tell each other how many rows they have when they ask for the operation. How rows are gathered is in `rows`, how
+tensors are summed in `reduction`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..comm.flat_bytes import flat_of, fused, own_memory, pieces_of
+from ..comm.reduce_op import Average, Sum
+from ..compression.custom import CustomCompression
+from ..control.operation import (
+    ALLGATHER,
+    GROUPED_ALLGATHER,
+    GROUPED_REDUCESCATTER,
+    REDUCESCATTER,
+    Execution,
+    Kind,
+)
+from ..errors import UnsupportedError
+from ..runtime.process_set import ProcessSet
+from ..runtime.process_set_functions import group_of
+from .base import Collective
+from .packing import reduce_scatter_packed
+from .reduction import Reduction
+from .rows import gather_rows, row_count
+
+
+class Allgather(Collective):
+    """The tensors of all ranks, joined along the first dimension; a scalar counts as one row."""
+
+    def __init__(self, kind: Kind, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> None:
+        super().__init__(kind, tensors, name, process_set)
+        self._shapes = [tensor.shape for tensor in self.sources]
+        # By tensor and rank, once it is done.
+        self._rows: list[list[int]] = []
+
+    def same(self) -> Mapping[str, Any]:
+        return self.signature(any_rows=True)
+
+    def own(self) -> list[int]:
+        return [row_count(tensor) for tensor in self.sources]
+
+    def run(self, execution: Execution) -> Any:
+        self._rows = [[own[number] for own in execution.owns] for number in range(len(self.sources))]
+        return self.result(gather_rows(self.sources, self._rows, execution.group, execution.what))
+
+    def gradient(self, grads: Mapping[int, Tensor]) -> Sequence[Tensor]:
+        kind = GROUPED_REDUCESCATTER if self.kind.is_grouped else REDUCESCATTER
+        mine, rows = list(grads.values()), [self._rows[number] for number in grads]
+        backward = Reducescatter(kind, mine, Reduction(Average), self.gradient_name(), self.process_set, rows)
+        parts = backward.differentiable()
+        return [part.reshape(self._shapes[number]) for number, part in zip(grads, parts, strict=True)]
+
+
+class Reducescatter(Collective):
+    """This rank's rows of what a `Reduction`, a sum or an average, makes of all ranks' tensors."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        tensors: Sequence[Tensor],
+        reduction: Reduction,
+        name: str | None,
+        process_set: ProcessSet,
+        rows: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """``rows``: by tensor and rank, how many it gets, where they are not to be spread evenly."""
+        super().__init__(kind, tensors, name, process_set)
+        self._reduction = reduction
+        self._rows = rows
+        if reduction.op not in (Average, Sum):
+            # Horovod's words.
+            raise UnsupportedError(
+                f"Reducescatter currently only supports AVERAGE and SUM. ({self.what}: hvd.{reduction.op.name})"
+            )
+        for source in self.sources:
+            reduction.check_dtype(source, self.what)
+            if source.dim() == 0:
+                raise ValueError(
+                    f"{self.what}: a scalar has no rows to scatter: pass a tensor of at least one dimension"
+                )
+
+    def same(self) -> Mapping[str, Any]:
+        rows = {} if self._rows is None else {"rows": [list(counts) for counts in self._rows]}
+        return {**self.signature(), **self._reduction.same(), **rows}
+
+    def run(self, execution: Execution) -> Any:
+        reduction, sources, group = self._reduction, self.sources, execution.group
+        reduction.warn_of_averaged_integers(sources, execution.divisor, group, execution.what)
+        rows = self._rows if self._rows is not None else [_spread(len(source), group.size) for source in sources]
+        if isinstance(reduction.compression, CustomCompression):
+            copies = [flat_of([source]).view(source.shape) for source in sources]
+            return self.result(reduce_scatter_packed(group, reduction, copies, rows, execution.divisor, execution.what))
+        outputs = list(sources)
+        for members in fused(sources):
+            slices = [pieces_of(sources[number], rows[number]) for number in members]
+            parts = [flat_of([pieces[group_rank] for pieces in slices]) for group_rank in range(group.size)]
+            flat = reduction.reduce_scatter(group, parts, execution.divisor, execution.what)
+            mine = [pieces[group.rank] for pieces in slices]
+            for number, piece, like in zip(members, pieces_of(flat, [m.numel() for m in mine]), mine, strict=True):
+                outputs[number] = own_memory(piece, flat).view(like.shape)
+        return self.result(outputs)
+
+    def gradient(self, grads: Mapping[int, Tensor]) -> Sequence[Tensor]:
+        kind = GROUPED_ALLGATHER if self.kind.is_grouped else ALLGATHER
+        reduction = self._reduction
+        factor = reduction.prescale_factor * reduction.postscale_factor
+        if reduction.op is Sum:
+            factor *= group_of(self.process_set).size
+        wires = [grad.to(reduction.wire_dtype(grad)) * factor for grad in grads.values()]
+        gathered = Allgather(kind, wires, self.gradient_name(), self.process_set).differentiable()
+        return [result.to(grad.dtype) for result, grad in zip(gathered, grads.values(), strict=True)]
+
+
+def _spread(count: int, size: int) -> list[int]:
+    """How many of the rows each rank gets: the first ones get one more where they do not come out even."""
+    return [count // size + (rank < count % size) for rank in range(size)]

@@ -1,0 +1,120 @@
+"""
+All-to-all: every rank sends so many of its rows to each rank; what came from each is joined in rank order.
+
+Ranks tell each other how many rows they send when they ask for the operation. Bytes travel, of any dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.flat_bytes import as_bytes, plain
+from ..control.operation import ALLTOALL, Execution
+from ..errors import UnsupportedError
+from ..runtime.process_set import ProcessSet
+from ..runtime.process_set_functions import group_of
+from ..values import shown
+from .base import Collective
+from .rows import join_rows, row_bytes
+from .sendable import check_sendable
+
+_WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+class Alltoall(Collective):
+    """A rank's rows, so many for each rank; a pair: what came from each, joined, and how many rows these were."""
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        splits: Sequence[int],
+        name: str | None,
+        process_set: ProcessSet,
+        answer_on: torch.device | str = "cpu",
+    ) -> None:
+        """``splits`` are the rows for each rank; the numbers of those that came are told on ``answer_on``."""
+        super().__init__(ALLTOALL, [tensor], name, process_set)
+        self._answer_on = answer_on
+        self._splits = list(splits)
+        self._kept_rows = len(tensor) - sum(splits)
+        # By rank, once it is done.
+        self._received: list[int] = []
+
+    def same(self) -> Mapping[str, Any]:
+        return self.signature(any_rows=True)
+
+    def own(self) -> list[int]:
+        return self._splits
+
+    def run(self, execution: Execution) -> tuple[Tensor, Tensor]:
+        (tensor,) = self.sources
+        self._received = [own[execution.group.rank] for own in execution.owns]
+        nbytes = row_bytes(tensor)
+        sent = [count * nbytes for count in self._splits]
+        received = [count * nbytes for count in self._received]
+        rows = as_bytes(plain(tensor[: sum(self._splits)]))
+        output = join_rows(execution.group.all_to_all(rows, sent, received, execution.what), tensor, self._received)
+        return output, torch.tensor(self._received, dtype=torch.int32, device=self._answer_on)
+
+    def gradient(self, grads: Mapping[int, Tensor]) -> Sequence[Tensor]:
+        backward = Alltoall(grads[0], self._received, self.gradient_name(), self.process_set)
+        result, _ = backward.differentiable()
+        if self._kept_rows:
+            result = torch.cat([result, result.new_zeros(self._kept_rows, *result.shape[1:])])
+        return [result]
+
+
+def check_splits(
+    tensor: Tensor, splits: Tensor | Sequence[int] | None, process_set: ProcessSet, what: str
+) -> list[int]:
+    """How many rows each rank of the set gets; a ValueError, in Horovod's words, where that does not come out."""
+    size = group_of(process_set, what).size
+    if tensor.dim() == 0:
+        raise UnsupportedError(f"{what}: a scalar has no rows to distribute: pass a tensor of at least one dimension")
+    if splits is None:
+        if len(tensor) % size:
+            raise ValueError(
+                "splits not provided, but first dimension of tensor is not an even multiple of the number of "
+                f"workers. ({what}: {len(tensor)} rows for {size} ranks)"
+            )
+        return [len(tensor) // size] * size
+    if isinstance(splits, Tensor):
+        check_sendable(splits, f"{what}: splits")
+    given = splits if isinstance(splits, Tensor) else _splits_of_list(splits, what)
+    if given.dim() != 1:
+        raise ValueError(f"alltoall expects a 1D splits tensor ({what}: it has {given.dim()} dimensions)")
+    if isinstance(splits, Tensor) and splits.dtype is not torch.int32:
+        raise ValueError(
+            f"alltoall expects splits to contain 32-bit integer elements. ({what}: {splits.dtype}; a plain list of "
+            "ints will do)"
+        )
+    counts: list[int] = given.tolist()
+    if len(counts) != size:
+        raise ValueError(
+            f"Number of entries in splits does not equal number of workers. ({what}: {len(counts)} for {size} ranks)"
+        )
+    if any(count < 0 for count in counts):
+        raise ValueError(f"{what}: splits={counts} has a number of rows below 0")
+    if sum(counts) > len(tensor):
+        raise ValueError(
+            f"Sum of splits entries is greater than the first dimension of tensor. ({what}: {sum(counts)} of "
+            f"{len(tensor)} rows)"
+        )
+    return counts
+
+
+def _splits_of_list(splits: Sequence[int], what: str) -> Tensor:
+    try:
+        given = torch.tensor(splits, device="cpu")
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        given = None
+    if given is not None and given.is_floating_point() and torch.equal(given, given.trunc()):
+        # So is an empty list.
+        given = given.long()
+    if given is None or given.dtype not in _WHOLE:
+        raise ValueError(f"{what}: splits={shown(splits)} are not whole numbers of rows: pass a list of ints")
+    return given
