@@ -311,10 +311,20 @@ SET_FOR_WORKERS = (
 )
 """What hvdlite-run tells each worker of its place. Read in `rendezvous` and where a rank ends."""
 
+_TOLD = {each.name: each.names[0] for each in SET_FOR_WORKERS}
+
 OF_USERS = (*READ_BY_INIT.values(), *READ_ELSEWHERE)
 """What a user may set, in the order of the README."""
 
 KNOWN = frozenset(name for each in (*OF_USERS, *SET_FOR_WORKERS) for name in each.names)
+
+
+def told_by_launcher(name: str, environ: Mapping[str, str]) -> str:
+    """What hvdlite-run has told this worker, such as its "JOB_DIR"; empty where it has not started this process.
+
+    ``name`` is one of `SET_FOR_WORKERS`.
+    """
+    return environ.get(_TOLD[name], "")
 
 
 def read_environment(environ: Mapping[str, str]) -> Environment:

@@ -1,6 +1,8 @@
 """
 Variables that are set to no effect: Horovod's that mean nothing here, each with the reason, and unknown names.
 
+Horovod's are known with hvdlite's prefix as well.
+
 The variables that have an effect are in `environment`, which asks here for the one line about all others.
 """
 
@@ -76,7 +78,8 @@ def remarks_of_ignored(environ: Mapping[str, str], known: Collection[str]) -> tu
     for name in sorted(environ):
         text = environ[name].strip()
         if text and name.startswith((_OURS, _HOROVODS)) and name not in known:
-            ignored = _IGNORED.get(name)
+            # With hvdlite's prefix too: who spells a variable of Horovod's so is told why there is none.
+            ignored = _IGNORED.get(name) or _IGNORED.get(name.replace(_OURS, _HOROVODS, 1))
             if ignored is None:
                 names_by_reason.setdefault(_why_unknown(name, known), []).append(name)
             elif text.lower() != ignored.harmless:

@@ -15,12 +15,13 @@ import sys
 import traceback
 from collections.abc import Mapping
 
+from .environment import told_by_launcher
 from .rendezvous.store_client import StoreClient, StoreCommand
 
 
 def main(environ: Mapping[str, str] = os.environ) -> None:
     """Call it, once. What it raises has been told when it leaves here; sys.exit() in it is an end as any other."""
-    client = StoreClient.from_url(environ["HVDLITE_STORE"])
+    client = StoreClient.from_url(told_by_launcher("STORE", environ))
     path, call = pickle.loads(client.get_large(b"call"))
     # As in the caller, whose modules are sent by name; where these do not exist it has no effect.
     sys.path[:] = [*path, *(entry for entry in sys.path if entry not in path)]
@@ -62,7 +63,7 @@ def _told_of(error: Exception) -> dict[str, object]:
 
 
 def _tell(client: StoreClient, environ: Mapping[str, str], what: Mapping[str, object]) -> None:
-    rank = environ["HVDLITE_RANK"].encode()
-    told = {"host": environ["HVDLITE_HOST"], "size": int(environ["HVDLITE_SIZE"]), **what}
+    rank = told_by_launcher("RANK", environ).encode()
+    told = {"host": told_by_launcher("HOST", environ), "size": int(told_by_launcher("SIZE", environ)), **what}
     client.set_large(b"return/" + rank, pickle.dumps(told))
     client.request(StoreCommand.APPEND, [b"returned", rank + b" "])

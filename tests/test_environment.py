@@ -181,6 +181,13 @@ def test_horovods_prefix_on_a_variable_that_hvdlite_alone_has_is_named_with_the_
     assert read_environment({name: "1"}).remarks == (said,)
 
 
+def test_horovods_own_with_hvdlites_prefix_say_why_they_have_no_effect():
+    (remark,) = read_environment({f"HVDLITE_{each.name}": "7" for each in IGNORED}).remarks
+    assert all(f"HVDLITE_{each.name}" in remark and each.why in remark for each in IGNORED)
+    assert "not known" not in remark
+    assert read_environment({"HVDLITE_CONTROLLER": "gloo"}).remarks == ()
+
+
 def row_of_readme(variable: Variable) -> str:
     ours = ", ".join(f"`{name}`" for name in reversed(variable.names) if name.startswith("HVDLITE_"))
     in_horovod = "–" if variable.horovods is None else "✓"
@@ -218,6 +225,13 @@ def test_every_variable_that_source_and_readme_name_is_known():
     for name in names:
         # What it is set to may be wrong; that it is set is known.
         assert remarks_of_ignored({name: "1"}, KNOWN) == (), name
+
+
+def test_what_hvdlite_run_tells_is_read_by_the_table_alone():
+    reads = re.compile(r"""environ(\.get\(|\[)["']HVDLITE_|["']HVDLITE_\w+["'] in (os\.)?environ""")
+    # The table of launchers has the variables of a place by itself, hvdlite-run's among them.
+    paths = [path for path in (ROOT / "hvdlite").rglob("*.py") if path.parent.name != "rendezvous"]
+    assert [str(path) for path in paths if reads.search(path.read_text())] == []
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import HashStore
 from ..comm.engine import HasMemory
 from ..comm.group import Group
 from ..comm.reduce_op import Max
+from ..environment import told_by_launcher
 from ..optim.optimizer import DEFAULT_BUCKET_CAP_BYTES
 from ..runtime.bootstrap import World
 from .arguments import UsageError
@@ -134,7 +135,7 @@ class Ranks:
     def show_progress(self, turns: int) -> None:
         """Have rank 0 draw a progress bar on stderr, where tqdm is installed and somebody would see it."""
         is_terminal = sys.stderr.isatty()
-        if self.rank > 0 or not (is_terminal or "HVDLITE_RANK" in os.environ):
+        if self.rank > 0 or not (is_terminal or told_by_launcher("RANK", os.environ)):
             return
         with suppress(ImportError):
             tqdm = importlib.import_module("tqdm").tqdm

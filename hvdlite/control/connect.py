@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..comm.group import Group
-from ..environment import Environment
+from ..environment import Environment, told_by_launcher
 from ..errors import CommunicationError
 from ..rendezvous.host_address import ELSEWHERE, LOOPBACK, address_of, own_address
 from ..signing import Signer
@@ -96,7 +96,7 @@ def _exchange_address(group: Group, own: Any) -> Any:
 def _listen(group: Group, nodes: Sequence[str]) -> socket.socket:
     backlog = max(128, group.size)
     is_one_host = len(set(nodes)) == 1
-    job_dir = os.environ.get("HVDLITE_JOB_DIR", "")
+    job_dir = told_by_launcher("JOB_DIR", os.environ)
     if is_one_host and os.path.isdir(job_dir):
         # No longer than the name of the store's socket beside it, which is known to fit.
         listener = socket.socket(socket.AF_UNIX)

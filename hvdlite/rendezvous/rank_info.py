@@ -19,7 +19,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError
+from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError, say_where
 from ..signing import TAG_BYTES, Signer
 from .placement import Placement
 from .secret import SECRET, new_secret
@@ -82,6 +82,10 @@ def exchange_rank_info(
     store.set(keys[rank], signer.sign("introduction", rank, data).hex() + data)
     try:
         store.wait(keys, timeout)
+    except KeyboardInterrupt as interrupt:
+        if late := _late(store, keys):
+            say_where(interrupt, f"hvd.init() for {_named(late)}")
+        raise
     except RuntimeError as error:
         raise CommunicationError(_words_of_late(store, keys, own, timeout, error)) from error
     # Stores on files have no multi_get.
@@ -117,13 +121,21 @@ def _read(value: bytes, rank: int, own: RankInfo, signer: Signer) -> RankInfo:
 
 def _words_of_late(store: Store, keys: Sequence[str], own: RankInfo, timeout: timedelta, error: RuntimeError) -> str:
     where = f"hvd.init() failed on rank {own.placement.rank} ({own.placement.host})"
-    late: list[int] = []
-    with contextlib.suppress(RuntimeError):
-        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+    late = _late(store, keys)
     if not late:
         return f"{where}: the ranks cannot find each other: {error}"
-    who = ", ".join(map(str, late[:8])) + (f" and {len(late) - 8} more" if len(late) > 8 else "")
     return (
         f"{where}: another rank did not call it within {timeout.total_seconds():g} s, or ended before it did: waited "
-        f"for rank {who}. ({str(error).strip().partition(chr(10))[0]})"
+        f"for {_named(late)}. ({str(error).strip().partition(chr(10))[0]})"
     )
+
+
+def _late(store: Store, keys: Sequence[str]) -> list[int]:
+    """The ranks whose info is not in the store; none where it cannot be asked."""
+    with contextlib.suppress(RuntimeError):
+        return [rank for rank, key in enumerate(keys) if not store.check([key])]
+    return []
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return "rank " + ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

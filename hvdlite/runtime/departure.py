@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from ..environment import told_by_launcher
 from ..errors import says_peer_lost
 
 _LAST_TURN_S = 0.1
@@ -66,6 +67,6 @@ def _end_after(error: BaseException, save: Callable[[], None]) -> NoReturn:
 
 def _leave_note(what: str) -> None:
     """Let hvdlite-run tell a rank that ends because of another's end from the one that ended first."""
-    directory = os.environ.get("HVDLITE_JOB_DIR")
-    if directory is not None and "HVDLITE_RANK" in os.environ and Path(directory).is_dir():
-        Path(directory, f"rank.{os.environ['HVDLITE_RANK']}.{what}").touch()
+    directory, rank = told_by_launcher("JOB_DIR", os.environ), told_by_launcher("RANK", os.environ)
+    if directory and rank and Path(directory).is_dir():
+        Path(directory, f"rank.{rank}.{what}").touch()

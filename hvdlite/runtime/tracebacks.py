@@ -2,7 +2,7 @@
 What an uncaught error prints: the message and the user's own lines, without hvdlite's and PyTorch's below these.
 
     PeerLostError, KeyboardInterrupt in a wait    one line: the cause is elsewhere
-    other errors of hvdlite's                     the traceback as far as the user's own lines
+    other errors of hvdlite's, wrong arguments    the traceback as far as the user's own lines
     all others                                    as they are
 
 The hooks stand before those that there are, PyTorch's (which begins each line with the rank) and a user's own: these
@@ -11,6 +11,7 @@ are called as ever. A user's own is given the shortened traceback, and never the
 
 from __future__ import annotations
 
+import dis
 import inspect
 import os
 import sys
@@ -132,7 +133,15 @@ def _is_told(error: BaseException, traceback: TracebackType | None) -> bool:
         return False
     if isinstance(error, KeyboardInterrupt):
         return _called(entries) is not None
-    return isinstance(error, HvdliteError) or (isinstance(error, OSError) and _file_of(entries[-1]).startswith(_OWN))
+    is_own = _file_of(entries[-1]).startswith(_OWN)
+    if isinstance(error, ValueError | TypeError):
+        return is_own and _is_raised(entries[-1])
+    return isinstance(error, HvdliteError) or (isinstance(error, OSError) and is_own)
+
+
+def _is_raised(entry: TracebackType) -> bool:
+    """Whether it came from a ``raise``. One that did not is a fault of hvdlite's own, which is to be seen whole."""
+    return entry.tb_frame.f_code.co_code[entry.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def _one_line(error: BaseException, traceback: TracebackType | None) -> str | None:

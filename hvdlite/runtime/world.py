@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 
-from ..environment import read_environment
+from ..environment import READ_BY_INIT, read_environment
 from ..errors import LaunchEnvironmentError, NotInitializedError, say_where
 from ..timeline import session as timeline
 from ..values import MOST, seconds, shown, whole_number
@@ -64,9 +64,23 @@ def init(
     thereafter too (1: at every step), False never. Unless given, it is ``HVDLITE_CHECK_PARAMETERS``, or True. Rank 0's
     counts.
     """
-    global _world  # noqa: PLW0603 - the one module variable that rank(), size() and the rest read
     if _world is not None:
         return
+    try:
+        _init(timeout_s, process_sets, hierarchical, check_parameters)
+    finally:
+        # At the end, as PyTorch sets a hook of its own where the ranks are connected.
+        if not _is_debugged():
+            shorten_tracebacks()
+
+
+def _init(
+    timeout_s: float | None,
+    process_sets: Iterable[ProcessSet] | str | None,
+    hierarchical: bool | None,
+    check_parameters: bool | int | None,
+) -> None:
+    global _world  # noqa: PLW0603 - the one module variable that rank(), size() and the rest read
     first_sets = check_first_sets(process_sets)
     if timeout_s is not None:
         timeout_s = seconds(timeout_s, "timeout_s")
@@ -83,16 +97,11 @@ def init(
     if hierarchical is not None:
         environment = replace(environment, hierarchical=hierarchical)
     timeout = timedelta(seconds=timeout_s or environment.timeout_s)
-    is_whole_shown = environment.log_level is not None and environment.log_level <= logging.DEBUG
     try:
         _world = enter(timeout, environment)
     except KeyboardInterrupt as interrupt:
         say_where(interrupt, "hvd.init() for the other ranks")
         raise
-    finally:
-        # At the end, as PyTorch sets a hook of its own where the ranks are connected.
-        if not is_whole_shown:
-            shorten_tracebacks()
     try:
         for process_set in first_sets:
             _world.sets.add(process_set)
@@ -166,6 +175,17 @@ def cross_size() -> int:
 def is_homogeneous() -> bool:
     """Whether every host runs as many of the processes."""
     return current_world().topology.is_homogeneous
+
+
+def _is_debugged() -> bool:
+    """Whether the log's level asks for whole tracebacks."""
+    variable = READ_BY_INIT["log_level"]
+    given = variable.given_in(os.environ)
+    try:
+        level = variable.read(given) if given.text else None
+    except ValueError:  # which the user is told of, by its own message
+        return False
+    return isinstance(level, int) and level <= logging.DEBUG
 
 
 def _how_often(check_parameters: object) -> bool | int:

@@ -17,7 +17,7 @@ import pytest
 from e2e.machines import Machine, why_there_are_none
 from e2e.ssh_hosts import Lan
 
-PATIENCE_S = 30  # for what must happen sooner or later
+PATIENCE_S = 60  # for what must happen sooner or later
 TEARDOWN_S = 5  # what the launcher promises
 
 # Where tests run in a script's background job, or under nohup, these are ignored, and what they start inherits that.

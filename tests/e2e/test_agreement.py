@@ -43,24 +43,6 @@ def test_ranks_that_wait_for_each_other_are_told_what_both_wait_in(launch):
     assert "rank 0 (localhost): allreduce of 'loss' in the global process set; rank 1 (localhost): barrier" in err
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_killed_is_named_by_the_others_and_by_the_launcher(launch, victim, tmp_path):
-    program = (
-        "hvd.barrier()\n"
-        f"if hvd.rank() == {victim}: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "hvd.allreduce(torch.ones(2), name='loss')"
-    )
-    # The launcher, which sees the death too, would end the others before they say what they saw.
-    shell = (
-        f'cd {tmp_path}; python -c "$0"; code=$?; touch $HVDLITE_RANK; [ $HVDLITE_RANK = {victim} ] || exec sleep 1000;'
-        "while [ ! -e 0 ] || [ ! -e 1 ] || [ ! -e 2 ]; do sleep 0.05; done; exit $code"
-    )
-    code, _, err = run(launch, program, size=3, shell=shell)
-    assert code == 128 + 9
-    assert f"rank {victim} on localhost" in err
-    assert f"rank {victim} (localhost) has gone" in err or "another rank has gone" in err
-
-
 def test_a_rank_that_has_ended_by_itself_is_named_by_those_that_still_wait(launch):
     code, _, err = run(launch, "hvd.barrier()\nif hvd.rank(): hvd.allreduce(torch.ones(2), name='loss')")
     assert code == 1
@@ -81,19 +63,6 @@ def test_a_rank_that_takes_fewer_steps_is_named_by_those_that_wait_for_it_in_the
         "rank 0 (localhost) has " in err
     )
     assert "has ended: every rank must take as many steps, and call collectives as often; see hvd.join()" in err
-
-
-def test_worlds_that_come_and_go_leave_nothing_open(launch):
-    program = (
-        "def opened(): return len(os.listdir('/proc/self/fd'))\n"
-        "hvd.barrier(); hvd.shutdown(); before = opened()\n"
-        "for _ in range(5):\n"
-        "    hvd.init(); hvd.barrier(); hvd.shutdown()\n"
-        "print('more:', opened() - before)\n"
-    )
-    code, out, _ = run(launch, program)
-    assert code == 0
-    assert out.count("more: 0") == 2
 
 
 def test_a_rank_that_does_not_come_to_the_step_is_named_and_the_job_is_ended_if_that_is_asked_for(launch):
@@ -182,26 +151,32 @@ param.sum().backward(); optimizer.step()
 }
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("where", FREEZES)
-def test_a_rank_that_is_frozen_is_named_and_the_job_ended_whatever_the_others_wait_in(launch, where, frozen):
+def test_a_rank_that_is_frozen_is_named_and_the_job_ended_whatever_the_others_wait_in(launch, where):
     # A process does not stop in the very instant in which it asks for that.
     program = (
-        f"frozen = {frozen}\n"
+        "import sys\nfrozen = int(sys.argv[1])\n"
         "def freeze():\n"
         "    os.kill(os.getpid(), signal.SIGSTOP)\n"
         "    while True: time.sleep(1)\n" + FREEZES[where]
     )
     limits = {"HVDLITE_STALL_CHECK_TIME_SECONDS": "3", "HVDLITE_STALL_SHUTDOWN_TIME_SECONDS": "6"}
-    code, _, err = run(launch, program, size=3, timeout_s=100, **limits, HVDLITE_LOG_LEVEL="warning")
-    assert code != 0
-    assert re.search(rf"stalled: .*rank {frozen} \(localhost, pid \d+\)", err), err
-    assert "After 6 s (HVDLITE_STALL_SHUTDOWN_S) that ends the job" in err
-    if frozen == 0:
-        assert re.search(r"rank 0 \(localhost, pid \d+\) has not answered for \d+ s", err), err
-    what = {"in an": "halves of 'a'", "before an": "allreduce of 'a'"}
-    said = next((words for start, words in what.items() if where.startswith(start)), "(bucket 0 of optimizer 1)")
-    assert said in err
+    env = {**limits, "HVDLITE_LOG_LEVEL": "warning"}
+    # Both at once, as they wait for most of the time.
+    jobs = [launch("-np", "3", "python", "-c", IMPORTS + program, str(frozen), env=env) for frozen in (0, 1)]
+    for frozen, job in enumerate(jobs):
+        code, _, output = job.ended(100)
+        err = output.decode()
+        assert code != 0
+        assert re.search(rf"stalled: .*rank {frozen} \(localhost, pid \d+\)", err), err
+        assert "After 6 s (HVDLITE_STALL_SHUTDOWN_S) that ends the job" in err
+        if frozen == 0:
+            assert re.search(r"rank 0 \(localhost, pid \d+\) has not answered for \d+ s", err), err
+        what = {"in an": "halves of 'a'", "before an": "allreduce of 'a'"}
+        said = next((words for start, words in what.items() if where.startswith(start)), "(bucket 0 of optimizer 1)")
+        assert said in err
+        job.assert_gone()
 
 
 @pytest.mark.parametrize(("hanging", "check"), [(0, "1"), (1, "1"), (1, "0")])
@@ -238,9 +213,8 @@ def test_a_rank_that_is_stopped_outside_of_everything_is_told_of_as_silent_with_
     assert re.search(rf"missing: rank 1 \(localhost, pid {pid}\), which .* has not been heard of for \d+ s", err), err
 
 
-@pytest.mark.parametrize("collects", [0, 1, 2])
 @pytest.mark.parametrize("shm", ["0", "1"])
-def test_join_ends_whatever_the_garbage_collector_has_taken_on_which_rank(launch, collects, shm):
+def test_join_ends_whatever_the_garbage_collector_has_taken_on_which_rank(launch, shm):
     program = (
         "import gc\n"
         "gc.disable()\n"
@@ -251,22 +225,29 @@ def test_join_ends_whatever_the_garbage_collector_has_taken_on_which_rank(launch
         "    for _ in range(2 + hvd.rank()):\n"
         "        optimizer.zero_grad(); param.sum().backward(); optimizer.step()\n"
         "    return hvd.join()\n"
-        "last = [train()]\n"
-        f"if hvd.rank() == {collects}: gc.collect()\n"
-        "last.append(train())\n"
+        "last = []\n"
+        "for collects in range(3):\n"
+        "    hvd.init()\n"
+        "    last.append(train())\n"
+        "    if hvd.rank() == collects: gc.collect()\n"
+        "    last.append(train())\n"
+        "    hvd.shutdown()\n"
+        "    gc.collect()\n"
         "print('last', last)\n"
     )
-    code, out, err = run(launch, program, size=3, HVDLITE_SHM=shm)
+    code, out, err = run(launch, program, size=3, timeout_s=90, HVDLITE_SHM=shm)
     assert code == 0, err
     assert out.count("last [") == 3
 
 
 @pytest.mark.parametrize("shm", ["0", "1"])
-def test_two_threads_of_each_rank_get_their_own_values_in_every_one_of_many_calls(launch, shm):
+def test_two_threads_of_each_rank_get_their_own_values_or_an_error_in_every_one_of_many_calls(launch, shm):
     program = """
 import threading
-wrong = []
-def serve(number):
+wrong, ends = [], []
+# Of a thread that calls before there is another one nobody can tell that it is not the only one.
+both = threading.Barrier(2)
+def with_names(number):
     for call in range(50):
         value = 100 * call + number
         params = {f"model {number}": torch.full((4,), 10000.0 * (1 - hvd.rank()) + value)}
@@ -280,25 +261,8 @@ def serve(number):
             and told == (1, value) and everyones == [(0, value), (1, value)]
         ):
             wrong.append((number, call, params, told, everyones))
-threads = [threading.Thread(target=serve, args=(number,)) for number in range(2)]
-for thread in threads if hvd.rank() == 0 else threads[::-1]: thread.start()
-for thread in threads: thread.join()
-assert not wrong, wrong[0]
-print("right")
-"""
-    code, out, err = run(launch, program, timeout_s=90, HVDLITE_SHM=shm)
-    assert code == 0, err
-    assert out.count("right") == 2
-
-
-@pytest.mark.parametrize("shm", ["0", "1"])
-def test_calls_without_a_name_from_two_threads_are_never_silently_wrong(launch, shm):
-    program = """
-import threading
-wrong, ends = [], []
-# Of a thread that calls before there is another one nobody can tell that it is not the only one.
-both = threading.Barrier(2)
-def serve(number):
+    ends.append("right")
+def without_names(number):
     try:
         both.wait(60)
         for call in range(50):
@@ -307,12 +271,13 @@ def serve(number):
         ends.append("right")
     except hvd.HvdliteError as error:
         ends.append(type(error).__name__)
-threads = [threading.Thread(target=serve, args=(number,)) for number in range(2)]
-for thread in threads if hvd.rank() == 0 else threads[::-1]: thread.start()
-for thread in threads: thread.join()
-assert not wrong, wrong
+for serve in (with_names, without_names):
+    threads = [threading.Thread(target=serve, args=(number,)) for number in range(2)]
+    for thread in threads if hvd.rank() == 0 else threads[::-1]: thread.start()
+    for thread in threads: thread.join()
+    assert not wrong, wrong[0]
 print("ended", ends)
 """
-    code, out, err = run(launch, program, HVDLITE_SHM=shm)
+    code, out, err = run(launch, program, timeout_s=90, HVDLITE_SHM=shm)
     assert code == 0, err
-    assert out.count("ended ['") == 2
+    assert out.count("ended ['right', 'right', '") == 2

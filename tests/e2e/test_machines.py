@@ -24,36 +24,6 @@ def ssh(machine, *words, **options):
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("ipv6", [False, True], ids=["IPv4", "IPv6"])
-def test_each_host_is_reached_by_name_and_address_from_the_desk_and_from_the_others(make_lan, ipv6):
-    lan = make_lan("a", "b", "c", ipv6=ipv6)
-    for machine in (lan.desk, *lan.hosts):
-        for host in lan.hosts:
-            if host is not machine:
-                assert ssh(machine, host.name, "uname", "-n") == (0, f"{host.name}\n")
-                assert ssh(machine, host.address, "echo $HOME:$TMPDIR") == (0, f"{host.home}:{host.tmp}\n")
-    assert_clean(lan)
-
-
-def test_hosts_differ_in_interfaces_ports_processes_and_shared_memory(make_lan):
-    a, b = make_lan("a", "b", interfaces=("lan0", "ens7"), ports=(22, 2222), decoy=True).hosts
-    assert "lan0" in a.run("ip", "link").stdout
-    assert "ens7" in b.run("ip", "link").stdout
-    for host in (a, b):
-        assert "172.17.0.1/16" in host.run("ip", "address", "show", "docker0").stdout
-    (a_sshd,) = a.listening_tcp().items()
-    (b_sshd,) = b.listening_tcp().items()
-    assert (a_sshd[0], b_sshd[0]) == (f"{a.address}:22", f"{b.address}:2222")
-    assert psutil.Process(b_sshd[1]).name() == "sshd"
-    a.run("touch", "/dev/shm/mine")
-    a.serve("sleep", "1000")
-    assert "sleep" in a.run("sh", "-c", "cat /proc/[0-9]*/comm").stdout
-    assert [path.name for path in a.leftovers()] == ["mine"]
-    assert b.leftovers() == []
-    assert "sleep" not in b.run("sh", "-c", "cat /proc/[0-9]*/comm").stdout
-    assert a.processes() == []  # it is the machine's own
-
-
 def test_what_is_started_over_ssh_is_seen(make_lan):
     lan = make_lan("a")
     (a,) = lan.hosts
@@ -64,16 +34,6 @@ def test_what_is_started_over_ssh_is_seen(make_lan):
     assert_clean(lan)
 
 
-def test_a_cut_link_passes_nothing_until_it_is_restored(make_lan):
-    lan = make_lan("a", "b")
-    a, b = lan.hosts
-    lan.cut(b)
-    assert ssh(lan.desk, b.name, "true")[1].strip().endswith("Connection timed out")
-    assert ssh(lan.desk, a.name, "true")[0] == 0
-    lan.restore(b)
-    assert ssh(lan.desk, b.name, "true")[0] == 0
-
-
 def test_a_shaped_link_passes_no_more_than_was_said(make_lan):
     lan = make_lan("a")
     (a,) = lan.hosts
@@ -82,35 +42,6 @@ def test_a_shaped_link_passes_no_more_than_was_said(make_lan):
     assert ssh(lan.desk, a.name, "wc -c", stdin=None, input="x" * 2_000_000) == (0, "2000000\n")
     waited_ns -= int(lan.desk.run("date", "+%s%N").stdout)
     assert -waited_ns > 1.4e9  # 16 Mbit at 10 Mbit/s take 1.6 s
-
-
-def test_a_host_can_refuse_keys_hold_its_tongue_and_change_its_own_key(make_lan):
-    lan = make_lan("a", "b", "c")
-    a, b, c = lan.hosts
-    a.refuse_keys()
-    assert ssh(lan.desk, a.name, "true") == (255, f"root@{a.name}: Permission denied (publickey).\n")
-    a.accept_keys()
-    assert ssh(lan.desk, a.name, "true")[0] == 0
-    b.stop_answering()
-    assert "timed out during banner exchange" in ssh(lan.desk, b.name, "true")[1]
-    assert ssh(lan.desk, c.name, "true")[0] == 0
-    c.change_host_key()
-    assert "Host key verification failed" in ssh(lan.desk, c.name, "true")[1]
-
-
-def test_a_user_s_own_ssh_configuration_is_read(make_lan):
-    lan = make_lan("a", ports=(2222,))
-    (a,) = lan.hosts
-    (lan.desk.home / ".ssh" / "config").write_text(f"Host big-one\n  HostName {a.address}\n  Port 2222\n")
-    assert ssh(lan.desk, "big-one", "uname", "-n") == (0, "a\n")
-
-
-def test_one_host_can_miss_a_directory_that_the_others_have(make_lan, tmp_path):
-    a, b = make_lan("a", "b").hosts
-    (tmp_path / "file").touch()
-    a.hide(tmp_path)
-    assert a.run("ls", str(tmp_path)).stdout == ""
-    assert b.run("ls", str(tmp_path)).stdout == "file\n"
 
 
 MAKE_AND_WAIT = """

@@ -66,9 +66,11 @@ def with_shm():
     return words
 
 
-def run(launch, program: str, *, size: int = 2, within=(), env=None, **options) -> tuple[int, str, str]:
+def run(
+    launch, program: str, *, size: int = 2, within=(), env=None, timeout_s: float = 90, **options
+) -> tuple[int, str, str]:
     job = launch("-np", str(size), *within, sys.executable, "-c", IMPORTS + program, env=env, **options)
-    code, out, err = job.ended()
+    code, out, err = job.ended(timeout_s)
     job.assert_gone()
     return code, out.decode(), err.decode()
 
@@ -83,76 +85,36 @@ def told(work):
     except Exception as error: print("told:", type(error).__name__, error, flush=True)
     else: print("told nothing", flush=True)
 """
-WAYS = {
-    "all-reduce": """
-hvd.init(); rank = hvd.rank()
-def work():
-    for step in range(5):
-        fail(step)
-        hvd.allreduce(torch.ones(300_000))
-told(work)
-""",
-    "optimizer": TRAIN
-    + """
-hvd.init(); rank = hvd.rank()
-optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
-told(lambda: train(model, optimizer, rank, 3, at_step=fail))
-""",
-    "DDP": TRAIN
+DDP = (
+    TRAIN
     + """
 dist.init_process_group("cpu:hvdshm"); rank = dist.get_rank()
 model = torch.nn.parallel.DistributedDataParallel(model)
 told(lambda: train(model, sgd(model), rank, 3, at_step=fail))
-""",
-}
+"""
+)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_rank_that_is_killed_at_a_step_is_named_by_all_others(launch, way):
-    fault = FAULT.replace("FAULT", "os.kill(os.getpid(), signal.SIGKILL)")
-    code, out, _ = run(launch, fault + WAYS[way], size=3)
-    assert code == 128 + signal.SIGKILL
+@pytest.mark.parametrize(
+    ("end", "code"), [("os.kill(os.getpid(), signal.SIGKILL)", 128 + signal.SIGKILL), ("os._exit(0)", None)]
+)
+def test_a_rank_that_ends_at_a_step_of_ddp_is_named_by_all_others(launch, end, code):
+    returned, out, _ = run(launch, FAULT.replace("FAULT", end) + DDP, size=3)
+    assert code in (returned, None)
     told = {line[1]: line for line in out.splitlines() if "told" in line}
     assert sorted(told) == ["0", "2"]
     for line in told.values():
-        assert "rank 1 " in line
-        assert "has gone" in line if way != "DDP" else "is no more" in line
-        assert "PeerLostError" in line if way != "DDP" else "RuntimeError" in line or "PeerGoneError" in line
-
-
-def test_a_rank_that_ends_by_itself_is_named_by_all_others(launch):
-    fault = FAULT.replace("FAULT", "os._exit(0)")
-    _, out, _ = run(launch, fault + WAYS["DDP"], size=3)
-    told = [line for line in out.splitlines() if "told" in line]
-    assert len(told) == 2
-    assert all("rank 1 of this group" in line and "is no more" in line for line in told)
+        assert "rank 1 of this group" in line
+        assert "is no more" in line
+        assert "RuntimeError" in line or "PeerGoneError" in line
 
 
 def test_a_rank_that_hangs_is_named_when_time_is_out(launch):
     fault = FAULT.replace("FAULT", "os.kill(os.getpid(), signal.SIGSTOP)")
-    way = WAYS["DDP"].replace('("cpu:hvdshm")', '("cpu:hvdshm", timeout=datetime.timedelta(seconds=2))')
+    way = DDP.replace('("cpu:hvdshm")', '("cpu:hvdshm", timeout=datetime.timedelta(seconds=2))')
     code, out, _ = run(launch, "import datetime\n" + fault + way + "sys.exit(3)")
     assert code == 3
     assert "timed out after 2 s: rank 1 of this group" in out
-
-
-def test_a_rank_that_waits_can_be_interrupted(launch):
-    program = """
-hvd.init()
-pid = hvd.broadcast_object(os.getpid(), 0)
-try:
-    hvd.barrier()
-    if hvd.rank() == 1:
-        os.kill(pid, signal.SIGINT)
-        signal.pause()
-    hvd.allreduce(torch.ones(1_000_000))
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
-    os._exit(4)
-"""
-    code, out, _ = run(launch, program)
-    assert code == 4
-    assert "interrupted" in out
 
 
 ENGINES = """
@@ -194,7 +156,6 @@ print(kind(), "right", flush=True)
     ("options", "engine", "lines"),
     [
         ("size=64k", "TorchEngine", ["gloo instead of shared memory"]),
-        ("size=1m", "TorchEngine", ["gloo instead of shared memory"]),
         # Enough for a first engine, and not for a second one.
         (f"size={ENGINE_BYTES + 4096}", "ShmEngine", ["gloo instead of shared memory"]),
         # Enough for all, and not for the bucket.
@@ -254,13 +215,14 @@ def test_nothing_is_left_of_ranks_that_are_killed_and_nothing_ever_had_a_name(la
     wait_until(lambda: used() == 0, TEARDOWN_S, lambda: f"{used()} bytes are left")
 
 
+@pytest.mark.timeout(400)
 def test_optimizers_and_worlds_that_come_and_go_leave_no_memory(launch):
     program = """
 import gc, time
 def maps(): return sum(" /dev/shm/" in line for line in open("/proc/self/maps"))
 def settle(count):
     # A thread of an engine's may hold it a moment longer.
-    give_up_at = time.monotonic() + 20
+    give_up_at = time.monotonic() + 60
     while maps() != count:
         assert time.monotonic() < give_up_at, (maps(), count)
         time.sleep(0.01)
@@ -283,10 +245,15 @@ for world in range(3):
     gc.collect()
     settle(0)
     opened.append(len(os.listdir("/proc/self/fd")))
-assert opened[0] == opened[2], opened
+    # A connection of the world before may be about to be closed.
+    give_up_at = time.monotonic() + 60
+    while opened[-1] > opened[0] and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+        opened[-1] = len(os.listdir("/proc/self/fd"))
+assert opened[0] >= opened[2], opened
 print("steady")
 """
-    code, out, err = run(launch, program)
+    code, out, err = run(launch, program, timeout_s=300)
     assert code == 0, err
     assert out.count("steady") == 2, out
 

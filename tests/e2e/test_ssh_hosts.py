@@ -138,12 +138,6 @@ def test_a_command_and_an_environment_arrive_as_they_are(launch, make_lan):
     ]
 
 
-def test_no_env_sends_nothing_but_what_is_asked_for(launch, make_lan):
-    lan = make_lan("a")
-    job = launch("--no-env", "-x", "B", "-H", "a", "sh", "-c", "echo $A$B", env={"A": "1", "B": "2"}, on=lan.desk)
-    assert succeeded(job) == ["[0]<stdout>:2"]
-
-
 # ------------------------------------------------------------------ trainings
 
 
@@ -410,14 +404,6 @@ def test_a_python_that_is_not_there_is_named(launch, make_lan):
     assert re.search(r"^hvdlite-run: a: .*/no/such/python.*--remote-python", err), err
 
 
-def test_a_python_without_hvdlite_is_told(launch, make_lan, tmp_path):
-    lan = make_lan("a")
-    bare = tmp_path / "bare"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
-    err = failed(launch("--remote-python", str(bare / "bin" / "python"), "-H", "a", "true", on=lan.desk))
-    assert re.search(r"^hvdlite-run: a: .*hvdlite is not installed there", err), err
-
-
 def test_a_working_directory_that_a_host_lacks_is_named(launch, make_lan, tmp_path):
     lan = make_lan("a", "b")
     here = tmp_path / "parent" / "here"
@@ -521,33 +507,6 @@ def test_the_exit_code_and_the_last_words_of_a_worker_elsewhere_are_told(launch,
     err = failed(job, 7)
     assert re.search(r"^hvdlite-run: rank 1 on b \(pid \d+\) failed first, with exit code 7\.", err, re.MULTILINE), err
     assert err.rstrip().endswith("no more batteries")
-
-
-@pytest.mark.parametrize("which", ["the agent", "its remote parent"])
-def test_an_agent_elsewhere_that_is_killed_takes_all_along_and_is_told(launch, make_lan, which):
-    lan = make_lan("a", "b")
-    (lan.hosts[1].home / ".bashrc").write_text("echo mind your step >&2\n")
-    job = ready(launch("-H", "a,b", "sh", "-c", "echo ready; exec sleep 1000", on=lan.desk), 2)
-    parent, agent = sorted(
-        (process for process in lan.hosts[1].processes() if "hvdlite_launcher.host.remote_parent" in process.cmdline()),
-        key=lambda process: process.pid,
-    )
-    assert agent.ppid() == parent.pid
-    (agent if which == "the agent" else parent).kill()
-    # Of a remote parent's end by a signal, sshd's client learns that it ended.
-    why = "was killed by SIGKILL" if which == "the agent" else "ended unexpectedly"
-    assert failed(job).splitlines()[-1] == f"hvdlite-run: lost b: its agent {why}. Its workers were killed"
-    assert_clean(lan)
-
-
-def test_ctrl_c_reaches_workers_on_all_hosts(launch, make_lan):
-    lan = make_lan("a", "b")
-    body = "trap 'echo saved; exit 0' INT; echo ready; while :; do sleep 0.01; done"
-    job = ready(launch("-H", "a,b", "sh", "-c", body, on=lan.desk), 2)
-    job.launcher().send_signal(signal.SIGINT)
-    code, out, _ = job.ended()
-    assert code == 130
-    assert out.count(b"saved") == 2
 
 
 def test_two_jobs_on_the_same_hosts_do_not_touch_each_other(launch, make_lan, tmp_path):

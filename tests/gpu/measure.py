@@ -2,7 +2,6 @@
 What a GPU is measured by; prints shares, and asserts nothing.
 
     python tests/gpu/measure.py kernel     scale and cast of a 64 MB bucket: share of the device's copy bandwidth
-    python tests/gpu/measure.py step       what wrapping costs a step at one rank, beside DDP's cost
     python tests/gpu/measure.py graph      a captured step beside an eager one
 
 Rivals take turns, and medians are compared.
@@ -12,11 +11,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from statistics import median, quantiles
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import hvdlite as hvd
@@ -122,30 +119,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
 
 
-def step() -> None:
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(minutes=2)
-    )
-    hvd.init()
-    models = [many_tensors().to(GPU) for _ in range(4)]
-    parallel = nn.parallel.DistributedDataParallel(models[1], device_ids=[0], gradient_as_bucket_view=True)
-    wrapped = [
-        hvd.DistributedOptimizer(sgd(model), model.named_parameters(), compression=compression)
-        for model, compression in zip(models[2:], (hvd.Compression.none, hvd.Compression.fp16), strict=True)
-    ]
-    rivals = {
-        "alone": step_of(models[0], sgd(models[0])),
-        "DDP": step_of(parallel, sgd(models[1])),
-        "hvdlite": step_of(models[2], wrapped[0]),
-        "hvdlite, fp16": step_of(models[3], wrapped[1]),
-    }
-    times = take_turns(rivals, repeats=2)
-    for name, own in times.items():
-        show(name, own, f"{median(own) / median(times['alone']) - 1:+7.2%}")
-    hvd.shutdown()
-    dist.destroy_process_group()
-
-
 def graph() -> None:
     hvd.init()
     models = [many_tensors().to(GPU) for _ in range(2)]
@@ -168,7 +141,7 @@ def graph() -> None:
 
 
 if __name__ == "__main__":
-    ACTIONS = {"kernel": kernel, "step": step, "graph": graph}
+    ACTIONS = {"kernel": kernel, "graph": graph}
     if sys.argv[1:] == [] or not set(sys.argv[1:]) <= ACTIONS.keys():
         sys.exit(f"usage: measure.py {'|'.join(ACTIONS)} ...")
     if not torch.cuda.is_available():

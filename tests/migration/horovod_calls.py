@@ -215,19 +215,13 @@ class Halves:
         return tensor * 2
 
 
-@call("grouped_allreduce(tensors): none")
-def _() -> Any:
-    return hvd.grouped_allreduce([])
-
-
-@call("allreduce(op): as a number")
-def _() -> Any:
-    return [int(op) for op in (*OPS.values(), hvd.Adasum)], hvd.allreduce(own(), op=1)
-
-
-@call("allreduce(tensor): the result of one that has a gradient")
-def _() -> Any:
-    return hvd.allreduce(watched(), op=hvd.Sum).requires_grad
+call("grouped_allreduce(tensors): none")(lambda: hvd.grouped_allreduce([]))
+call("allreduce(op): as a number")(
+    lambda: ([int(op) for op in (*OPS.values(), hvd.Adasum)], hvd.allreduce(own(), op=1))
+)
+call("allreduce(tensor): the result of one that has a gradient")(
+    lambda: hvd.allreduce(watched(), op=hvd.Sum).requires_grad
+)
 
 
 @call("allreduce_async(tensor): the result of one that has a gradient")
@@ -250,24 +244,16 @@ def _() -> Any:
     return params
 
 
-@call("sparse_allreduce_async(tensor): a matrix of rows, Sum")
-def _() -> Any:
-    return dense(hvd.sparse_allreduce_async(rows_of_a_matrix(), "rows", hvd.Sum))
-
-
-@call("sparse_allreduce_async(op): Average")
-def _() -> Any:
-    return dense(hvd.sparse_allreduce_async(rows_of_a_matrix(), "rows", hvd.Average))
-
-
-@call("sparse_allreduce_async(process_set): the own one")
-def _() -> Any:
-    return dense(hvd.sparse_allreduce_async(rows_of_a_matrix(), "rows in a set", hvd.Average, process_set=members()))
-
-
-@call("sparse_allreduce_async(name): left out")
-def _() -> Any:
-    return hvd.sparse_allreduce_async(rows_of_a_matrix())
+call("sparse_allreduce_async(tensor): a matrix of rows, Sum")(
+    lambda: dense(hvd.sparse_allreduce_async(rows_of_a_matrix(), "rows", hvd.Sum))
+)
+call("sparse_allreduce_async(op): Average")(
+    lambda: dense(hvd.sparse_allreduce_async(rows_of_a_matrix(), "rows", hvd.Average))
+)
+call("sparse_allreduce_async(process_set): the own one")(
+    lambda: dense(hvd.sparse_allreduce_async(rows_of_a_matrix(), "rows in a set", hvd.Average, process_set=members()))
+)
+call("sparse_allreduce_async(name): left out")(lambda: hvd.sparse_allreduce_async(rows_of_a_matrix()))
 
 
 def rows_of_a_matrix() -> torch.Tensor:
@@ -320,9 +306,7 @@ for _name, _function in {
     _gathering()
 
 
-@call("allgather(tensor): a scalar")
-def _() -> Any:
-    return hvd.allgather(torch.tensor(2.0))
+call("allgather(tensor): a scalar")(lambda: hvd.allgather(torch.tensor(2.0)))
 
 
 # --- broadcast
@@ -368,19 +352,13 @@ def _() -> Any:
     return param, result is param
 
 
-@call("broadcast(tensor): gradient")
-def _() -> Any:
-    return gradient(lambda tensor: hvd.broadcast(tensor, 0), watched())
-
-
-@call("broadcast(root_rank): gradient for the last one")
-def _() -> Any:
-    return gradient(lambda tensor: hvd.broadcast(tensor, hvd.size() - 1), watched())
-
-
-@call("broadcast(process_set): gradient")
-def _() -> Any:
-    return gradient(lambda tensor: hvd.broadcast(tensor, members().ranks[0], process_set=members()), watched())
+call("broadcast(tensor): gradient")(lambda: gradient(lambda tensor: hvd.broadcast(tensor, 0), watched()))
+call("broadcast(root_rank): gradient for the last one")(
+    lambda: gradient(lambda tensor: hvd.broadcast(tensor, hvd.size() - 1), watched())
+)
+call("broadcast(process_set): gradient")(
+    lambda: gradient(lambda tensor: hvd.broadcast(tensor, members().ranks[0], process_set=members()), watched())
+)
 
 
 # --- alltoall
@@ -532,14 +510,8 @@ def _() -> Any:
     return [results[number] for number in range(4)]
 
 
-@call("barrier(process_set): none")
-def _() -> Any:
-    return hvd.barrier()
-
-
-@call("barrier(process_set): the own one")
-def _() -> Any:
-    return hvd.barrier(process_set=members())
+call("barrier(process_set): none")(hvd.barrier)
+call("barrier(process_set): the own one")(lambda: hvd.barrier(process_set=members()))
 
 
 # --- what replicates
@@ -573,19 +545,9 @@ def _() -> Any:
     return list(model.parameters())
 
 
-@call("broadcast_parameters(params): nothing")
-def _() -> Any:
-    return hvd.broadcast_parameters({}, 0)
-
-
-@call("broadcast_parameters(params): a number")
-def _() -> Any:
-    return hvd.broadcast_parameters(3, 0)
-
-
-@call("broadcast_parameters(params): a number in a dict")
-def _() -> Any:
-    return hvd.broadcast_parameters({"weight": 3}, 0)
+call("broadcast_parameters(params): nothing")(lambda: hvd.broadcast_parameters({}, 0))
+call("broadcast_parameters(params): a number")(lambda: hvd.broadcast_parameters(3, 0))
+call("broadcast_parameters(params): a number in a dict")(lambda: hvd.broadcast_parameters({"weight": 3}, 0))
 
 
 @call("broadcast_parameters(root_rank): the last one")
@@ -595,14 +557,8 @@ def _() -> Any:
     return list(model.parameters())
 
 
-@call("broadcast_parameters(root_rank): left out")
-def _() -> Any:
-    return hvd.broadcast_parameters(module().state_dict())
-
-
-@call("broadcast_parameters(root_rank): not there")
-def _() -> Any:
-    return hvd.broadcast_parameters(module().state_dict(), hvd.size())
+call("broadcast_parameters(root_rank): left out")(lambda: hvd.broadcast_parameters(module().state_dict()))
+call("broadcast_parameters(root_rank): not there")(lambda: hvd.broadcast_parameters(module().state_dict(), hvd.size()))
 
 
 def module() -> torch.nn.Module:
@@ -709,9 +665,9 @@ def _() -> Any:
     return optimizer.param_groups[0]["lr"]
 
 
-@call("broadcast_optimizer_state(optimizer): LBFGS")
-def _() -> Any:
-    return hvd.broadcast_optimizer_state(torch.optim.LBFGS(module().parameters()), root_rank=0)
+call("broadcast_optimizer_state(optimizer): LBFGS")(
+    lambda: hvd.broadcast_optimizer_state(torch.optim.LBFGS(module().parameters()), root_rank=0)
+)
 
 
 @call("broadcast_optimizer_state(optimizer): a wrapped one")
@@ -739,39 +695,21 @@ def _() -> Any:
     return state_of(optimizer)
 
 
-@call("broadcast_object(obj): a dict")
-def _() -> Any:
-    return hvd.broadcast_object({"epoch": hvd.rank() + 3, "pair": (1, None)}, 0, name="dict")
-
-
-@call("broadcast_object(name): left out")
-def _() -> Any:
-    return hvd.broadcast_object([hvd.rank(), 5.0])
-
-
-@call("broadcast_object(root_rank): the last one")
-def _() -> Any:
-    return hvd.broadcast_object(hvd.rank() if hvd.rank() == hvd.size() - 1 else None, hvd.size() - 1, name="last")
-
-
-@call("broadcast_object(process_set): the own one")
-def _() -> Any:
-    return hvd.broadcast_object(hvd.rank(), members().ranks[0], name="set", process_set=members())
-
-
-@call("broadcast_object(obj): a function that is made here")
-def _() -> Any:
-    return hvd.broadcast_object(lambda: 5, 0, name="function")()
-
-
-@call("allgather_object(obj): a dict")
-def _() -> Any:
-    return hvd.allgather_object({"rank": hvd.rank()})
-
-
-@call("allgather_object(name): given")
-def _() -> Any:
-    return hvd.allgather_object(["rank", hvd.rank()] * hvd.rank(), name="lists")
+call("broadcast_object(obj): a dict")(
+    lambda: hvd.broadcast_object({"epoch": hvd.rank() + 3, "pair": (1, None)}, 0, name="dict")
+)
+call("broadcast_object(name): left out")(lambda: hvd.broadcast_object([hvd.rank(), 5.0]))
+call("broadcast_object(root_rank): the last one")(
+    lambda: hvd.broadcast_object(hvd.rank() if hvd.rank() == hvd.size() - 1 else None, hvd.size() - 1, name="last")
+)
+call("broadcast_object(process_set): the own one")(
+    lambda: hvd.broadcast_object(hvd.rank(), members().ranks[0], name="set", process_set=members())
+)
+call("broadcast_object(obj): a function that is made here")(
+    lambda: hvd.broadcast_object(lambda: 5, 0, name="function")()  # noqa: PLW0108
+)
+call("allgather_object(obj): a dict")(lambda: hvd.allgather_object({"rank": hvd.rank()}))
+call("allgather_object(name): given")(lambda: hvd.allgather_object(["rank", hvd.rank()] * hvd.rank(), name="lists"))
 
 
 # --- process sets
@@ -783,29 +721,11 @@ def _() -> Any:
     return [own_set.ranks, own_set.size(), own_set.rank(), own_set.included()]
 
 
-@call("ProcessSet(ranks): a foreign one")
-def _() -> Any:
-    return [strangers().ranks, strangers().size(), strangers().included()]
-
-
-@call("ProcessSet.rank(): of a foreign one")
-def _() -> Any:
-    return strangers().rank()
-
-
-@call("ProcessSet(ranks): not sorted")
-def _() -> Any:
-    return hvd.ProcessSet([2, 0, 1]).ranks
-
-
-@call("ProcessSet(ranks): words")
-def _() -> Any:
-    return hvd.ProcessSet(["0"]).ranks
-
-
-@call("ProcessSet.process_set_id(): before it is added")
-def _() -> Any:
-    return hvd.ProcessSet([0]).process_set_id
+call("ProcessSet(ranks): a foreign one")(lambda: [strangers().ranks, strangers().size(), strangers().included()])
+call("ProcessSet.rank(): of a foreign one")(lambda: strangers().rank())
+call("ProcessSet(ranks): not sorted")(lambda: hvd.ProcessSet([2, 0, 1]).ranks)
+call("ProcessSet(ranks): words")(lambda: hvd.ProcessSet(["0"]).ranks)
+call("ProcessSet.process_set_id(): before it is added")(lambda: hvd.ProcessSet([0]).process_set_id)
 
 
 @call("global_process_set(): what it says of itself")
@@ -826,14 +746,8 @@ def _() -> Any:
     return hvd.remove_process_set(added)
 
 
-@call("remove_process_set(process_set): the global one")
-def _() -> Any:
-    return hvd.remove_process_set(hvd.global_process_set)
-
-
-@call("remove_process_set(process_set): one that was never added")
-def _() -> Any:
-    return hvd.remove_process_set(hvd.ProcessSet([0]))
+call("remove_process_set(process_set): the global one")(lambda: hvd.remove_process_set(hvd.global_process_set))
+call("remove_process_set(process_set): one that was never added")(lambda: hvd.remove_process_set(hvd.ProcessSet([0])))
 
 
 # --- the optimizer
@@ -895,14 +809,10 @@ for _title, _options in OPTIONS.items():
     call(f"DistributedOptimizer({_title}")(lambda options=_options: steps(*wrapped(**options)))
 
 
-@call("DistributedOptimizer(optimizer): its steps")
-def _() -> Any:
-    return steps(*wrapped())
-
-
-@call("DistributedOptimizer(optimizer): SGD with momentum and weight decay")
-def _() -> Any:
-    return steps(*wrapped(lambda params: torch.optim.SGD(params, lr=0.25, momentum=0.5, weight_decay=0.5)))
+call("DistributedOptimizer(optimizer): its steps")(lambda: steps(*wrapped()))
+call("DistributedOptimizer(optimizer): SGD with momentum and weight decay")(
+    lambda: steps(*wrapped(lambda params: torch.optim.SGD(params, lr=0.25, momentum=0.5, weight_decay=0.5)))
+)
 
 
 @call("DistributedOptimizer(groups): lists of parameters")
@@ -944,14 +854,10 @@ for _bad in (0, -1):
         return "accepted"
 
 
-@call("DistributedOptimizer(backward_passes_per_step): 3")
-def _() -> Any:
-    return steps(*wrapped(backward_passes_per_step=3), passes=3)
-
-
-@call("DistributedOptimizer(backward_passes_per_step): a step before they are all there")
-def _() -> Any:
-    return steps(*wrapped(backward_passes_per_step=3), passes=2)
+call("DistributedOptimizer(backward_passes_per_step): 3")(lambda: steps(*wrapped(backward_passes_per_step=3), passes=3))
+call("DistributedOptimizer(backward_passes_per_step): a step before they are all there")(
+    lambda: steps(*wrapped(backward_passes_per_step=3), passes=2)
+)
 
 
 @call("DistributedOptimizer(backward_passes_per_step): one pass too many")
@@ -1022,9 +928,7 @@ def _() -> Any:
     return list(model.parameters())
 
 
-@call("DistributedOptimizer(process_set): the own one")
-def _() -> Any:
-    return steps(*wrapped(process_set=members()))
+call("DistributedOptimizer(process_set): the own one")(lambda: steps(*wrapped(process_set=members())))
 
 
 @call("DistributedOptimizer(process_set): of even ranks, on all")
@@ -1278,9 +1182,7 @@ def _() -> Any:
     ]  # fmt: skip
 
 
-@call("init(): a second time")
-def _() -> Any:
-    return hvd.init()
+call("init(): a second time")(hvd.init)
 
 
 @call("mpi_built(): and its kin")
@@ -1289,9 +1191,7 @@ def _() -> Any:
             hvd.ccl_built(), hvd.rocm_built()]  # fmt: skip
 
 
-@call("SyncBatchNorm(num_features): on a CPU")
-def _() -> Any:
-    return hvd.SyncBatchNorm(3)(own())
+call("SyncBatchNorm(num_features): on a CPU")(lambda: hvd.SyncBatchNorm(3)(own()))
 
 
 # --- what leaves ranks with other numbers of operations: last, since Horovod counts on each what has no name

@@ -85,6 +85,20 @@ def test_a_rank_that_does_not_come_is_named():
         exchange_rank_info(dist.HashStore(), own(0, 3), Signer(SECRET), timedelta(seconds=0.05))
 
 
+class InterruptedStore(dist.HashStore):
+    """Ctrl-C comes while it waits."""
+
+    def wait(self, keys, timeout=None):
+        raise KeyboardInterrupt
+
+
+def test_ctrl_c_names_the_ranks_that_have_not_come():
+    store = InterruptedStore()
+    store.set("introduction/1", "here")
+    with pytest.raises(KeyboardInterrupt, match=r"^interrupted while waiting in hvd\.init\(\) for rank 2, 3$"):
+        exchange_rank_info(store, own(0, 4), Signer(SECRET), timedelta(seconds=60))
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_without_a_secret_of_the_users_rank_0_makes_one(size):
     store = dist.HashStore()

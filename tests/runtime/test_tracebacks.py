@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+import hvdlite as hvd
 from hvdlite.control.handle import Handle
 from hvdlite.errors import CommunicationError, MismatchError, PeerLostError
 from hvdlite.runtime.tracebacks import shorten_tracebacks
@@ -106,6 +107,43 @@ def test_another_error_of_hvdlites_keeps_the_users_lines_and_nothing_below_them(
     assert shown.count("  File ") == 2
     assert "handle.py" not in shown
     assert "has gone" not in shown
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("hvd.init(timeout_s=-1)", "ValueError: timeout_s=-1 is not a positive number of seconds, such as 60"),
+        ("hvd.init(hierarchical=2)", "ValueError: hierarchical=2 is none of True, False and None"),
+        ("hvd.init(process_sets='static')", "ValueError: "),
+        ("hvd.init()", "ValueError: HVDLITE_SHM='maybe' is neither 1 nor 0"),
+    ],
+)
+def test_what_is_wrong_about_a_call_of_init_is_told_with_the_users_lines_alone(
+    program, capsys, monkeypatch, call, said
+):
+    monkeypatch.setenv("HVDLITE_SHM", "maybe")
+    monkeypatch.delenv("HVDLITE_LOG_LEVEL", raising=False)
+    error = program(f"def main():\n    {call}\n\nmain()\n", hvd=hvd)
+    # init() itself has set the hook.
+    sys.excepthook(type(error), error, error.__traceback__)
+    shown = capsys.readouterr().err
+    assert shown.count("  File ") == shown.count("train.py") == 2
+    assert shown.splitlines()[-1].startswith(said)
+
+
+def test_the_whole_traceback_of_a_wrong_call_is_there_where_the_log_asks_for_it(program, capsys, monkeypatch):
+    monkeypatch.setenv("HVDLITE_LOG_LEVEL", "debug")
+    error = program("hvd.init(timeout_s=-1)", hvd=hvd)
+    assert sys.excepthook is sys.__excepthook__
+    sys.excepthook(type(error), error, error.__traceback__)
+    assert "world.py" in capsys.readouterr().err
+
+
+def test_a_fault_of_hvdlites_own_is_shown_whole(program, capsys, monkeypatch):
+    monkeypatch.setattr("hvdlite.runtime.world.read_environment", functools.partial(int, "no number"))
+    shown = printed(program("hvd.init()", hvd=hvd), capsys)
+    assert "world.py" in shown
+    assert "TypeError: " in shown
 
 
 def failed_inside():
