@@ -6,7 +6,7 @@
 
 A generation lasts from `hvd.init` to `hvd.shutdown`. There is one of each of these
 
-    in a process      what outlives a world: `runtime.process_state` lists it
+    in a process      what outlives a world: `rendezvous.process_state` lists it
     in a generation   the group of all ranks, the controller with its two threads, the watch, the recorder, the registry
                       of reducers, the table of process sets
     for each group    an engine, a signer, a number for each collective

@@ -5,6 +5,6 @@ How the ranks of a job come to know each other: where this process stands, and w
 
 Modules import only what stands before them:
 
-    store_client < launcher_store < placement < launchers < secret < rank_info < master_address < host_address
-        < nodelist < local_exchange < pmi < pmix < pmi_rendezvous
+    store_client < launcher_store < placement < launchers < secret < rank_info < process_state < master_address
+        < host_address < nodelist < local_exchange < pmi < pmix < pmi_rendezvous
 """

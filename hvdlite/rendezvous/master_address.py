@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import socket
 import threading
 from concurrent.futures import Future
@@ -18,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ..errors import CommunicationError
 from ..log import log
+from .process_state import ProcessState
 
 # PyTorch's own timeout is to be the first to end, since it says more.
 _SLACK_S = 2.0
@@ -26,15 +26,20 @@ _SLACK_S = 2.0
 _WARN_AFTER_S = 30.0
 
 
-@functools.cache
-def store_at_given_address(rank: int, size: int, address: str, port: str, timeout: timedelta) -> Store:
-    """Of both variables' values. Kept: at a later init() a rank could find one that is just closing.
+def store_at_given_address(
+    process: ProcessState, rank: int, size: int, address: str, port: str, timeout: timedelta
+) -> Store:
+    """Of both variables' values. ``process`` keeps it: at a later init() a rank could find one that is just closing.
+
+    So rank 0 serves the same one however many ranks there are. Another rank connects anew where it has become another
+    one, or one of more or fewer: another process may serve there now.
 
     A `CommunicationError` when the ranks have not met within the timeout, whatever holds them up.
     """
     host = socket.gethostname()
+    key = (address, port) if rank == 0 else (address, port, rank, size)
     try:
-        return _meet(rank, size, address, port, timeout)
+        return process.keep("store", key, lambda: _meet(rank, size, address, port, timeout))
     except RuntimeError as error:
         words = str(error).strip().partition("\n")[0]
         why = _why(rank, size, host, address, port, words, timeout.total_seconds())

@@ -18,7 +18,7 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,6 +32,7 @@ from .nodelist import expand_nodelist
 from .placement import Placement
 from .pmi import exchange_by_pmi, finalize_pmi, open_connection
 from .pmix import exchange_by_pmix
+from .process_state import ProcessState
 from .secret import new_secret
 
 # Below the ports that Linux gives out by itself (from 32768), above those of well-known services.
@@ -42,29 +43,30 @@ Exchange = Callable[[str, str | None], str]
 
 
 def rendezvous_by_pmi(
-    placement: Placement, environ: Mapping[str, str], name: str, timeout: timedelta
+    placement: Placement, environ: Mapping[str, str], process: ProcessState, timeout: timedelta
 ) -> tuple[Store, bytes | None]:
-    """A store that all ranks share; ``name`` tells one meeting of the same ranks from another. Waits for all.
+    """A store that all ranks share, for this meeting alone. Waits for all.
 
     With it, a secret that rank 0 has told the others by the launcher's own exchange; None where there is no such.
 
     Unless the user has chosen, gloo is told the interface that the address belongs to
     (``GLOO_SOCKET_IFNAME``): by itself it would depend on how each host resolves its own name.
     """
-    exchange = _choose_exchange(placement, environ, timeout.total_seconds())
+    name = f"init{process.next_meeting((placement.launcher, _name_of_job(placement, environ)))}"
+    exchange = _choose_exchange(placement, environ, process, timeout.total_seconds())
     secret = None
     if exchange is None:
-        store, own = _store_of_step(placement, environ, timeout)
+        store, own = _store_of_step(placement, environ, process, timeout)
     else:
         store, own, secret = _store_by(exchange, placement, environ, name, timeout)
-    interface = None if own is None else interface_of(own)
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    process.choose_interface(None if own is None else interface_of(own))
     store.set_timeout(timeout)
     return PrefixStore(name, store), secret
 
 
-def _choose_exchange(placement: Placement, environ: Mapping[str, str], timeout_s: float) -> Exchange | None:
+def _choose_exchange(
+    placement: Placement, environ: Mapping[str, str], process: ProcessState, timeout_s: float
+) -> Exchange | None:
     job = _name_of_job(placement, environ)
     if placement.one_host and job is not None:
         return functools.partial(_exchange_on_host, placement, job, timeout_s)
@@ -74,7 +76,8 @@ def _choose_exchange(placement: Placement, environ: Mapping[str, str], timeout_s
     if "PMIX_RANK" in environ and "PMIX_NAMESPACE" in environ:
         return lambda key, value: exchange_by_pmix(environ, key, value, timeout_s)
     if "PMI_FD" in environ or placement.launcher == MPICH:
-        connection = _pmi_connection(environ.get("PMI_FD", ""))
+        inherited = environ.get("PMI_FD", "")
+        connection = process.keep("PMI", inherited, lambda: PmiConnection(inherited), PmiConnection.close).fd
         return lambda key, value: exchange_by_pmi(connection, key, value, timeout_s)
     if placement.launcher == SLURM:
         return None
@@ -102,18 +105,24 @@ def _exchange_on_host(placement: Placement, job: str, timeout_s: float, key: str
     return value
 
 
-@functools.cache
-def _pmi_connection(inherited: str) -> int:
-    """One for all meetings of the process."""
-    connection = open_connection(inherited)
-    atexit.register(_end_pmi, connection, os.getpid())
-    return connection
+class PmiConnection:
+    """The connection of one PMI_FD, for all meetings that the launcher behind it arranges."""
 
+    def __init__(self, inherited: str) -> None:
+        self.fd = open_connection(inherited)
+        self._pid = os.getpid()
+        atexit.register(self._finalize)
 
-def _end_pmi(connection: int, pid: int) -> None:
-    # An MPI that runs at the end of the program takes its own leave, after Python's exit handlers.
-    if os.getpid() == pid and _running_mpi() is None:
-        finalize_pmi(connection)
+    def close(self) -> None:
+        """Tell the launcher that this process asks nothing more: it belongs to another one now."""
+        atexit.unregister(self._finalize)
+        self._finalize()
+        os.close(self.fd)
+
+    def _finalize(self) -> None:
+        # An MPI that runs at the end of the program takes its own leave, after Python's exit handlers.
+        if os.getpid() == self._pid and _running_mpi() is None:
+            finalize_pmi(self.fd)
 
 
 def _running_mpi() -> Any:
@@ -156,7 +165,9 @@ def _outward(placement: Placement, environ: Mapping[str, str]) -> list[str]:
     return [*others, *ELSEWHERE, placement.host]
 
 
-def _store_of_step(placement: Placement, environ: Mapping[str, str], timeout: timedelta) -> tuple[Store, str | None]:
+def _store_of_step(
+    placement: Placement, environ: Mapping[str, str], process: ProcessState, timeout: timedelta
+) -> tuple[Store, str | None]:
     """Where Slurm starts the tasks and connects them by nothing."""
     hosts = expand_nodelist(environ["SLURM_STEP_NODELIST"])
     if placement.rank == 0 and placement.node != "0":
@@ -164,13 +175,19 @@ def _store_of_step(placement: Placement, environ: Mapping[str, str], timeout: ti
             f"rank 0 is not on {hosts[0]}, the first host of SLURM_STEP_NODELIST, where the others look for it: set "
             "MASTER_ADDR and MASTER_PORT for every rank, or use srun --mpi=pmix"
         )
+    port, is_master = port_of_step(environ), placement.rank == 0
     try:
-        store = _store_at(tuple(hosts), port_of_step(environ), placement.size, placement.rank == 0, timeout)
+        # Kept: at a later init() a rank would otherwise find a server that is just closing.
+        store = process.keep(
+            "store",
+            (tuple(hosts), port) if is_master else (tuple(hosts), port, placement.rank, placement.size),
+            lambda: _store_at(hosts, port, placement.size, is_master, timeout),
+        )
     except (RuntimeError, OSError) as error:
         if placement.rank != 0:
             raise  # rank 0 has not come
         raise LaunchEnvironmentError(
-            f"rank 0 cannot listen on port {port_of_step(environ)} of {placement.host}, which the step's id gives: set "
+            f"rank 0 cannot listen on port {port} of {placement.host}, which the step's id gives: set "
             f"MASTER_ADDR and another MASTER_PORT for every rank, or use srun --mpi=pmix or --resv-ports ({error})"
         ) from error
     # Of two jobs that have chosen the same port, the second one's ranks find the first one's store: but not its keys.
@@ -178,9 +195,7 @@ def _store_of_step(placement: Placement, environ: Mapping[str, str], timeout: ti
     return step, own_address([hosts[-1] if placement.rank == 0 else hosts[0]])
 
 
-@functools.cache
-def _store_at(hosts: tuple[str, ...], port: int, size: int, is_master: bool, timeout: timedelta) -> Store:
-    """Kept to the end of the process: at a later init() a rank would otherwise find a server that is just closing."""
+def _store_at(hosts: Sequence[str], port: int, size: int, is_master: bool, timeout: timedelta) -> Store:
     if not is_master:
         return TCPStore(hosts[0], port, size, is_master=False, timeout=timeout, wait_for_workers=False)
     own = own_address([hosts[-1]])

@@ -9,15 +9,13 @@ Which world is the current one is known to `world`; here nothing is.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -38,6 +36,7 @@ from ..rendezvous.host_address import LOOPBACK, interface_of
 from ..rendezvous.launcher_store import LauncherStore
 from ..rendezvous.launchers import read_placement, refuse_place_of_horovods
 from ..rendezvous.placement import Placement, Topology, placements_to_topology
+from ..rendezvous.process_state import ProcessState
 from ..rendezvous.rank_info import RankInfo, agree_on_secret, exchange_rank_info, refuse
 from ..rendezvous.secret import given_secret
 from ..rendezvous.store_client import StoreClient, StoreCommand
@@ -50,10 +49,6 @@ from .startup_line import log_startup
 _GIVING_UP = timedelta(seconds=1)  # for saying so
 
 _GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
-
-# How often this process has met others: in hvdlite's own store, and in that of each default group of the program's.
-_generation = itertools.count()
-_generation_in: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -82,38 +77,45 @@ class _Meeting:
     ranks: ConnectingRanks
 
 
-def enter(timeout: timedelta, environment: Environment) -> World:
+def enter(timeout: timedelta, environment: Environment, process: ProcessState) -> World:
     """The world that this process is in. Every rank must call it; it waits for all.
 
-    Where it fails, whatever it has made by then is given back.
+    Where it fails, whatever it has made by then is given back. ``process`` is told when the world has been left.
     """
     init_timeout = InitTimeout(timeout)
     with contextlib.ExitStack() as undo:
-        world = _enter(init_timeout, environment, undo)
+        undo.callback(process.world_left)
+        world = _enter(init_timeout, environment, process, undo)
         undo.pop_all()
     init_timeout.end_of_init()
     return world
 
 
-def _enter(init_timeout: InitTimeout, environment: Environment, undo: contextlib.ExitStack) -> World:
+def _enter(
+    init_timeout: InitTimeout, environment: Environment, process: ProcessState, undo: contextlib.ExitStack
+) -> World:
     """``undo`` is given what is to be done if it fails, as soon as it has to be."""
     if dist.is_available() and dist.is_initialized():
-        return _adopt(init_timeout, environment, undo)
+        return _adopt(init_timeout, environment, process, undo)
     placement = read_placement(os.environ)
     if placement is None:
         refuse_place_of_horovods(os.environ)
-        return _alone(environment, undo)
-    return _connect(placement, init_timeout, environment, undo)
+        return _alone(environment, process, undo)
+    return _connect(placement, init_timeout, environment, process, undo)
 
 
-def _alone(environment: Environment, undo: contextlib.ExitStack) -> World:
+def _alone(environment: Environment, process: ProcessState, undo: contextlib.ExitStack) -> World:
     placement = Placement(rank=0, size=1, node="", host=socket.gethostname(), local_rank=0)
-    meeting = _meet_all(placement, HashStore(), None, InitTimeout(timedelta(seconds=1)), environment)
+    meeting = _meet_all(placement, HashStore(), None, InitTimeout(timedelta(seconds=1)), environment, process)
     return _world_of(placement, SingleRankFactory(), meeting, environment, undo, leave=lambda: None)
 
 
 def _connect(
-    placement: Placement, init_timeout: InitTimeout, environment: Environment, undo: contextlib.ExitStack
+    placement: Placement,
+    init_timeout: InitTimeout,
+    environment: Environment,
+    process: ProcessState,
+    undo: contextlib.ExitStack,
 ) -> World:
     backend = _GLOO_AND_NCCL if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
     client = None if placement.store_url is None else StoreClient.from_url(placement.store_url)
@@ -121,7 +123,7 @@ def _connect(
         undo.callback(client.close)
     _tell_launcher(client, StoreCommand.JOINING, placement, init_timeout.left())
     try:
-        world = _connect_all(placement, backend, client, init_timeout, environment, undo)
+        world = _connect_all(placement, backend, client, init_timeout, environment, process, undo)
     except BaseException:
         with contextlib.suppress(CommunicationError):
             _tell_launcher(client, StoreCommand.GAVE_UP, placement, _GIVING_UP)
@@ -136,13 +138,14 @@ def _connect_all(
     client: StoreClient | None,
     init_timeout: InitTimeout,
     environment: Environment,
+    process: ProcessState,
     undo: contextlib.ExitStack,
 ) -> World:
     # It was not initialised before, so whatever there is of it by then is ours.
     undo.callback(_leave, client, Connections())
     try:
-        store, secret = _meeting_place(placement, client, init_timeout.timeout)
-        meeting = _meet_all(placement, store, secret, init_timeout, environment)
+        store, secret = _meeting_place(placement, client, process, init_timeout.timeout)
+        meeting = _meet_all(placement, store, secret, init_timeout, environment, process)
 
         def make() -> dist.ProcessGroup:
             dist.init_process_group(
@@ -178,27 +181,33 @@ def _tell_launcher(client: StoreClient | None, what: StoreCommand, placement: Pl
         ) from error
 
 
-def _meeting_place(placement: Placement, client: StoreClient | None, timeout: timedelta) -> tuple[Store, bytes | None]:
-    """The store in which all ranks find each other, and the secret that the launcher has carried, if it does that."""
-    # A prefix of its own for every init, so that one after a shutdown does not read the first one's keys.
-    generation = f"init{next(_generation)}"
+def _meeting_place(
+    placement: Placement, client: StoreClient | None, process: ProcessState, timeout: timedelta
+) -> tuple[Store, bytes | None]:
+    """The store in which all ranks find each other, and the secret that the launcher has carried, if it does that.
+
+    Under a prefix of its own for every meeting there: one after a shutdown does not read the first one's keys.
+    """
     # Imported where they are used: each launcher needs one of these ways.
     if placement.launcher is not None:
         from ..rendezvous.pmi_rendezvous import rendezvous_by_pmi  # noqa: PLC0415
 
-        return rendezvous_by_pmi(placement, os.environ, generation, timeout)
+        return rendezvous_by_pmi(placement, os.environ, process, timeout)
     if client is not None:
-        return PrefixStore(generation, LauncherStore(client, timeout)), None
+        number = process.next_meeting(placement.store_url)
+        return PrefixStore(f"init{number}", LauncherStore(client, timeout)), None
     from ..rendezvous.master_address import store_at_given_address  # noqa: PLC0415
 
-    store = store_at_given_address(
-        placement.rank, placement.size, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], timeout
-    )
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    number = process.next_meeting((address, port))
+    store = store_at_given_address(process, placement.rank, placement.size, address, port, timeout)
     store.set_timeout(timeout)
-    return PrefixStore(generation, store), None
+    return PrefixStore(f"init{number}", store), None
 
 
-def _adopt(init_timeout: InitTimeout, environment: Environment, undo: contextlib.ExitStack) -> World:
+def _adopt(
+    init_timeout: InitTimeout, environment: Environment, process: ProcessState, undo: contextlib.ExitStack
+) -> World:
     """Groups of our own beside the program's: its collectives cannot get between ours."""
     configured = str(dist.get_backend_config())
     # The program's choice for CUDA tensors stays (gloo lets two ranks share a GPU); CPU tensors need gloo.
@@ -214,17 +223,20 @@ def _adopt(init_timeout: InitTimeout, environment: Environment, undo: contextlib
         local_rank=None if told is None else told.local_rank,
     )
     assert dist.group.WORLD is not None, "it has been asked"
-    # By group: its ranks have met equally often in it, whatever worlds each of them was in before.
-    generation = next(_generation_in.setdefault(dist.group.WORLD, itertools.count()))
-    store = PrefixStore(f"hvdlite.init{generation}", _get_default_store())
-    meeting = _meet_all(placement, store, None, init_timeout, environment)
+    store = PrefixStore(f"hvdlite.init{process.next_meeting_in(dist.group.WORLD)}", _get_default_store())
+    meeting = _meet_all(placement, store, None, init_timeout, environment, process)
     return _world_of(
         placement, TorchEngineFactory(backend, meeting.ranks), meeting, environment, undo, leave=lambda: None
     )
 
 
 def _meet_all(
-    placement: Placement, store: Store, secret: bytes | None, init_timeout: InitTimeout, environment: Environment
+    placement: Placement,
+    store: Store,
+    secret: bytes | None,
+    init_timeout: InitTimeout,
+    environment: Environment,
+    process: ProcessState,
 ) -> _Meeting:
     """Introduce this rank to all others; waits for them. ``secret`` is what the launcher has carried, if it has."""
     given = given_secret(os.environ)
@@ -245,16 +257,10 @@ def _meet_all(
     own = RankInfo.of(placement, os.getpid(), _own_version(), settings)
     infos, signer = exchange_rank_info(store, own, Signer(secret), init_timeout.timeout)
     if placement.size > 1 and len({info.placement.node for info in infos}) == 1:
-        _stay_on_loopback()
+        # Have gloo listen where no other host gets, unless the user has said where.
+        process.choose_interface(interface_of(LOOPBACK))
     names = tuple(f"rank {rank} ({info.placement.host})" for rank, info in enumerate(infos))
     return _Meeting(infos, ConnectingRanks(PrefixStore("engines", store), signer, placement.rank, names, init_timeout))
-
-
-def _stay_on_loopback() -> None:
-    """All ranks are on this host: have gloo listen where no other host gets, unless the user has said where."""
-    interface = interface_of(LOOPBACK)
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _world_of(

@@ -3,8 +3,8 @@ The world that this process is in: `init`, `shutdown`, and what `rank()` and `si
 
     init ── World (made in `bootstrap`) ── rank(), size(), … ── shutdown
 
-Only this module knows that there is a current world; everything below is handed its `Group`. What outlives a world in
-this process, such as the number of the next `init`, is kept in `bootstrap` and `rendezvous`.
+Only this module knows that there is a current world; everything below is handed its `Group` and its `Generation`. What
+outlives a world in this process is in one object, a `rendezvous.process_state.ProcessState`, which `init` is handed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from datetime import timedelta
 
 from ..environment import READ_BY_INIT, read_environment
 from ..errors import LaunchEnvironmentError, NotInitializedError, say_where
+from ..rendezvous.process_state import ProcessState
 from ..timeline import session as timeline
 from ..values import MOST, seconds, shown, whole_number
 from .bootstrap import World, enter
@@ -27,6 +28,7 @@ from .process_set import ProcessSet, check_first_sets
 from .tracebacks import shorten_tracebacks
 
 _world: World | None = None
+_process = ProcessState()
 
 
 def init(
@@ -98,7 +100,7 @@ def _init(
         environment = replace(environment, hierarchical=hierarchical)
     timeout = timedelta(seconds=timeout_s or environment.timeout_s)
     try:
-        _world = enter(timeout, environment)
+        _world = enter(timeout, environment, _process)
     except KeyboardInterrupt as interrupt:
         say_where(interrupt, "hvd.init() for the other ranks")
         raise
@@ -121,6 +123,7 @@ def shutdown() -> None:
         return
     # The last first: one that raises, or is interrupted, does not keep the others from being left.
     with contextlib.ExitStack() as steps:
+        steps.callback(_process.world_left)
         for step in (leaving.leave, leaving.group.close, leaving.sets.close, leaving.controller.close):
             steps.callback(step)
         timeline.leave(leaving.generation.recorder, leaving.group, leaving.controller)

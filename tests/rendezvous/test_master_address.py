@@ -2,12 +2,14 @@
 
 import socket
 import threading
+import weakref
 from datetime import timedelta
 
 import pytest
 
 from hvdlite.errors import CommunicationError
 from hvdlite.rendezvous import master_address
+from hvdlite.rendezvous.process_state import ProcessState
 
 HOST = socket.gethostname()
 
@@ -22,9 +24,8 @@ def refused(rank, monkeypatch, address="127.0.0.1", port="29500", words=None):
             raise RuntimeError(f"{words}\nException raised from somewhere")
 
         monkeypatch.setattr(master_address, "rendezvous", fails)
-    master_address.store_at_given_address.cache_clear()
     with pytest.raises(CommunicationError) as caught:
-        master_address.store_at_given_address(rank, 2, address, port, timedelta(seconds=5))
+        master_address.store_at_given_address(ProcessState(), rank, 2, address, port, timedelta(seconds=5))
     return str(caught.value)
 
 
@@ -74,9 +75,8 @@ def test_a_stranger_at_the_port_who_never_answers_is_told_of_and_not_waited_for_
         raise RuntimeError("too late")
 
     monkeypatch.setattr(master_address, "rendezvous", never)
-    master_address.store_at_given_address.cache_clear()
     with pytest.raises(CommunicationError) as caught:
-        master_address.store_at_given_address(1, 2, "127.0.0.1", "29500", timedelta(seconds=0.1))
+        master_address.store_at_given_address(ProcessState(), 1, 2, "127.0.0.1", "29500", timedelta(seconds=0.1))
     over.set()
     assert "rank 0 was not found at MASTER_ADDR='127.0.0.1', MASTER_PORT=29500 within 0.1 s" in str(caught.value)
     assert str(caught.value).endswith("(what listens there has not answered)")
@@ -84,3 +84,27 @@ def test_a_stranger_at_the_port_who_never_answers_is_told_of_and_not_waited_for_
     assert warned.startswith(
         "rank 1 has waited 0.05 s in hvd.init() for rank 0 at MASTER_ADDR='127.0.0.1', MASTER_PORT=29500"
     )
+
+
+def test_a_store_is_kept_while_the_ranks_meet_there_and_let_go_before_another_is_opened(monkeypatch):
+    events, process = [], ProcessState()
+
+    class Store:
+        def __init__(self, name):
+            self.name = name
+            events.append(f"opens {name}")
+            weakref.finalize(self, events.append, f"loses {name}")
+
+    monkeypatch.setattr(master_address, "rendezvous", lambda _, rank, size, **__: iter([(Store(f"{rank} of {size}"),)]))
+
+    def meet(rank, size, port, timeout_s=5):
+        timeout = timedelta(seconds=timeout_s)
+        return master_address.store_at_given_address(process, rank, size, "127.0.0.1", port, timeout).name
+
+    # Rank 0 serves it, whatever the number of ranks and the timeout.
+    assert [meet(0, 2, "29500"), meet(0, 2, "29500", 6), meet(0, 3, "29500")] == ["0 of 2"] * 3
+    assert meet(0, 3, "29501") == "0 of 3"
+    # Others connect to it: as other ranks anew, since another process may serve it.
+    assert [meet(2, 3, "29501"), meet(2, 3, "29501", 6), meet(1, 2, "29501")] == ["2 of 3", "2 of 3", "1 of 2"]
+    opened = ["0 of 2", "0 of 3", "2 of 3", "1 of 2"]
+    assert events == [event for name in opened for event in (f"opens {name}", f"loses {name}")][:-1]

@@ -18,7 +18,8 @@ from hvdlite.rendezvous.launchers import MPICH, OPENMPI, SLURM
 from hvdlite.rendezvous.local_exchange import ask_local_rank_0, give_to_local_ranks
 from hvdlite.rendezvous.placement import Placement
 from hvdlite.rendezvous.pmi import exchange_by_pmi, finalize_pmi, open_connection
-from hvdlite.rendezvous.pmi_rendezvous import port_of_step, rendezvous_by_pmi
+from hvdlite.rendezvous.pmi_rendezvous import PmiConnection, port_of_step, rendezvous_by_pmi
+from hvdlite.rendezvous.process_state import ProcessState
 
 STEP = {"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
 
@@ -109,6 +110,21 @@ def test_the_connection_is_ours_when_mpi_closes_its_own():
     os.close(connection)
 
 
+def test_each_pmi_fd_has_one_connection_and_the_last_launcher_is_told_when_there_is_another():
+    first, second, process = HydraScript(), HydraScript(), ProcessState()
+
+    def connection(hydra: HydraScript) -> PmiConnection:
+        inherited = str(hydra.theirs.fileno())
+        return process.keep("PMI", inherited, lambda: PmiConnection(inherited), PmiConnection.close)
+
+    kept = connection(first)
+    assert connection(first) is kept
+    assert exchange_by_pmi(connection(second).fd, "k", None, 5) == "10.0.0.1/4000"
+    assert first.asked == ["cmd=init pmi_version=1 pmi_subversion=1", "cmd=finalize"]
+    connection(second).close()
+    assert second.asked[-1] == "cmd=finalize"
+
+
 def test_all_neighbours_get_rank_0s_text_in_whatever_order_they_come():
     name = f"test/{os.getpid()}/{os.urandom(4).hex()}"
     with ThreadPoolExecutor(4) as pool:
@@ -142,7 +158,7 @@ def test_ranks_of_one_slurm_node_share_a_store_on_loopback(monkeypatch):
 
     def rank(number: int) -> tuple[bytes, object]:
         placement = Placement(number, 2, "0", "vm", number, launcher=SLURM, one_host=True)
-        store, _ = rendezvous_by_pmi(placement, environ, "init0", timedelta(seconds=10))
+        store, _ = rendezvous_by_pmi(placement, environ, ProcessState(), timedelta(seconds=10))
         store.set(f"from {number}", b"hello")
         return store.get(f"from {1 - number}"), store  # rank 0's serves the other
 
@@ -171,10 +187,10 @@ def test_a_port_that_slurm_reserved_comes_first():
 
 def test_a_slurm_rank_0_that_is_not_on_the_first_node_is_told_what_to_set():
     with pytest.raises(hvd.LaunchEnvironmentError, match="not on n1, the first host"):
-        rendezvous_by_pmi(Placement(0, 2, "1", "n2", 0, launcher=SLURM), STEP, "init0", timedelta(seconds=1))
+        rendezvous_by_pmi(Placement(0, 2, "1", "n2", 0, launcher=SLURM), STEP, ProcessState(), timedelta(seconds=1))
 
 
 @pytest.mark.parametrize(("launcher", "said"), [(OPENMPI, "neither PMIX_RANK"), (MPICH, "PMI_FD=''")])
 def test_a_launcher_that_gives_no_way_to_meet_is_named(launcher, said):
     with pytest.raises(hvd.LaunchEnvironmentError, match=f"{said}.*MASTER_ADDR"):
-        rendezvous_by_pmi(Placement(0, 2, "a", "a", 0, launcher=launcher), {}, "init0", timedelta(seconds=1))
+        rendezvous_by_pmi(Placement(0, 2, "a", "a", 0, launcher=launcher), {}, ProcessState(), timedelta(seconds=1))
