@@ -24,7 +24,6 @@ from torch._C._distributed_c10d import AllToAllOptions
 from ..errors import CommunicationError, PeerLostError, WrongTypeError, says_peer_lost
 from ..signing import TAG_BYTES, Signer, digest
 from ..values import shown, whole_number
-from .admission import RevokedError
 from .engine import (
     ClosedEngine,
     Done,
@@ -36,6 +35,7 @@ from .engine import (
     PeerGoneError,
     SingleRankFactory,
 )
+from .engine_state import RevokedError
 from .flat_bytes import as_bytes, pieces_of
 from .reduce_op import OP_OF_ENGINE, Average, ReduceOp, Sum
 from .work import Watch, Work

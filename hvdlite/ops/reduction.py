@@ -109,7 +109,7 @@ class Reduction:
         They are of one dtype, on one device.
         """
         counts = [tensor.numel() for tensor in tensors]
-        if len(tensors) > 1 or not (is_plain(tensors[0]) and self._needs_no_copy(group, tensors[0])):
+        if len(tensors) > 1 or not (is_plain(tensors[0]) and self._needs_no_copy(group, tensors[0], divisor)):
             flat = flat_of(tensors)
             self.all_reduce(group, flat, counts, divisor, what)
             return flat
@@ -219,7 +219,7 @@ class Reduction:
         """Whether the engine divides, too. Ranks that ask for different ops fail: all of this is equal on all ranks."""
         return self._divides_after(wire) and divisor == group.size and group.reduces_in_one_pass(wire)
 
-    def _needs_no_copy(self, group: Group, tensor: Tensor) -> bool:
+    def _needs_no_copy(self, group: Group, tensor: Tensor, divisor: int) -> bool:
         """Whether the engine can read the tensor as it is, and leave the result elsewhere."""
         dtype = tensor.dtype
         return (
@@ -229,7 +229,7 @@ class Reduction:
             and (tensor.is_floating_point() or (dtype in WHOLE and dtype not in (torch.bool, torch.int16)))
             and (self.op is not Average or tensor.is_floating_point())
             and self.wire_dtype(tensor) is dtype
-            and self._factor_before(tensor, group.size) == 1.0
+            and self._factor_before(tensor, divisor) == 1.0
         )
 
     def _compress(self, values: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .arithmetic import BLOCK_BYTES, Arithmetic
 from .control_block import DONE, PAYLOAD_BYTES, POSTED, REDUCED, RESIDENT, DataLocation
-from .operation import CHUNK_BYTES, EngineContext, Operation, Steps, share_of
+from .shm_operation import CHUNK_BYTES, EngineContext, ShmOperation, Steps, share_of
 
 _REMEMBERED = 512
 
@@ -61,7 +61,7 @@ class AllReduce:
 
     def __init__(
         self,
-        operation: Operation,
+        operation: ShmOperation,
         tensor: Tensor,
         flat: Tensor,
         arithmetic: Arithmetic,
@@ -183,7 +183,7 @@ class ReduceScatter:
 
     def __init__(
         self,
-        operation: Operation,
+        operation: ShmOperation,
         output: Tensor,
         parts: Sequence[Tensor],
         arithmetic: Arithmetic,

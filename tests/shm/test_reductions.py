@@ -14,8 +14,8 @@ from shm.engines import begin_all_reduce, run_engines
 
 from hvdlite.shm.arithmetic import DTYPES, OPS
 from hvdlite.shm.control_block import PAYLOAD_BYTES
-from hvdlite.shm.operation import CHUNK_BYTES
 from hvdlite.shm.shm_engine import ShmEngine
+from hvdlite.shm.shm_operation import CHUNK_BYTES
 
 Op: Any = dist.ReduceOp.RedOpType
 BITWISE = {Op.BAND: operator.and_, Op.BOR: operator.or_, Op.BXOR: operator.xor}
