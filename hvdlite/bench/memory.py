@@ -47,15 +47,6 @@ def _problem(device: torch.device) -> str | None:
     return None
 
 
-def _return_large_blocks() -> None:
-    """From now on, have large blocks go back to the system as soon as they are freed: what is resident is in use.
-
-    To be called before the first model is made. glibc serves large blocks from free parts of its heap, where there are
-    any: a model in the heap leaves such a part behind, which the next steps fill and which never goes back.
-    """
-    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
-
-
 def reset_peak(device: torch.device) -> int:
     """Begin to count the most memory of this process anew; returns the bytes in use now."""
     gc.collect()
@@ -118,7 +109,9 @@ class Memory(Command):
     def prepare(self, ranks: Ranks) -> None:
         ranks.require(_problem(ranks.device))
         if ranks.device.type == "cpu":
-            _return_large_blocks()
+            # Large blocks go back to the system as soon as they are freed, so that what is resident is in use; but not
+            # those that were allocated earlier than this.
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
 
     def run(self, ranks: Ranks) -> None:
         self.job = ranks.job
