@@ -54,10 +54,7 @@ def reset_peak(device: torch.device) -> int:
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    libc = ctypes.CDLL(None)
-    # Large blocks go back to the system as soon as they are freed, so that what is resident is in use.
-    libc.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
-    libc.malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
     _CLEAR_REFS.write_text(_RESET_PEAK)
     return (_kilobytes(_STATUS, "RssAnon") + _kilobytes(_ROLLUP, "Pss_Shmem")) * 1024
 
@@ -111,6 +108,10 @@ class Memory(Command):
 
     def prepare(self, ranks: Ranks) -> None:
         ranks.require(_problem(ranks.device))
+        if ranks.device.type == "cpu":
+            # Large blocks go back to the system as soon as they are freed, so that what is resident is in use; but not
+            # those that were allocated earlier than this.
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
 
     def run(self, ranks: Ranks) -> None:
         self.job = ranks.job

@@ -5,6 +5,6 @@ Ranks that communicate together, and what carries it: groups over `torch.distrib
 
 Modules import only what stands before them:
 
-    gloo < flat_bytes < admission < torch_engine < engine < hierarchy < gpu_clock < recorder < reduce_op < work
-        < deferred_close < group < engine_selection
+    gloo < flat_bytes < engine_state < torch_engine < engine < host_groups < hierarchy < gpu_clock < recorder
+        < reduce_op < work < deferred_close < group < engine_selection
 """

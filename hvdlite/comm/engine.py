@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
 
 from ..errors import PeerLostError
-from .admission import Admission
+from .engine_state import EngineState
 from .gloo import ConnectingRanks, Connections, open_proven, wait_for_all
 from .torch_engine import TorchEngine
 
@@ -84,6 +84,22 @@ class HasMemory(Protocol):
         ...
 
 
+@runtime_checkable
+class OnePassEngine(Protocol):
+    """An engine whose all-reduce of CPU tensors divides for an average, and can leave its result in other memory.
+
+    So a tensor that is to stay as it is need not be copied before, and an average takes no pass over it afterwards.
+    Its `allreduce` knows AVG of floats, too: the sum, divided by the number of ranks.
+    """
+
+    def allreduce_into(self, output: Tensor, input: Tensor, opts: dist.AllreduceOptions, /) -> EngineWork:
+        """Leave in ``output`` the combination of all ranks' ``input``; both are contiguous, of one dtype and size.
+
+        Pairs up with `Engine.allreduce` on other ranks.
+        """
+        ...
+
+
 class EngineFactory(Protocol):
     """Where a group gets further engines from, between the same ranks and independent of each other."""
 
@@ -107,18 +123,18 @@ class SingleRankEngine:
     """The engine of a rank that has no others: every collective is done as it begins."""
 
     def __init__(self) -> None:
-        self._admission = Admission()
+        self._state = EngineState()
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
-        self._admission.require()
+        self._state.require_open()
         return Done()
 
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
-        self._admission.require()
+        self._state.require_open()
         return Done()
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> EngineWork:
-        self._admission.require()
+        self._state.require_open()
         for output, tensor in zip(outputs, inputs, strict=True):
             output[0].copy_(tensor)
         return Done()
@@ -126,22 +142,22 @@ class SingleRankEngine:
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
     ) -> EngineWork:
-        self._admission.require()
+        self._state.require_open()
         output.copy_(input)
         return Done()
 
     def reduce_scatter_base(
         self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
     ) -> EngineWork:
-        self._admission.require()
+        self._state.require_open()
         output.copy_(input)
         return Done()
 
     def revoke(self, reason: str, /) -> None:
-        self._admission.revoke(reason)
+        self._state.revoke(reason)
 
     def quiesce(self, reason: str, /) -> None:
-        self._admission.quiesce(reason)
+        self._state.quiesce(reason)
 
 
 class ClosedEngine:

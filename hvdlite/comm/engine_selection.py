@@ -1,16 +1,18 @@
 """
-Which engine is to carry all-reduces, where there are several that could: as the user says, or as is measured.
+Opens engines of two levels, and chooses between them and flat ones: as the user says, or by which is faster.
 
     wanted ── True: two levels, False: flat, None: both are tried out at start ── rank 0's medians decide for all
 
-The engines themselves are in `engine` and `hierarchy`.
+The engines themselves are in `torch_engine` and `hierarchy`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,10 +20,75 @@ import torch.distributed as dist
 from ..log import log
 from .engine import Engine, EngineFactory
 from .group import Group
-from .hierarchy import HierarchicalEngineFactory, host_groups_of
+from .hierarchy import HierarchicalEngine, HostEngine
+from .host_groups import HostGroups, host_groups_of
 
 _TRIAL_BYTES = (2**20, 16 * 2**20)
 _WARM_UP, _TRIALS = 2, 5
+
+
+class HierarchicalEngineFactory:
+    """Engines of two levels, between all ranks; some of the ranks get flat ones."""
+
+    def __init__(
+        self,
+        flat: EngineFactory,
+        within: EngineFactory | None,
+        host_groups: HostGroups,
+        rank: int,
+        token: str,
+        devices: set[str],
+    ) -> None:
+        """``flat`` is between all ranks, each of which must make one of these, with its own ``host_groups``.
+
+        ``within`` is between the ranks of this host, if not as the flat ones are. ``token`` is equal on all ranks
+        and never used before.
+        """
+        self._flat = flat
+        self._host_groups = host_groups
+        self._devices = devices
+        self._within = within or flat.among(
+            host_groups.within, host_groups.within.index(rank), f"{token}.within.{host_groups.within[0]}"
+        )
+        self._across = flat.among(
+            host_groups.across, host_groups.across.index(rank), f"{token}.across.{host_groups.across[0]}"
+        )
+
+    def open(self) -> Engine:
+        return self.around(self._flat.open())
+
+    def around(self, flat: Engine) -> HierarchicalEngine:
+        """An engine of two levels over a flat one, which it takes charge of; every rank must call it."""
+        with contextlib.ExitStack() as undo:
+            scatter, gather = (cast(HostEngine, self._open_of(self._within, undo)) for _ in range(2))
+            across = self._open_of(self._across, undo)
+            undo.pop_all()
+        return HierarchicalEngine(flat, scatter, across, gather, self._host_groups, self._devices)
+
+    @staticmethod
+    def _open_of(engine_factory: EngineFactory, undo: contextlib.ExitStack) -> Engine:
+        engine = engine_factory.open()
+        undo.callback(engine_factory.close, engine)
+        return engine
+
+    def restrict(self, engine: HierarchicalEngine, devices: set[str]) -> None:
+        """Have this engine and all further ones take tensors on such devices alone."""
+        self._devices, engine.devices = devices, frozenset(devices)
+
+    def close(self, engine: Engine, /) -> None:
+        assert isinstance(engine, HierarchicalEngine), "it was opened here"
+        self.abandon(engine)
+        self._flat.close(engine.flat)
+
+    def abandon(self, engine: HierarchicalEngine) -> None:
+        """Give back all but the flat engine."""
+        engine.close()
+        closes: list[Callable[[Engine], None]] = [self._within.close, self._across.close, self._within.close]
+        for close, part in zip(closes, engine.parts, strict=True):
+            close(part)
+
+    def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
+        return self._flat.among(group_ranks, group_rank, token)
 
 
 def choose_levels(

@@ -6,11 +6,28 @@ Tensors as flat memory, and back: their bytes, and several of them in one buffer
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import ctypes
+import mmap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+_HUGE_PAGE_BYTES = 2**21
+# From here on malloc gets memory of its own from Linux for each tensor (its M_MMAP_THRESHOLD is at most this), and
+# gives it back with the tensor: what is advised is this tensor's alone, and every time its pages are new.
+_LEAST_HUGE_BYTES = 2**25
+
+
+def _find_madvise() -> Callable[[int, int, int], int] | None:
+    madvise = getattr(ctypes.CDLL(None), "madvise", None) if hasattr(mmap, "MADV_HUGEPAGE") else None
+    if madvise is not None:
+        madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return madvise
+
+
+_madvise = _find_madvise()
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -52,7 +69,23 @@ def flat_of(tensors: Sequence[Tensor], *, may_share: bool = False) -> Tensor:
     """Tensors one after the other in memory of their own; a lone contiguous one's own memory, if that may be."""
     if may_share and len(tensors) == 1 and is_plain(tensors[0]):
         return tensors[0].view(-1)
-    return torch.cat([plain(tensor).view(-1) for tensor in tensors])
+    flat = new_flat(sum(tensor.numel() for tensor in tensors), tensors[0])
+    return torch.cat([plain(tensor).view(-1) for tensor in tensors], out=flat)
+
+
+def new_flat(numel: int, like: Tensor) -> Tensor:
+    """Memory for so many elements, of the dtype and on the device of ``like``; what lies there is anything.
+
+    On the CPU much of it is asked for in huge pages, where Linux gives them to those who ask: 100 MB in pages of 4 KiB
+    are 25,600 page faults, which take longer than copying as much.
+    """
+    flat = like.new_empty(numel)
+    if flat.device.type == "cpu" and flat.nbytes >= _LEAST_HUGE_BYTES and _madvise is not None:
+        start = -(-flat.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+        stop = (flat.data_ptr() + flat.nbytes) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
+        # Where the kernel has none it says so, and the pages are small.
+        _madvise(start, stop - start, mmap.MADV_HUGEPAGE)
+    return flat
 
 
 def own_memory(piece: Tensor, flat: Tensor) -> Tensor:

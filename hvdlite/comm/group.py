@@ -24,10 +24,20 @@ from torch._C._distributed_c10d import AllToAllOptions
 from ..errors import CommunicationError, PeerLostError, WrongTypeError, says_peer_lost
 from ..signing import TAG_BYTES, Signer, digest
 from ..values import shown, whole_number
-from .admission import RevokedError
-from .engine import ClosedEngine, Done, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError, SingleRankFactory
+from .engine import (
+    ClosedEngine,
+    Done,
+    Engine,
+    EngineFactory,
+    EngineWork,
+    HasMemory,
+    OnePassEngine,
+    PeerGoneError,
+    SingleRankFactory,
+)
+from .engine_state import RevokedError
 from .flat_bytes import as_bytes, pieces_of
-from .reduce_op import OP_OF_ENGINE, ReduceOp, Sum
+from .reduce_op import OP_OF_ENGINE, Average, ReduceOp, Sum
 from .work import Watch, Work
 
 MAX_JSON_BYTES = 64 << 20
@@ -250,15 +260,27 @@ class Group:
     def all_reduce(self, tensor: Tensor, what: str, op: ReduceOp = Sum) -> Work:
         """Combine a contiguous tensor over all ranks, in place; of a dtype and an op that engines know.
 
-        These are Sum, Min, Max and Product, of integers (not int16) and floats; others are `reduction`'s.
+        These are Sum, Min, Max and Product, of integers (not int16) and floats; others are `reduction`'s. Average of
+        floats, too, where the engine `reduces_in_one_pass`.
         """
-        options = dist.AllreduceOptions()
-        options.reduceOp = OP_OF_ENGINE[op]
         try:
-            work = self.engine.allreduce([tensor], options)
+            work = self.engine.allreduce([tensor], _all_reduce_options(op))
         except RuntimeError as error:
             raise self.error_of(what, error) from error
         return self._begun(work, what)
+
+    def all_reduce_into(self, output: Tensor, tensor: Tensor, what: str, op: ReduceOp = Sum) -> Work:
+        """As `all_reduce`, and the tensor stays as it is; where the engine `reduces_in_one_pass`."""
+        assert isinstance(self.engine, OnePassEngine), "the caller has asked"
+        try:
+            work = self.engine.allreduce_into(output, tensor, _all_reduce_options(op))
+        except RuntimeError as error:
+            raise self.error_of(what, error) from error
+        return self._begun(work, what)
+
+    def reduces_in_one_pass(self, tensor: Tensor) -> bool:
+        """Whether the engine has `all_reduce_into` for such a tensor, and Average of floats; equal on all ranks."""
+        return tensor.device.type == "cpu" and isinstance(self.engine, OnePassEngine)
 
     def broadcast(self, tensor: Tensor, root_rank: int, what: str) -> Work:
         """Overwrite a contiguous tensor with the root's; any dtype, since it travels as bytes."""
@@ -426,6 +448,12 @@ class Group:
         except RuntimeError as error:
             raise self.error_of(what, error) from error
         return outputs, self._begun(work, what)
+
+
+def _all_reduce_options(op: ReduceOp) -> dist.AllreduceOptions:
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG) if op is Average else OP_OF_ENGINE[op]
+    return options
 
 
 def _first_line(error: BaseException) -> str:

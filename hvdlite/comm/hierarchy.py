@@ -14,19 +14,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
-from .admission import Admission
-from .engine import Done, Engine, EngineFactory, EngineWork, HasMemory, PeerGoneError
+from .engine import Done, Engine, EngineWork, HasMemory, PeerGoneError
+from .engine_state import EngineState
 from .flat_bytes import pieces_of
+from .host_groups import HostGroups
 
 # For less than this one step takes less time than three, whatever the network.
 LEAST_BYTES = 64 * 2**10
@@ -41,34 +41,6 @@ class HostEngine(Engine, Protocol):
     """What is needed of an engine between the ranks of a host: a process group has it."""
 
     def _allgather_base(self, output: Tensor, input: Tensor, /) -> EngineWork: ...
-
-
-@dataclass(frozen=True, slots=True)
-class HostGroups:
-    """Who is on this rank's host, and who, one on each host, has the same local rank; in the order of ranks.
-
-    ``hosts`` are the ranks of each host.
-    """
-
-    within: tuple[int, ...]
-    across: tuple[int, ...]
-    hosts: tuple[tuple[int, ...], ...]
-
-
-def host_groups_of(rank: int, nodes: Sequence[Hashable]) -> HostGroups | None:
-    """The host groups of ``rank``, given each rank's host.
-
-    None where there are no two levels: of one host, of one rank on each, and of hosts that have not as many.
-    """
-    members: dict[Hashable, list[int]] = {}
-    for other, node in enumerate(nodes):
-        members.setdefault(node, []).append(other)
-    within = members[nodes[rank]]
-    if len(members) == 1 or len(within) == 1 or len({len(ranks) for ranks in members.values()}) > 1:
-        return None
-    local_rank = within.index(rank)
-    hosts = tuple(tuple(ranks) for ranks in members.values())
-    return HostGroups(tuple(within), tuple(ranks[local_rank] for ranks in hosts), hosts)
 
 
 class HierarchicalEngine:
@@ -96,7 +68,7 @@ class HierarchicalEngine:
         self._scatter, self._across, self._gather = self.parts
         self._host_groups = host_groups
         self._local_size = len(host_groups.within)
-        self._admission = Admission()
+        self._state = EngineState()
         self.devices = frozenset(devices)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._shards = _Shards()
@@ -107,7 +79,7 @@ class HierarchicalEngine:
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
         (tensor,) = tensors
-        self._admission.require()
+        self._state.require_open()
         if not self._takes(tensor):
             return self.flat.allreduce(tensors, opts)
         whole = tensor.view(-1)
@@ -121,7 +93,7 @@ class HierarchicalEngine:
     def reduce_scatter_base(
         self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
     ) -> EngineWork:
-        self._admission.require()
+        self._state.require_open()
         if not self._takes(input):
             return self.flat.reduce_scatter_base(output, input, counts, opts)
         return self._go(
@@ -159,12 +131,12 @@ class HierarchicalEngine:
         return self.flat.alltoall_base(output, input, output_counts, input_counts, opts)
 
     def revoke(self, reason: str, /) -> None:
-        self._admission.revoke(reason)
+        self._state.revoke(reason)
         for engine in (self.flat, *self.parts):
             engine.revoke(reason)
 
     def quiesce(self, reason: str, /) -> None:
-        self._admission.quiesce(reason)
+        self._state.quiesce(reason)
         if self._follower is not None:
             self._follower.settle()
         for engine in (self.flat, *self.parts):
@@ -428,67 +400,3 @@ class _Followed:
 
     def get_future(self) -> torch.futures.Future[Any]:
         return self._done
-
-
-class HierarchicalEngineFactory:
-    """Engines of two levels, between all ranks; some of the ranks get flat ones."""
-
-    def __init__(
-        self,
-        flat: EngineFactory,
-        within: EngineFactory | None,
-        host_groups: HostGroups,
-        rank: int,
-        token: str,
-        devices: set[str],
-    ) -> None:
-        """``flat`` is between all ranks, each of which must make one of these, with its own ``host_groups``.
-
-        ``within`` is between the ranks of this host, if not as the flat ones are. ``token`` is equal on all ranks
-        and never used before.
-        """
-        self._flat = flat
-        self._host_groups = host_groups
-        self._devices = devices
-        self._within = within or flat.among(
-            host_groups.within, host_groups.within.index(rank), f"{token}.within.{host_groups.within[0]}"
-        )
-        self._across = flat.among(
-            host_groups.across, host_groups.across.index(rank), f"{token}.across.{host_groups.across[0]}"
-        )
-
-    def open(self) -> Engine:
-        return self.around(self._flat.open())
-
-    def around(self, flat: Engine) -> HierarchicalEngine:
-        """An engine of two levels over a flat one, which it takes charge of; every rank must call it."""
-        with contextlib.ExitStack() as undo:
-            scatter, gather = (cast("HostEngine", self._open_of(self._within, undo)) for _ in range(2))
-            across = self._open_of(self._across, undo)
-            undo.pop_all()
-        return HierarchicalEngine(flat, scatter, across, gather, self._host_groups, self._devices)
-
-    @staticmethod
-    def _open_of(engine_factory: EngineFactory, undo: contextlib.ExitStack) -> Engine:
-        engine = engine_factory.open()
-        undo.callback(engine_factory.close, engine)
-        return engine
-
-    def restrict(self, engine: HierarchicalEngine, devices: set[str]) -> None:
-        """Have this engine and all further ones take tensors on such devices alone."""
-        self._devices, engine.devices = devices, frozenset(devices)
-
-    def close(self, engine: Engine, /) -> None:
-        assert isinstance(engine, HierarchicalEngine), "it was opened here"
-        self.abandon(engine)
-        self._flat.close(engine.flat)
-
-    def abandon(self, engine: HierarchicalEngine) -> None:
-        """Give back all but the flat engine."""
-        engine.close()
-        closes: list[Callable[[Engine], None]] = [self._within.close, self._across.close, self._within.close]
-        for close, part in zip(closes, engine.parts, strict=True):
-            close(part)
-
-    def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
-        return self._flat.among(group_ranks, group_rank, token)

@@ -1,7 +1,7 @@
 """
 Process groups of `torch.distributed` as engines: gloo for tensors of the CPU, NCCL for those of GPUs.
 
-    a call ── admitted? ── the process group's own operation ── TorchWork ── waits that a revocation ends, too
+    a call ── open? ── the process group's own operation ── TorchWork ── waits that a revocation ends, too
 
 Where process groups come from is in `engine`.
 """
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
-from .admission import Admission
+from .engine_state import EngineState
 from .flat_bytes import pieces_of
 
 # How often a wait that takes long looks whether the engine was revoked.
@@ -47,29 +47,29 @@ class TorchEngine:
         self.process_group = process_group
         self._has_nccl = has_nccl
         self._cut = cut
-        self._admission = Admission()
+        self._state = EngineState()
         self._pending: set[TorchWork] = set()
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> TorchWork:
-        self._admission.require()
+        self._state.require_open()
         return self._begun(self.process_group.allreduce(tensors, opts), tensors[0])
 
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> TorchWork:
-        self._admission.require()
+        self._state.require_open()
         return self._begun(self.process_group.broadcast(tensors, opts), tensors[0])
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> TorchWork:
-        self._admission.require()
+        self._state.require_open()
         return self._begun(self.process_group.allgather(outputs, inputs), inputs[0])
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, output_counts: list[int], input_counts: list[int], opts: AllToAllOptions, /
     ) -> TorchWork:
-        self._admission.require()
+        self._state.require_open()
         return self._begun(self.process_group.alltoall_base(output, input, output_counts, input_counts, opts), input)
 
     def _allgather_base(self, output: Tensor, input: Tensor, /) -> TorchWork:
-        self._admission.require()
+        self._state.require_open()
         return self._begun(self.process_group._allgather_base(output, input), input)
 
     def reduce_scatter_base(
@@ -80,7 +80,7 @@ class TorchEngine:
         Gloo's own takes twice as long as that (in PyTorch 2.13, 2 and 4 ranks of one host, 4 MB), and older ones have
         none. Floats of 16 bits are added up in float32 here, and rounded once.
         """
-        self._admission.require()
+        self._state.require_open()
         if input.is_cuda and self._has_nccl:
             if len(set(counts)) == 1:
                 return self._begun(self.process_group._reduce_scatter_base(output, input, opts), input)
@@ -94,7 +94,7 @@ class TorchEngine:
         return _CombinedHere(sent, terms, _COMBINE[op.op], output)
 
     def revoke(self, reason: str, /) -> None:
-        if self._admission.revoke(reason):
+        if self._state.revoke(reason):
             self._cut()
             if self._has_nccl:
                 # Where a GPU waits for another rank nothing else reaches it.
@@ -102,7 +102,7 @@ class TorchEngine:
                     self.process_group._get_backend(torch.device("cuda")).abort()
 
     def quiesce(self, reason: str, /) -> None:
-        self._admission.quiesce(reason)
+        self._state.quiesce(reason)
         for work in list(self._pending):
             with contextlib.suppress(RuntimeError):
                 work.wait_on_host()
@@ -112,7 +112,7 @@ class TorchEngine:
         self._pending.clear()
 
     def _begun(self, work: Any, tensor: Tensor) -> TorchWork:
-        made = TorchWork(work, tensor, self._admission, self._pending)
+        made = TorchWork(work, tensor, self._state, self._pending)
         if len(self._pending) > _MOST_PENDING:
             self._pending -= {each for each in list(self._pending) if each.is_completed()}
         return made
@@ -121,11 +121,11 @@ class TorchEngine:
 class TorchWork:
     """An operation of a process group under way; any number of threads may wait for it."""
 
-    def __init__(self, work: Any, tensor: Tensor, admission: Admission, pending: set[TorchWork]) -> None:
+    def __init__(self, work: Any, tensor: Tensor, state: EngineState, pending: set[TorchWork]) -> None:
         """It is one of ``pending`` until somebody has waited for it."""
         self._work = work
         self._device = tensor.device
-        self._admission = admission
+        self._state = state
         self._pending = pending
         pending.add(self)
 
@@ -135,7 +135,7 @@ class TorchWork:
             # A CUDA engine's wait is over at once: it is the stream that waits.
             return self._work.wait() if self._device.type == "cuda" else self._wait_on_cpu()
         except RuntimeError as error:
-            raise self._admission.reason_of(error) from error
+            raise self._state.reason_of(error) from error
         finally:
             self._pending.discard(self)
 
@@ -148,7 +148,7 @@ class TorchWork:
                     raise
             if self._work.is_completed():
                 return self._work.wait()
-            self._admission.require_not_revoked()
+            self._state.require_not_revoked()
 
     def wait_on_host(self) -> None:
         """Return when it is over, on a GPU too."""
@@ -157,7 +157,7 @@ class TorchWork:
             torch.cuda.current_stream(self._device).synchronize()
 
     def is_completed(self) -> bool:
-        return self._admission.is_revoked or bool(self._work.is_completed())
+        return self._state.is_revoked or bool(self._work.is_completed())
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = self._work.get_future()

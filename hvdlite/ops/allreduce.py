@@ -66,9 +66,13 @@ class Allreduce(Collective):
             return self.result(results)
         outputs = list(sources)
         for members in fused(sources):
-            flat = flat_of([sources[number] for number in members], may_share=in_place)
-            counts = [sources[number].numel() for number in members]
-            reduction.all_reduce(execution.group, flat, counts, execution.divisor, execution.what)
+            fused_sources = [sources[number] for number in members]
+            counts = [source.numel() for source in fused_sources]
+            if in_place:
+                flat = flat_of(fused_sources, may_share=True)
+                reduction.all_reduce(execution.group, flat, counts, execution.divisor, execution.what)
+            else:
+                flat = reduction.all_reduced(execution.group, fused_sources, execution.divisor, execution.what)
             for number, piece in zip(members, pieces_of(flat, counts), strict=True):
                 if not in_place:
                     outputs[number] = own_memory(piece, flat).view(sources[number].shape)

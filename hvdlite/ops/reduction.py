@@ -21,8 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..comm.flat_bytes import flat_of, is_plain, new_flat
 from ..comm.group import Group
-from ..comm.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from ..comm.reduce_op import OP_OF_ENGINE, Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from ..comm.work import Work
 from ..compression.casts import (
     AnyCompression,
@@ -102,6 +103,26 @@ class Reduction:
         """
         self.begin(group, flat, segments, divisor, what).finish()
 
+    def all_reduced(self, group: Group, tensors: Sequence[Tensor], divisor: int, what: str) -> Tensor:
+        """What `all_reduce` makes of tensors, one after the other in new memory; they stay as they are.
+
+        They are of one dtype, on one device.
+        """
+        counts = [tensor.numel() for tensor in tensors]
+        if len(tensors) > 1 or not (is_plain(tensors[0]) and self._needs_no_copy(group, tensors[0], divisor)):
+            flat = flat_of(tensors)
+            self.all_reduce(group, flat, counts, divisor, what)
+            return flat
+        (tensor,) = tensors
+        flat = new_flat(tensor.numel(), tensor)
+        divides_there = self._is_averaged_by_engine(group, tensor, divisor)
+        op = Sum if self.op is Average and not divides_there else self.op
+        group.all_reduce_into(flat, tensor.view(-1), what, op).wait()
+        if self._divides_after(flat) and not divides_there:
+            divide(flat, divisor)
+        scale(flat, self.postscale_factor)
+        return flat
+
     def begin(self, group: Group, flat: Tensor, segments: Sequence[int], divisor: int, what: str) -> Underway:
         """The same, as something that is under way: until its end the tensor is not to be touched."""
         if flat.numel() == 0:
@@ -110,7 +131,8 @@ class Reduction:
         scale(values, self._factor_before(values, divisor))
         wire = self._compress(values)
         counts = [count * values.numel() // flat.numel() for count in segments]
-        work, total = self._begin_combining(group, wire, counts, what)
+        divides_there = self._is_averaged_by_engine(group, wire, divisor)
+        work, total = self._begin_combining(group, wire, counts, what, Average if divides_there else Sum)
 
         def finish() -> None:
             if self.op is Average and not _is_inexact(total):
@@ -118,7 +140,7 @@ class Reduction:
             if total is not wire:
                 wire.copy_(total)
             self._decompress(wire, values)
-            if self._divides_after(wire):
+            if self._divides_after(wire) and not divides_there:
                 divide(values, divisor)
             scale(values, self.postscale_factor)
 
@@ -193,6 +215,23 @@ class Reduction:
         """Whether what has been summed of floats is to be divided yet."""
         return self.op is Average and _is_inexact(wire) and not is_narrow(wire.dtype)
 
+    def _is_averaged_by_engine(self, group: Group, wire: Tensor, divisor: int) -> bool:
+        """Whether the engine divides, too. Ranks that ask for different ops fail: all of this is equal on all ranks."""
+        return self._divides_after(wire) and divisor == group.size and group.reduces_in_one_pass(wire)
+
+    def _needs_no_copy(self, group: Group, tensor: Tensor, divisor: int) -> bool:
+        """Whether the engine can read the tensor as it is, and leave the result elsewhere."""
+        dtype = tensor.dtype
+        return (
+            tensor.numel() > 0
+            and group.reduces_in_one_pass(tensor)
+            and self.op in OP_OF_ENGINE.keys() | {Average}
+            and (tensor.is_floating_point() or (dtype in WHOLE and dtype not in (torch.bool, torch.int16)))
+            and (self.op is not Average or tensor.is_floating_point())
+            and self.wire_dtype(tensor) is dtype
+            and self._factor_before(tensor, divisor) == 1.0
+        )
+
     def _compress(self, values: Tensor) -> Tensor:
         assert not isinstance(self.compression, CustomCompression), "`packing` calls those"
         return self.compression.compress(values) if values.is_floating_point() else values
@@ -202,9 +241,12 @@ class Reduction:
             self.compression.decompress(wire, values)
 
     def _begin_combining(
-        self, group: Group, wire: Tensor, segments: Sequence[int], what: str
+        self, group: Group, wire: Tensor, segments: Sequence[int], what: str, average_by: ReduceOp
     ) -> tuple[Work | None, Tensor]:
-        """What is under way, if it is not done already, and where the result will be."""
+        """What is under way, if it is not done already, and where the result will be.
+
+        ``average_by`` is what the engine is asked for where floats are averaged.
+        """
         if self.op is Adasum:
             adasum_all_reduce(group, wire, segments, what)
             return None, wire
@@ -220,7 +262,7 @@ class Reduction:
         if wire.dtype is torch.bool:
             return group.all_reduce(wire.view(torch.uint8), what, _OP_OF_BOOLEANS[self.op]), wire
         total = wire.to(torch.int32) if wire.dtype is torch.int16 else wire
-        return group.all_reduce(total, what, Sum if self.op is Average else self.op), total
+        return group.all_reduce(total, what, average_by if self.op is Average else self.op), total
 
 
 class Underway:

@@ -5,7 +5,7 @@ From gradients to averages, inside an optimizer.
 
 Modules import only what stands before them:
 
-    plan < slot < flags < bucket < homes < layout < step_trace < exchange < settings < strategies < sparse_gather
-         < in_flight < step_deltas < parameter_check < gradient_hooks < autotune < reducer < arguments
+    plan < slot < flags < bucket < homes < layout < step_trace < exchange < settings < exchanges < sparse_gather
+         < parameter_check < in_flight < step_deltas < gradient_hooks < autotune < reducer < arguments
          < optimizer_proxy < optimizer_state < step_by_bucket < horovod_attributes < averaging_optimizer < optimizer
 """

@@ -37,11 +37,11 @@ from ..comm.reduce_op import Max
 from ..log import log
 from ..ops.failures import raise_together
 from .exchange import Gradients, Links
+from .exchanges import exchange_of
 from .flags import ParticipantCount
 from .gradient_hooks import require_same_model
 from .plan import BucketPlan, ParamSpec, plan_buckets
 from .settings import Settings
-from .strategies import exchange_of
 
 LIMIT_S = 1.0
 """About how long measuring may take, over all types of gradients."""

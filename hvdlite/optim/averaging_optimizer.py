@@ -51,12 +51,14 @@ class AveragingOptimizer(HorovodsAttributes):
         self._single_passes: int | None = 0
         reducer.add_params(named, groups)
         # Parameters outlive their optimizer; the hooks on them must not.
-        finalizer = weakref.finalize(self, reducer.abandon)
-        finalizer.atexit = False
+        self._finalizer = weakref.finalize(self, reducer.abandon)
+        self._finalizer.atexit = False
 
     def close(self) -> None:
         """Remove every hook from the parameters; backward then communicates nothing."""
         self._reducer.close()
+        # It would keep the reducer, with the parameters and their buckets, beyond the collection that finds this.
+        self._finalizer.detach()
 
     # -- gradients
 

@@ -6,7 +6,7 @@ What happens to the gradients of a bucket between the ranks: one strategy, an `E
 
 An exchange sees gradients and nothing else. When a bucket is full, in which order buckets travel and who waits for them
 is the `Reducer`'s; which ranks have used a parameter, and how many take part, travels beside the gradients, exactly.
-Those that come with hvdlite are in `strategies`; a user passes another to ``hvd.DistributedOptimizer(exchange=...)``.
+Those that come with hvdlite are in `exchanges`; a user passes another to ``hvd.DistributedOptimizer(exchange=...)``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..comm.group import Group
-from ..comm.hierarchy import host_groups_of
+from ..comm.host_groups import host_groups_of
 from ..comm.work import Work
 from .flags import ParticipantCount
 from .plan import BucketPlan
@@ -144,22 +144,26 @@ class Exchange(ABC):
     word: ClassVar[str] = "exchange"
     """What it is called in errors and timelines, as in "the exchange of the gradients of weight"."""
 
-    # What those that come with hvdlite need besides.
-
     after_step: ClassVar[bool] = False
-    """Whether each rank steps with its own gradients, and what the steps have changed is exchanged instead."""
+    """Whether each rank steps with its own gradients, and is given what the step has changed in place of gradients.
 
-    stays: ClassVar[bool] = False
-    """Whether gradients stay where autograd has put them, since none is exchanged."""
+    What `finish` leaves is then added to the parameters as they were before the step.
+    """
 
     aligned: ClassVar[bool] = False
-    """Whether gradients begin at multiples of `plan.ALIGNMENT_BYTES` in a bucket; else there are no gaps."""
+    """Whether each gradient begins at a multiple of 64 bytes in ``flat``, behind zeros; else there are no gaps."""
 
     carries_counts: ClassVar[bool] = False
-    """Whether it adds up `Gradients.counts` over the ranks with what travels anyway; else they travel by themselves."""
+    """Whether `begin` has `Gradients.counts` summed over the ranks, as by an all-reduce of ``with_counts``.
+
+    Else they travel in an all-reduce of their own beside each bucket.
+    """
 
     tells_failures: ClassVar[bool] = False
-    """Whether ranks tell each other at the end of a step whether `finish` has left a `ExchangeWork.failure`."""
+    """Whether a step fails on all ranks where `finish` has left an `ExchangeWork.failure` on one of them.
+
+    For that the ranks tell each other at the end of each step.
+    """
 
     @abstractmethod
     def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:

@@ -108,10 +108,6 @@ class Layout:
         for slot in self.slots.values():
             slot.param.grad = None
 
-    def awake(self) -> list[Bucket]:
-        """The buckets that travel in every step, in plan order."""
-        return [bucket for bucket in self.buckets if not bucket.asleep]
-
     def move_out(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
         """From now on these gradients are gathered; their bucket is planned again without them."""
         index = self.buckets.index(bucket)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,22 +24,18 @@ from torch import Tensor
 
 from ..comm.group import Group
 from ..control.generation import Generation
-from ..errors import GradientError, MismatchError, NotInitializedError
+from ..errors import GradientError, NotInitializedError
 from ..ops.failures import raise_together
-from .bucket import Bucket
 from .exchange import Links
-from .flags import ParticipantCount, RankAndSize
+from .exchanges import exchange_of
+from .flags import RankAndSize
 from .gradient_hooks import GradientHooks, number_of_backward, too_many_passes
-from .in_flight import InFlight
+from .in_flight import BucketQueue
 from .layout import Layout
 from .settings import Settings
 from .slot import Slot
-from .sparse_gather import SparseGather, SparseGradient
+from .sparse_gather import SparseParameters
 from .step_deltas import StepDeltas
-from .strategies import exchange_of
-
-# Wires beside a bucket's own memory that are under way together, at most: one travels while the next is made.
-_WIRES = 2
 
 
 class Phase(enum.Enum):
@@ -96,20 +91,6 @@ class Reducer(GradientHooks):
         self._phase = Phase.IDLE
         # Held while a gradient is taken; again by the same thread, where that needs a backward pass of its own.
         self._lock = threading.RLock()
-        # In this step, in plan order: the buckets that are to be launched; those that were; of these the last, which
-        # have not been finished; and how many wires these take.
-        self._waiting: deque[Bucket] = deque()
-        self._launched: list[Bucket] = []
-        self._in_flight: deque[InFlight] = deque()
-        self._wires = 0
-        # What an exchange that tells the others of it has failed with on this rank.
-        self._failure: Exception | None = None
-        # How many ranks took part, once the first bucket has come back.
-        self._count: ParticipantCount | None = None
-        # Gradients that from the next step on are gathered, with the bucket that they leave.
-        self._leaving: list[tuple[Bucket, list[Slot]]] = []
-        # Gradients that are sparse on some ranks and dense on others, by name.
-        self._mixed: list[str] = []
 
     # -- the plan
 
@@ -120,17 +101,20 @@ class Reducer(GradientHooks):
         self.exchange = exchange_of(settings, group.size)
         self._world = connection.world
         self._links: Links | None = None
-        self._gathers = SparseGather(settings)
         self._layout = Layout(
             ranks=RankAndSize(group.rank, group.size),
             cap_bytes=settings.cap_bytes,
             scale_of=lambda dtype: self.exchange.scale_before(dtype, group.size),
             densify=settings.sparse_as_dense,
             memory=self._take_memory,
-            stays=self.exchange.stays,
+            stays=self.exchange.after_step or settings.leaves_gradients(group.size),
             aligned=self.exchange.aligned,
         )
-        self._deltas = StepDeltas(self.exchange, self._tracks) if self.exchange.after_step else None
+        self._queue = BucketQueue(self.exchange, self._tracks, self._check, group.size)
+        self._sparse = SparseParameters(settings, self._layout, group.size)
+        self._deltas: StepDeltas | None = None
+        if self.exchange.after_step:
+            self._deltas = StepDeltas(self.exchange, self._tracks, self._check, self._connected, group.size)
 
     def _follow_world(self) -> None:
         """Join the ranks of the world that there is now, where the one of before has been left. Waits for nobody.
@@ -236,7 +220,8 @@ class Reducer(GradientHooks):
                 slot.passes += 1
                 last_pass = slot.passes >= self.backward_passes_per_step
             if slot.home.take(slot, last_pass):
-                self._launch_full_buckets()
+                assert self._links is not None, "they have met when the step began"
+                self._queue.launch_full(self._links)
 
     def _count_pass(self, param: Tensor) -> None:
         """A gradient that stays this rank's own has been added to."""
@@ -247,37 +232,6 @@ class Reducer(GradientHooks):
         slot.passes += 1
         if slot.passes > self.backward_passes_per_step:
             raise too_many_passes(slot.name, self.backward_passes_per_step)
-
-    def _launch_full_buckets(self) -> None:
-        """Launch what is full, as far as everything before it in the plan is; nothing that waits for the others."""
-        if not self.exchange.during_backward:
-            return
-        # Those that are done give their wires back, so that memory holds few of them at a time.
-        while self._in_flight and self._in_flight[0].is_completed():
-            self._finish_first()
-        links = self._links
-        assert links is not None, "they have met when the step began"
-        # In plan order, not as buckets fill: ranks may fill them in different orders, and collectives
-        # pair up by the order of their launch alone.
-        while self._waiting and self._waiting[0].is_full and self._wires < _WIRES:
-            self._launch(self._waiting.popleft(), links)
-
-    def _launch(self, bucket: Bucket, links: Links) -> None:
-        place = len(self._launched)
-        trace, name = self._tracks.of(place, bucket), self._tracks.name_of(place)
-        self._launched.append(bucket)
-        in_flight = InFlight(bucket, self.exchange, links, trace, name=name)
-        self._in_flight.append(in_flight)
-        self._wires += in_flight.holds_wire
-
-    def _finish_first(self) -> None:
-        # It is under way until it is finished: a wait may be interrupted.
-        first = self._in_flight[0]
-        self._count = first.finish(self._count)
-        self._in_flight.popleft()
-        self._wires -= first.holds_wire
-        if self._failure is None:
-            self._failure = first.failure
 
     # -- between backward and step
 
@@ -319,9 +273,9 @@ class Reducer(GradientHooks):
     def _bring_home(self, update: Callable[[list[Tensor]], None] | None) -> None:
         links = self._connected()
         failure: Exception | None = None
-        for bucket in self._arriving(links):
-            gathered = self._settle(bucket)
-            if update is not None and failure is None and self._failure is None:
+        for bucket in self._queue.finish_all(links):
+            gathered = self._sparse.settle(bucket)
+            if update is not None and failure is None and self._queue.failure is None:
                 try:
                     update([slot.param for slot in bucket.slots if slot not in gathered])
                 except Exception as error:  # noqa: BLE001 - raised below
@@ -330,98 +284,10 @@ class Reducer(GradientHooks):
                 else:
                     bucket.drop(gathered)
         if self.exchange.tells_failures:
-            raise_together(links.all, self._failure, f"the averaging of gradients ({self._tracks.optimizer})")
-        self._gather(links)
+            raise_together(links.all, self._queue.failure, f"the averaging of gradients ({self._tracks.optimizer})")
+        self._sparse.average(links.all, self._tracks.optimizer, self._queue.count)
         if failure is not None:
             raise failure
-
-    def _arriving(self, links: Links) -> Iterator[Bucket]:
-        """Launch all that has not been, full or not; each bucket when it has come back, in plan order.
-
-        From then on its gradients are the user's to change. A GradientError before anything is, where that has been
-        done too early. Behind the buckets travels the comparison of parameters, where one is due; a MismatchError when
-        all have come back.
-        """
-        if self._layout.buckets:
-            self._check.begin(takes_part=self._layout.buckets[0].takes_part)
-        waiting, launched = self._waiting, self._launched
-        called: list[Bucket] = []
-        checked = back = 0
-        has_sent = False
-        while waiting or called or back < len(launched):
-            if not waiting and back == len(launched):
-                # A call to wake travels in a bucket that has come back, so all ranks hear it at the same time.
-                for sleeper in called:
-                    sleeper.asleep = False
-                waiting.extend(called)
-                called.clear()
-            while waiting and self._wires < _WIRES:
-                self._launch(waiting.popleft(), links)
-            if not waiting and not has_sent:
-                # After those that are awake, on every rank.
-                has_sent = True
-                self._check.send(links.all)
-            for bucket in launched[checked:]:
-                bucket.require_same()
-            checked = len(launched)
-            if back + len(self._in_flight) == len(launched):
-                self._finish_first()
-            bucket = launched[back]
-            back += 1
-            if bucket.sleepers:
-                called += self._calls_of(bucket)
-            bucket.release()
-            yield bucket
-        self._check.finish(links.all)
-
-    def _calls_of(self, carrier: Bucket) -> list[Bucket]:
-        """The sleeping buckets that some rank needs, by the flags of this one."""
-        if not any(sleeper.asleep for sleeper in carrier.sleepers):
-            return []
-        calls = zip(carrier.sleepers, carrier.read_wake(alone=self.size == 1), strict=True)
-        return [sleeper for sleeper, needed in calls if needed and sleeper.asleep]
-
-    def _settle(self, bucket: Bucket) -> list[Slot]:
-        """Set the gradients that this rank does not have but others do; return those that are to be gathered."""
-        if bucket.is_complete:
-            return []
-        flags = bucket.read_flags(alone=self.size == 1)
-        leaving = [slot for slot, used, sparse in flags if self._settle_one(slot, used, sparse)]
-        if leaving:
-            self._leaving.append((bucket, leaving))
-        return leaving
-
-    def _settle_one(self, slot: Slot, used: bool, sparse: bool) -> bool:
-        """Leave in one gradient what the flags of all ranks say; whether it is to be gathered instead."""
-        if self.settings.sparse_as_dense:
-            if sparse and slot.view is not None:
-                slot.param.grad = slot.view.to_sparse(1)
-            elif used and not slot.arrived:
-                slot.param.grad = slot.view
-            return False
-        if used and sparse:
-            # Said when all buckets have come back, so that no rank still waits for one.
-            self._mixed.append(slot.name)
-        elif used and not slot.arrived:
-            slot.param.grad = slot.view
-        return sparse
-
-    def _gather(self, links: Links) -> None:
-        """When all have come back: join the sparse gradients of all ranks, also those that are new."""
-        if self._mixed:
-            raise MismatchError(
-                f"parameter {self._mixed[0]!r} has a sparse gradient on some ranks and a dense one on others: build "
-                "the same model on every rank, or wrap the optimizer with sparse_as_dense=True"
-            )
-        for bucket, leaving in self._leaving:
-            self._layout.move_out(bucket, leaving)
-        if not self._layout.sparse:
-            return
-        count = ParticipantCount.of_all(self.size) if self._count is None else self._count.on_host()
-        slots = [home.slot for home in self._layout.sparse]
-        gradients = [SparseGradient(slot.name, slot.param, slot.param.grad) for slot in slots]
-        for gradient, average in self._gathers.averaged(gradients, links.all, self._tracks.optimizer, count):
-            gradient.param.grad = average
 
     def drop_gradients(self) -> None:
         """Leave no parameter a gradient, and give the memory of the buckets back, until the next one comes."""
@@ -483,17 +349,16 @@ class Reducer(GradientHooks):
             return True
         self._require_not_closed()
         self._layout.forget()
-        return self._deltas.agree_to_step(self._connected() if self.size > 1 else None, grad_scale, found_inf)
+        return self._deltas.agree_to_step(grad_scale, found_inf)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """Let the optimizer use the gradients inside."""
-        if self._deltas is not None and self.size > 1:
-            self._compare(takes_part=True)
-            self._deltas.remember()
-        yield
-        if self._deltas is not None and self.size > 1:
-            self._combine(self._deltas)
+        if self._deltas is None:
+            yield
+        else:
+            with self._deltas.stepping():
+                yield
         self._stepped()
 
     def _stepped(self) -> None:
@@ -505,17 +370,6 @@ class Reducer(GradientHooks):
             self._phase = Phase.IDLE
         self._tracks.stepped()
 
-    def _compare(self, *, takes_part: bool) -> None:
-        group = self.meet()
-        self._check.begin(takes_part=takes_part)
-        self._check.send(group)
-        self._check.finish(group)
-
-    def _combine(self, deltas: StepDeltas) -> None:
-        links = self._connected()
-        with self._tracks.synchronizing():
-            deltas.combine(links)
-
     def sit_out(self, average_of_active: bool) -> bool:
         """Take part in one step of the other ranks with nothing to give; False if they all sat out as well.
 
@@ -523,12 +377,7 @@ class Reducer(GradientHooks):
         the step comes first, the parameters become what theirs become.
         """
         if self._deltas is not None:
-            active, steps = self._deltas.sit_out(self._connected())
-            if steps:
-                self._compare(takes_part=False)
-                self._layout.drop_gradients()
-                self._combine(self._deltas)
-            return active > 0
+            return self._deltas.sit_out()
         if self.has_arrivals:
             # Also where it has been closed since: other ranks are in that step.
             self._synchronize(None)
@@ -540,8 +389,8 @@ class Reducer(GradientHooks):
             bucket.sit_out(average_of_active)
         try:
             self._bring_home(None)
-            assert self._count is not None, "something has come back"
-            active = self._count.active
+            assert self._queue.count is not None, "something has come back"
+            active = self._queue.count.active
         finally:
             self._end_step()
         self._layout.drop_gradients()
@@ -557,21 +406,13 @@ class Reducer(GradientHooks):
         self.meet().require_open("averaging gradients")
         self._phase = Phase.COLLECTING
         self._layout.expect()
-        self._waiting.extend(self._layout.awake())
+        self._queue.begin(self._layout.buckets)
 
     def _end_step(self) -> None:
         """The step is over, or is given up: nobody waits for what is still under way, and it writes where it lies."""
         self._phase = Phase.DROPPED if self._phase is Phase.SPOILT else Phase.IDLE
-        for in_flight in self._in_flight:
-            in_flight.bucket.abandon()
-        self._waiting.clear()
-        self._launched.clear()
-        self._in_flight.clear()
-        self._wires = 0
-        self._failure = None
-        self._count = None
-        self._leaving.clear()
-        self._mixed.clear()
+        self._queue.end()
+        self._sparse.forget()
         self._layout.forget()
 
     def _is_surplus(self) -> bool:
@@ -599,7 +440,7 @@ class Reducer(GradientHooks):
         """Let what is under way come to its end on all ranks, and begin anew."""
         self._layout.give_up()
         try:
-            for _ in self._arriving(self._connected()):
+            for _ in self._queue.finish_all(self._connected()):
                 pass
         finally:
             self._end_step()

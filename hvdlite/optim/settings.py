@@ -85,6 +85,10 @@ class Settings:
         predivide = self.gradient_predivide_factor if self.op is Average else 1.0
         return Reduction(self.op, 1.0 / predivide, predivide)
 
+    def leaves_gradients(self, size: int) -> bool:
+        """Whether gradients stay where autograd has put them: a rank alone casts and exchanges nothing."""
+        return size == 1 and self.compression is Compression.none and self.exchange is None
+
     def of_bystander(self) -> Settings:
         """Those of a rank that takes part in nothing: its gradients stay bit for bit what they are."""
         return replace(self, compression=Compression.none, op=Sum, exchange=None)

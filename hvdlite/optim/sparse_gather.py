@@ -4,7 +4,8 @@ Averages sparse gradients: gathers the rows of all ranks, and adds up those of t
     sparse gradients ── sizes: one all-gather ── indices and values: all-gathers, each of several gradients
                      ── joined in rank order, coalesced, divided ── sparse gradients
 
-The `Reducer` calls it once a step, when all buckets have come back.
+Which parameters have sparse gradients, the flags of the buckets say: see `SparseParameters`. The `Reducer` has them
+averaged once a step, when all buckets have come back.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from ..comm.group import Group
 from ..errors import MismatchError
 from ..ops.rows import RowGather, row_bytes
 from ..ops.sendable import plain_tensor
+from .bucket import Bucket
+from .exchanges import as_real
 from .flags import ParticipantCount
+from .layout import Layout
 from .plan import first_of
 from .settings import Settings
-from .strategies import as_real
+from .slot import Slot
 
 
 @dataclass(slots=True)
@@ -116,6 +120,71 @@ class SparseGather:
             scaling = self._settings.scaling_of_wire(param.dtype.to_real(), len(rows.counts))
             scaling.finish(as_real(total._values()).view(-1), count)
             yield rows.gradient, total
+
+
+class SparseParameters:
+    """The parameters of an optimizer whose gradients are sparse: found by the flags of the buckets, and averaged."""
+
+    def __init__(self, settings: Settings, layout: Layout, size: int) -> None:
+        """``size`` is the number of ranks."""
+        self._densify = settings.sparse_as_dense
+        self._gather = SparseGather(settings)
+        self._layout = layout
+        self._size = size
+        # In this step: the gradients that from the next one on are gathered, with the bucket that they leave.
+        self._leaving: list[tuple[Bucket, list[Slot]]] = []
+        # Those that are sparse on some ranks and dense on others, by name.
+        self._mixed: list[str] = []
+
+    def settle(self, bucket: Bucket) -> list[Slot]:
+        """Set the gradients that this rank does not have but others do; return those that are to be gathered."""
+        if bucket.is_complete:
+            return []
+        flags = bucket.read_flags(alone=self._size == 1)
+        leaving = [slot for slot, used, sparse in flags if self._settle_one(slot, used, sparse)]
+        if leaving:
+            self._leaving.append((bucket, leaving))
+        return leaving
+
+    def _settle_one(self, slot: Slot, used: bool, sparse: bool) -> bool:
+        """Leave in one gradient what the flags of all ranks say; whether it is to be gathered instead."""
+        if self._densify:
+            if sparse and slot.view is not None:
+                slot.param.grad = slot.view.to_sparse(1)
+            elif used and not slot.arrived:
+                slot.param.grad = slot.view
+            return False
+        if used and sparse:
+            # Said when all buckets have come back, so that no rank still waits for one.
+            self._mixed.append(slot.name)
+        elif used and not slot.arrived:
+            slot.param.grad = slot.view
+        return sparse
+
+    def average(self, group: Group, optimizer: str, count: ParticipantCount | None) -> None:
+        """When all buckets have come back: average the sparse gradients, also those that are new.
+
+        ``optimizer`` is its name; ``count`` is None where there was no bucket.
+        """
+        if self._mixed:
+            raise MismatchError(
+                f"parameter {self._mixed[0]!r} has a sparse gradient on some ranks and a dense one on others: build "
+                "the same model on every rank, or wrap the optimizer with sparse_as_dense=True"
+            )
+        for bucket, leaving in self._leaving:
+            self._layout.move_out(bucket, leaving)
+        if not self._layout.sparse:
+            return
+        ranks = ParticipantCount.of_all(self._size) if count is None else count.on_host()
+        slots = [home.slot for home in self._layout.sparse]
+        gradients = [SparseGradient(slot.name, slot.param, slot.param.grad) for slot in slots]
+        for gradient, average in self._gather.averaged(gradients, group, optimizer, ranks):
+            gradient.param.grad = average
+
+    def forget(self) -> None:
+        """The step is over."""
+        self._leaving.clear()
+        self._mixed.clear()
 
 
 def _batches(rows: Iterable[_Rows], cap_bytes: int) -> Iterator[list[_Rows]]:

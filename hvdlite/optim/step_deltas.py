@@ -10,7 +10,8 @@ dense, also where gradients are sparse. The `Reducer` says when.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from ..comm.flat_bytes import flat_of, pieces_of
 from .exchange import Exchange, Gradients, Links
 from .flags import ParticipantCount
+from .parameter_check import ParameterCheck
 from .plan import BucketPlan
 from .step_trace import StepTrace
 
@@ -25,22 +27,27 @@ from .step_trace import StepTrace
 class StepDeltas:
     """The deltas of one optimizer; parameters that are equal on all ranks before the first step are so after each."""
 
-    def __init__(self, exchange: Exchange, tracks: StepTrace) -> None:
+    def __init__(
+        self, exchange: Exchange, tracks: StepTrace, check: ParameterCheck, connect: Callable[[], Links], size: int
+    ) -> None:
+        """``connect`` opens the links to the other ranks; ``check`` is due before a step; there are ``size`` ranks."""
         self._exchange = exchange
         self._tracks = tracks
+        self._check = check
+        self._connect = connect
+        self._size = size
         self._buckets: list[_Bucket] = []
 
     def add(self, plans: Sequence[BucketPlan], params: Mapping[str, Tensor]) -> None:
         """Take in parameters, after those there are."""
         self._buckets += [_Bucket(plan, [params[piece.spec.name] for piece in plan.slices]) for plan in plans]
 
-    def agree_to_step(self, links: Links | None, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
+    def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
         """Divide the gradients by GradScaler's scale, unless some rank has found one that is not finite.
 
-        Then none steps. Every rank must call it before its step, with None where there is no GradScaler. ``links`` is
-        None for a rank that is alone.
+        Then none steps. Every rank must call it before its step, with None where there is no GradScaler.
         """
-        _, overflows = self._count(links, [1, 0 if found_inf is None else int(found_inf.item() > 0)])
+        _, overflows = self._count([1, 0 if found_inf is None else int(found_inf.item() > 0)])
         if overflows:
             return False
         if grad_scale is not None:
@@ -51,29 +58,54 @@ class StepDeltas:
                         param.grad.mul_(inverse)
         return True
 
-    def sit_out(self, links: Links) -> tuple[int, bool]:
-        """`agree_to_step` of a rank that does not step: how many ranks do step or would, and whether they will."""
-        active, overflows = self._count(links, [0, 0])
-        return active, active > 0 and not overflows
-
-    def remember(self) -> None:
-        """Copy the parameters, before a step."""
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Let each rank step with its own gradients inside; then make what that has changed the same on all."""
+        if self._size == 1:
+            yield
+            return
+        self._compare(takes_part=True)
         for bucket in self._buckets:
             bucket.remember()
+        yield
+        self._combine()
 
-    def combine(self, links: Links) -> None:
+    def sit_out(self) -> bool:
+        """Take part in one step of the other ranks without one of this rank's; False if they all sat out as well.
+
+        The parameters become what those of the others become, and no parameter has a gradient.
+        """
+        active, overflows = self._count([0, 0])
+        if active and not overflows:
+            self._compare(takes_part=False)
+            for bucket in self._buckets:
+                for param in bucket.params:
+                    param.grad = None
+            self._combine()
+        return active > 0
+
+    def _compare(self, *, takes_part: bool) -> None:
+        group = self._connect().all
+        self._check.begin(takes_part=takes_part)
+        self._check.send(group)
+        self._check.finish(group)
+
+    def _combine(self) -> None:
         """Make of the parameters what they were, and what the exchange makes of all ranks' deltas."""
-        needed = self._count(links, [bucket.has_gradients for bucket in self._buckets])
-        for place, (bucket, count) in enumerate(zip(self._buckets, needed, strict=True)):
-            if count:
-                with self._tracks.combining(place, f"the {self._exchange.word} of the {bucket.what}"):
-                    bucket.combine(self._exchange, links, self._tracks.name_of(place))
-            bucket.forget()
+        links = self._connect()
+        with self._tracks.synchronizing():
+            needed = self._count([bucket.has_gradients for bucket in self._buckets])
+            for number, (bucket, count) in enumerate(zip(self._buckets, needed, strict=True)):
+                if count:
+                    with self._tracks.combining(number, f"the {self._exchange.word} of the {bucket.what}"):
+                        bucket.combine(self._exchange, links, self._tracks.name_of(number))
+                bucket.forget()
 
-    def _count(self, links: Links | None, own: Sequence[int]) -> list[int]:
+    def _count(self, own: Sequence[int]) -> list[int]:
         """The sums over all ranks."""
         counts = torch.tensor(own, dtype=torch.int32)
-        if links is not None:
+        if self._size > 1:
+            links = self._connect()
             links.all.all_reduce(counts, f"an {self._exchange.word} step of {self._tracks.optimizer}").wait()
         return [int(count) for count in counts.tolist()]
 

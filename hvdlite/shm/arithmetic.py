@@ -71,8 +71,8 @@ class Arithmetic:
         self._wide = None if is_plain else _WIDE.get(dtype)
         self._scratch: list[Tensor] = []
 
-    def into(self, terms: Sequence[Tensor], result: Tensor) -> None:
-        """Combine equally long flat tensors, at most a block; ``result`` may be one of them."""
+    def into(self, terms: Sequence[Tensor], result: Tensor, *, is_apart: bool = False) -> None:
+        """Combine equally long flat tensors, at most a block; ``result`` may be one of them, unless it ``is_apart``."""
         if self._wide is not None:
             self._into_wide(terms, result)
             return
@@ -83,8 +83,8 @@ class Arithmetic:
             self._chain(flipped, flipped[0])
             torch.bitwise_xor(flipped[0], _LOWEST, out=result)
             return
-        # In place where the result is the first term, or there are no more than two: no later term is overwritten.
-        if len(terms) <= 2 or result is terms[0]:
+        # The first two terms are read before the result is written, those after them are not.
+        if len(terms) <= 2 or is_apart or result is terms[0]:
             self._chain(terms, result)
         else:
             total = self._memory(result.dtype, result.numel())

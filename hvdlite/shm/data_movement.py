@@ -14,14 +14,14 @@ from torch import Tensor
 
 from ..errors import MismatchError
 from .control_block import DONE, PAYLOAD_BYTES, POSTED
-from .operation import CHUNK_BYTES, Operation, Steps
 from .reductions import cell_bytes
+from .shm_operation import CHUNK_BYTES, ShmOperation, Steps
 
 
 class Barrier:
     """Returns when all ranks have come."""
 
-    def __init__(self, operation: Operation) -> None:
+    def __init__(self, operation: ShmOperation) -> None:
         self._operation = operation
 
     def begin(self) -> bool:
@@ -37,7 +37,7 @@ class Barrier:
 class Broadcast:
     """Overwrites every rank's bytes with the root's."""
 
-    def __init__(self, operation: Operation, flat: Tensor, root: int) -> None:
+    def __init__(self, operation: ShmOperation, flat: Tensor, root: int) -> None:
         self._operation = operation
         self._flat = flat
         self._root = root
@@ -78,7 +78,7 @@ class Broadcast:
 class AllGather:
     """Leaves every rank's bytes in each rank's outputs; all are as many."""
 
-    def __init__(self, operation: Operation, outputs: Sequence[Tensor], flat: Tensor) -> None:
+    def __init__(self, operation: ShmOperation, outputs: Sequence[Tensor], flat: Tensor) -> None:
         self._operation = operation
         self._outputs = outputs
         self._flat = flat
@@ -119,7 +119,7 @@ class AllGather:
 class AllToAll:
     """Gives each rank its part of what this one has; the parts' sizes are any."""
 
-    def __init__(self, operation: Operation, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    def __init__(self, operation: ShmOperation, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
         """Flat tensors of bytes, one for each rank."""
         self._operation = operation
         self._outputs = outputs

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..comm.admission import RevokedError
 from ..comm.engine import PeerGoneError
+from ..comm.engine_state import RevokedError
 from .control_block import FAILED, LEFT, OPEN, REVOKED, ControlBlock
 from .futex import fence, reads_in_order, sleep_while, wake
 

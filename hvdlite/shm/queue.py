@@ -14,10 +14,10 @@ import time
 from collections import deque
 from typing import Protocol
 
-from ..comm.admission import RevokedError
+from ..comm.engine_state import RevokedError
 from .control_block import FAILED
-from .operation import Condition, Operation, Steps
 from .peers import Peers
+from .shm_operation import Condition, ShmOperation, Steps
 from .shm_work import ShmWork
 
 # How long a thread in the background leaves to the program what that is likely to do itself, with the core it has.
@@ -41,7 +41,7 @@ class _Entry:
 
     __slots__ = ("awaited", "collective", "has_begun", "is_shown", "operation", "steps", "work")
 
-    def __init__(self, operation: Operation, collective: CollectiveSteps, work: ShmWork) -> None:
+    def __init__(self, operation: ShmOperation, collective: CollectiveSteps, work: ShmWork) -> None:
         self.operation = operation
         self.collective = collective
         self.work = work
@@ -76,7 +76,7 @@ class Queue:
         self._is_urgent = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def submit(self, operation: Operation, collective: CollectiveSteps, work: ShmWork, in_background: bool) -> None:
+    def submit(self, operation: ShmOperation, collective: CollectiveSteps, work: ShmWork, in_background: bool) -> None:
         """Have it carried out after all before it; ``in_background``: without anybody waiting for it.
 
         To be followed by `tell`.

@@ -5,6 +5,9 @@ All-reduce and reduce-scatter in shared memory.
     resident  every rank sums its share where the data lie, and writes it to all
     any       in chunks: every rank sums its share of the staged chunk, and takes the others' from them
 
+In chunks a rank writes as many bytes to its slots as its tensor has, once: what other ranks sum before, and its own
+share of the result after. What it sums itself it reads from its own tensor.
+
 An element is summed by one rank, or by all in the same order, so that all have the same bits. Each is a generator that
 yields what it waits for; who waits, and how, is for `queue` and `peers`.
 """
@@ -18,7 +21,7 @@ from torch import Tensor
 
 from .arithmetic import BLOCK_BYTES, Arithmetic
 from .control_block import DONE, PAYLOAD_BYTES, POSTED, REDUCED, RESIDENT, DataLocation
-from .operation import CHUNK_BYTES, EngineContext, Operation, Steps, share_of
+from .shm_operation import CHUNK_BYTES, EngineContext, ShmOperation, Steps, share_of
 
 _REMEMBERED = 512
 
@@ -54,24 +57,32 @@ def _blocks(wholes: Sequence[Tensor], start: int, stop: int) -> list[list[Tensor
 
 
 class AllReduce:
-    """Combines a contiguous tensor over all ranks, in place."""
+    """Combines a contiguous tensor over all ranks, in place or into another one."""
 
     def __init__(
-        self, operation: Operation, tensor: Tensor, flat: Tensor, arithmetic: Arithmetic, blocks: Blocks
+        self,
+        operation: ShmOperation,
+        tensor: Tensor,
+        flat: Tensor,
+        arithmetic: Arithmetic,
+        blocks: Blocks,
+        source: Tensor | None = None,
     ) -> None:
-        """``flat`` is the tensor's memory as bytes."""
+        """``flat`` is the memory of the tensor as bytes; ``source`` what it is read from, if that is other memory."""
         self._operation = operation
         self._tensor = tensor
         self._flat = flat
+        self._source = flat if source is None else source
         self._arithmetic = arithmetic
         self._blocks = blocks
 
     def begin(self) -> bool:
         """Show this rank's data, if they can all be shown at once."""
         if self._flat.numel() <= PAYLOAD_BYTES:
-            self._operation.show_payload(self._flat)
+            self._operation.show_payload(self._source)
             return True
-        return self._operation.show_resident(self._flat)
+        # What lies in the segment is overwritten with the result, by all ranks.
+        return self._source is self._flat and self._operation.show_resident(self._flat)
 
     def run(self, has_begun: bool) -> Steps:
         operation = self._operation
@@ -124,40 +135,44 @@ class AllReduce:
             yield DONE, operation.end
 
     def _sum_share(self, chunk: int, is_staged: bool) -> None:
-        rank = self._operation.peers.rank
-        here, shares = self._here(chunk)
-        start, stop = shares[rank]
-        # Only what others are to sum is staged: this rank's own share is summed where it is.
+        rank, arithmetic = self._operation.peers.rank, self._arithmetic
+        here, shares = self._chunk_of(self._flat, chunk)
+        source, _ = self._chunk_of(self._source, chunk)
         terms = [
-            here if group_rank == rank else self._terms_of(group_rank, chunk, here.numel())
-            for group_rank in range(len(shares))
+            source if place == rank else self._terms_of(place, chunk, here.numel()) for place in range(len(shares))
         ]
-        for block in _blocks(terms, start, stop):
-            self._arithmetic.into(block, block[rank])
-        if is_staged:
-            self._terms_of(rank, chunk, here.numel())[start:stop].copy_(here[start:stop])
+        if not is_staged:
+            for *block, result in _blocks([*terms, here], *shares[rank]):
+                arithmetic.into(block, result)
+            return
+        # Where nothing has been staged, since this rank sums it: so its result is there for the others.
+        shown = self._terms_of(rank, chunk, here.numel())
+        for *block, result, copied in _blocks([*terms, shown, here], *shares[rank]):
+            arithmetic.into(block, result, is_apart=True)
+            copied.copy_(result)
 
     def _take_shares(self, chunk: int) -> None:
-        here, shares = self._here(chunk)
-        for group_rank, (start, stop) in enumerate(shares):
-            if group_rank != self._operation.peers.rank:
-                here[start:stop].copy_(self._terms_of(group_rank, chunk, here.numel())[start:stop])
+        here, shares = self._chunk_of(self._flat, chunk)
+        for place, (start, stop) in enumerate(shares):
+            if place != self._operation.peers.rank:
+                here[start:stop].copy_(self._terms_of(place, chunk, here.numel())[start:stop])
 
-    def _here(self, chunk: int) -> tuple[Tensor, list[tuple[int, int]]]:
-        """A chunk of the tensor, and which of its elements each rank sums."""
-        here = self._flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES].view(self._tensor.dtype)
+    def _chunk_of(self, flat: Tensor, chunk: int) -> tuple[Tensor, list[tuple[int, int]]]:
+        """A chunk of flat memory, and which of its elements each rank sums."""
+        here = flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES].view(self._tensor.dtype)
         size = self._operation.peers.size
-        return here, [share_of(group_rank, size, here.numel(), here.element_size()) for group_rank in range(size)]
+        return here, [share_of(place, size, here.numel(), here.element_size()) for place in range(size)]
 
-    def _terms_of(self, group_rank: int, chunk: int, numel: int) -> Tensor:
-        where, dtype = self._operation.places[group_rank], self._tensor.dtype
+    def _terms_of(self, place: int, chunk: int, numel: int) -> Tensor:
+        where, dtype = self._operation.places[place], self._tensor.dtype
         if where.how != RESIDENT:
-            return self._operation.chunk_of(group_rank, chunk)[: numel * dtype.itemsize].view(dtype)
+            return self._operation.chunk_of(place, chunk)[: numel * dtype.itemsize].view(dtype)
         start = where.within + chunk * CHUNK_BYTES
-        return self._operation.context.bytes_of(group_rank, where)[start : start + numel * dtype.itemsize].view(dtype)
+        return self._operation.context.bytes_of(place, where)[start : start + numel * dtype.itemsize].view(dtype)
 
     def _stage(self, chunk: int, chunks: int) -> Steps:
-        here, shares = self._here(chunk)
+        """Show what others sum of a chunk."""
+        here, shares = self._chunk_of(self._source, chunk)
         start, stop = (bound * here.element_size() for bound in shares[self._operation.peers.rank])
         data = here.view(torch.uint8)
         return self._operation.stage(chunk, chunks, [(0, data[:start]), (stop, data[stop:])])
@@ -168,7 +183,7 @@ class ReduceScatter:
 
     def __init__(
         self,
-        operation: Operation,
+        operation: ShmOperation,
         output: Tensor,
         parts: Sequence[Tensor],
         arithmetic: Arithmetic,

@@ -80,10 +80,10 @@ class Segment:
         self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._fds).atexit = False
 
-    def allocate(self, nbytes: int, *, stays: bool = False) -> Piece:
+    def allocate(self, nbytes: int, *, is_permanent: bool = False) -> Piece:
         """More memory, all zero. A NoMemoryError where there is not as much.
 
-        What other ranks may look at after this one has gone on, or has ended, ``stays`` as long as the file does.
+        What others may read after this rank has gone on, or has ended, ``is_permanent``: it lasts as long as the file.
         """
         length = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._held():
@@ -93,7 +93,7 @@ class Segment:
             try:
                 # Taken now: memory that is missing when it is first written to would end the process by SIGBUS.
                 os.posix_fallocate(self._fd, offset, length)
-                piece = _map(self._fd, offset, length, unmaps=stays)
+                piece = _map(self._fd, offset, length, unmaps=is_permanent)
             except (OSError, ValueError) as error:
                 os.ftruncate(self._fd, offset)
                 reason = getattr(error, "strerror", None) or str(error)
@@ -101,7 +101,7 @@ class Segment:
                     f"{length / 2**20:.1f} MiB more in {DIRECTORY}, {_mib_in_all():.1f} MiB large: {reason}"
                 ) from error
             self._size += length
-            if stays:
+            if is_permanent:
                 return piece
             known = (piece.tensor.data_ptr(), offset, length)
             self._pieces = sorted([*self._pieces, known])

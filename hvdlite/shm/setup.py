@@ -28,9 +28,9 @@ from ..errors import CommunicationError
 from ..signing import TAG_BYTES, Signer
 from .control_block import CONTROL_BLOCK_BYTES, ControlBlock
 from .futex import is_available
-from .operation import SLOTS_BYTES, EngineContext
 from .peers import Peers
 from .segment import Address, NoMemoryError, Piece, Segment
+from .shm_operation import SLOTS_BYTES, EngineContext
 
 _OWN_BYTES = CONTROL_BLOCK_BYTES + SLOTS_BYTES
 _PARTING = timedelta(seconds=5)
@@ -99,7 +99,7 @@ class _Own:
         """A NoMemoryError if there is no memory for them."""
         self.segment = segment
         self._file = Segment()
-        self.piece = self._file.allocate(_OWN_BYTES, stays=True)
+        self.piece = self._file.allocate(_OWN_BYTES, is_permanent=True)
         token = ControlBlock(self.piece).token = secrets.randbits(63)
         self.told: dict[str, Any] = {
             "host": socket.gethostname(),

@@ -1,7 +1,7 @@
 """
 The engine: collectives of `torch.distributed.ProcessGroup` on tensors of the CPU, between ranks of one host.
 
-    a call ── checked, its turn taken ── Operation ── Queue ── ShmWork
+    a call ── checked, its turn taken ── ShmOperation ── Queue ── ShmWork
 
 What the operations do is in `reductions` and `data_movement`; how an engine is made, in `setup`.
 """
@@ -22,17 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
-from ..comm.admission import Admission, RevokedError
+from ..comm.engine_state import EngineState, RevokedError
 from ..comm.flat_bytes import as_bytes, pieces_of
 from ..log import log
 from .arithmetic import DTYPES, OPS, Arithmetic, factor_of
 from .board import Board
 from .control_block import LEFT, PAYLOAD_BYTES
 from .data_movement import AllGather, AllToAll, Barrier, Broadcast
-from .operation import KINDS, EngineContext, Operation
 from .queue import CollectiveSteps, Queue
 from .reductions import AllReduce, Blocks, ReduceScatter
 from .segment import NoMemoryError
+from .shm_operation import KINDS, EngineContext, ShmOperation
 from .shm_work import ShmWork
 
 _KIND = {name: number for number, name in enumerate(KINDS)}
@@ -58,7 +58,7 @@ class ShmEngine:
         self._queue = Queue(context.peers, name)
         self._numbers = itertools.count(1)
         self._calling = threading.Lock()
-        self._admission = Admission()
+        self._state = EngineState()
         self._blocks = Blocks(context)
         self._arithmetics: dict[tuple[object, torch.dtype, float | None], Arithmetic] = {}
 
@@ -83,11 +83,21 @@ class ShmEngine:
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> ShmWork:
         (tensor,) = tensors
-        flat = _flat(tensor, "all-reduce")
+        return self._allreduce(tensor, _flat(tensor, "all-reduce"), None, opts)
+
+    def allreduce_into(self, output: Tensor, input: Tensor, opts: dist.AllreduceOptions, /) -> ShmWork:
+        if (output.dtype, output.numel()) != (input.dtype, input.numel()):
+            raise ValueError(
+                f"all-reduce of {input.numel()} elements of {input.dtype} into {output.numel()} of {output.dtype}: "
+                "both must be the same"
+            )
+        return self._allreduce(output, _flat(output, "all-reduce"), _flat(input, "all-reduce"), opts)
+
+    def _allreduce(self, tensor: Tensor, flat: Tensor, source: Tensor | None, opts: dist.AllreduceOptions) -> ShmWork:
         arithmetic = self._arithmetic(opts.reduceOp, tensor.dtype)
         return self._submit(
-            tensors,
-            lambda operation: AllReduce(operation, tensor, flat, arithmetic, self._blocks),
+            [tensor],
+            lambda operation: AllReduce(operation, tensor, flat, arithmetic, self._blocks, source),
             "all-reduce", tensor.numel(), tensor.dtype, flat.numel(), op=opts.reduceOp,
         )  # fmt: skip
 
@@ -182,13 +192,13 @@ class ShmEngine:
         return self._submit([], Barrier, "barrier", 0, torch.uint8, 0)
 
     def revoke(self, reason: str, /) -> None:
-        if self._admission.revoke(reason):
+        if self._state.revoke(reason):
             self._context.peers.revoke(reason)
             self._queue.revoke(RevokedError(reason))
 
     def quiesce(self, reason: str, /) -> None:
         with self._calling:
-            self._admission.quiesce(reason)
+            self._state.quiesce(reason)
         self._queue.drain()
 
     def close(self) -> None:
@@ -204,7 +214,7 @@ class ShmEngine:
     def _submit(
         self,
         tensors: list[Tensor],
-        make: Callable[[Operation], CollectiveSteps],
+        make: Callable[[ShmOperation], CollectiveSteps],
         kind: str,
         numel: int,
         dtype: torch.dtype,
@@ -216,9 +226,9 @@ class ShmEngine:
         queue = self._queue
         op_number, extra = (0, 0) if op is None else (_OP[op.op], _bits(factor_of(op)))
         with self._calling:
-            self._admission.require()
+            self._state.require_open()
             number = next(self._numbers)
-            operation = Operation(
+            operation = ShmOperation(
                 self._context, number, _KIND[kind], op_number, _DTYPE.get(dtype, _UINT8), root, numel, extra
             )
             work = ShmWork(tensors, queue.carry_on, queue.carry_on_in_background, operation.progress)

@@ -40,6 +40,9 @@ class DeviceEngine:
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
         return self._of(tensors[0]).allreduce(tensors, opts)
 
+    def allreduce_into(self, output: Tensor, input: Tensor, opts: dist.AllreduceOptions, /) -> EngineWork:
+        return self.cpu.allreduce_into(output, input, opts)
+
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork:
         return self._of(tensors[0]).broadcast(tensors, opts)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import importlib.util
 import json
 import math
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -110,6 +113,53 @@ def test_one_rank_measures_too_and_its_report_goes_through_json():
         assert "of memory are free" in huge.report().data["skipped"][0]["why"]
     finally:
         ranks.close()
+
+
+MODELS_IN_BLOCKS_OF_THEIR_OWN = """
+import ctypes, dataclasses
+import torch
+import hvdlite as hvd
+from hvdlite.bench.memory import Memory
+from hvdlite.bench.ranks import Ranks
+from hvdlite.bench.workloads import WORKLOADS
+from hvdlite.runtime.world import current_world
+
+class Mallinfo2(ctypes.Structure):
+    names = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = [(name, ctypes.c_size_t) for name in names]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Mallinfo2
+WIDTH = 1024
+in_blocks = []
+
+def build():
+    before = libc.mallinfo2().hblkhd
+    model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    in_blocks.append(libc.mallinfo2().hblkhd - before >= 4 * WIDTH**2)
+    return model
+
+# As after any large block was freed: glibc takes the next ones of that size from its heap, unless told otherwise.
+del (large := [torch.empty(4 * WIDTH**2)])[:]
+hvd.init()
+ranks = Ranks(current_world(), "cpu")
+command = Memory("mlp", ["none"], 1, 1)
+inputs = lambda rows: torch.randn(rows, WIDTH)
+command._workload = dataclasses.replace(WORKLOADS["mlp"], build=build, inputs=inputs, classes=WIDTH)
+command.prepare(ranks)
+command.run(ranks)
+ranks.close()
+print(in_blocks)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc, whose blocks can be counted")
+def test_every_model_whose_training_is_measured_goes_back_to_the_system_when_it_is_freed():
+    # In a process of its own: glibc does not forget what it was told.
+    command = [sys.executable, "-c", MODELS_IN_BLOCKS_OF_THEIR_OWN]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    # One to know its size, one before, and one that is measured.
+    assert done.stdout.splitlines()[-1:] == ["[True, True, True]"], done.stderr
 
 
 @pytest.mark.slow

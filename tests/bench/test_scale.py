@@ -74,7 +74,7 @@ def test_a_calibration_is_read_as_it_was_written_and_tells_the_same(tmp_path):
     path = tmp_path / "run.json"
     path.write_text(json.dumps(dict(report.data)))
     found = read_calibration(path)
-    assert str(report_of(found, 0.5)) == str(report)
+    assert json.dumps(report_of(found, 0.5).data["calibration"]) == json.dumps(report.data["calibration"])
     assert [row["ranks"] for row in report.data["rows"]] == [2**power for power in range(1, 13)]
     assert "2(n-1)·α" in str(report)
     assert "400 ms measured" in str(report)

@@ -12,10 +12,11 @@ import torch
 from ranks import ENGINES, attempt_ranks, attempt_threads, generation_of, run_ranks
 
 from hvdlite.comm import hierarchy
-from hvdlite.comm.admission import RevokedError
 from hvdlite.comm.engine import SingleRankFactory
+from hvdlite.comm.engine_selection import HierarchicalEngineFactory
+from hvdlite.comm.engine_state import RevokedError
 from hvdlite.comm.group import Group
-from hvdlite.comm.hierarchy import HierarchicalEngineFactory, host_groups_of
+from hvdlite.comm.host_groups import host_groups_of
 from hvdlite.comm.reduce_op import Max, Min, Product, ReduceOp, Sum
 from hvdlite.signing import Signer
 
@@ -228,9 +229,9 @@ def test_a_wait_for_gloo_is_over_as_soon_as_the_operation_is_though_it_looks_aro
             begin(group).wait()
             return
         looks: list[None] = []
-        admission = group.engine._admission  # type: ignore[attr-defined]  # a TorchEngine's
-        look = admission.require_not_revoked
-        admission.require_not_revoked = lambda: (looks.append(None), look(), len(looks) == 3 and may_begin.set())
+        state = group.engine._state  # type: ignore[attr-defined]  # a TorchEngine's
+        look = state.require_not_revoked
+        state.require_not_revoked = lambda: (looks.append(None), look(), len(looks) == 3 and may_begin.set())
         tensor = torch.ones(8)
         group.all_reduce(tensor, "an all-reduce").wait()
         assert len(looks) >= 3

@@ -10,9 +10,9 @@ from ranks import CountingEngine, run_ranks
 
 from hvdlite.comm import engine_selection, hierarchy
 from hvdlite.comm.engine import Engine, SingleRankEngine
-from hvdlite.comm.engine_selection import choose_levels, fastest
+from hvdlite.comm.engine_selection import HierarchicalEngineFactory, choose_levels, fastest
 from hvdlite.comm.group import Group
-from hvdlite.comm.hierarchy import HierarchicalEngineFactory, HostGroups, host_groups_of
+from hvdlite.comm.host_groups import HostGroups, host_groups_of
 from hvdlite.comm.reduce_op import Max, Min, Product, Sum
 
 

@@ -16,7 +16,7 @@ import hvdlite as hvd
 from hvdlite.comm.group import Group
 from hvdlite.compression import casts, kernels
 from hvdlite.compression.kernels import divide, divide_by, gives_what_torch_gives, scale_by, scale_cast
-from hvdlite.optim import strategies
+from hvdlite.optim import exchanges
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NARROWER = {frozenset((torch.float16, torch.bfloat16))}
@@ -120,7 +120,7 @@ def test_scaled_on_the_way_to_the_wire_or_before_gradients_have_the_same_bits(mo
 
     before = run_ranks(2, rank)[0]
     # As on a GPU.
-    monkeypatch.setattr(strategies, "SCALES_ON_THE_WAY", {"cpu"})
+    monkeypatch.setattr(exchanges, "SCALES_ON_THE_WAY", {"cpu"})
     scales = []
     monkeypatch.setattr(casts, "scale_cast", lambda *args: scales.append(args[1]) or scale_cast(*args))
     on_the_way = run_ranks(2, rank)[0]

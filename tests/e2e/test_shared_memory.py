@@ -12,7 +12,7 @@ import pytest
 from e2e.conftest import TEARDOWN_S, ready, wait_until
 
 from hvdlite.shm.control_block import CONTROL_BLOCK_BYTES
-from hvdlite.shm.operation import SLOTS_BYTES
+from hvdlite.shm.shm_operation import SLOTS_BYTES
 
 pytestmark = pytest.mark.slow
 

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 import hvdlite as hvd
 from hvdlite.comm.engine import EngineFactory, SingleRankFactory, SubsetEngineFactory
+from hvdlite.comm.engine_selection import HierarchicalEngineFactory
 from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
 from hvdlite.comm.group import Group
-from hvdlite.comm.hierarchy import HierarchicalEngineFactory, HostGroups
+from hvdlite.comm.host_groups import HostGroups
 from hvdlite.signing import Signer
 
 pytestmark = [

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -64,13 +63,12 @@ class SharedEngineFactory(ThreadEngineFactory):
 ENGINES: dict[str, type[ThreadEngineFactory]] = {"gloo": ThreadEngineFactory, "shared memory": SharedEngineFactory}
 
 
-# Of the groups that have no world.
-_GENERATIONS: WeakKeyDictionary[Group, Generation] = WeakKeyDictionary()
-
-
 def generation_of(group: Group) -> Generation:
-    """What the optimizers and operations of a group share that has no world: the same at each call."""
-    return _GENERATIONS.setdefault(group, Generation(watch=group._watch))
+    """What the optimizers and operations of a group share that has no world: the same at each call.
+
+    It is kept in the group itself: it refers to the group, so that a table would keep both, and the group's threads.
+    """
+    return group.__dict__.setdefault("_generation_of_tests", Generation(watch=group._watch))
 
 
 def set_of(group: Group) -> ProcessSet:

@@ -70,7 +70,13 @@ FORMS: dict[str, Callable[..., Sequence[Tensor]]] = {
 }
 
 
-def check_forms(size: int, forms: Sequence[str], dtypes: Sequence[torch.dtype], ops: Sequence[hvd.ReduceOp]) -> None:
+def check_forms(
+    size: int,
+    forms: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    ops: Sequence[hvd.ReduceOp],
+    engine: str = "gloo",
+) -> None:
     cases = [
         (form, dtype, op)
         for form in forms
@@ -85,7 +91,7 @@ def check_forms(size: int, forms: Sequence[str], dtypes: Sequence[torch.dtype], 
             for form, dtype, op in cases
         ]
 
-    by_rank = run_worlds(size, rank)
+    by_rank = run_worlds(size, rank, engine=engine)
     for case, (form, dtype, op) in enumerate(cases):
         for place, shape in enumerate(SHAPES):
             expected = combined(op, [sample(number, dtype, shape) for number in range(size)])
@@ -99,6 +105,35 @@ def test_every_dtype_and_every_form_are_what_one_process_would_make_of_them(size
     check_forms(size, ["grouped"], DTYPES, OPS)
     check_forms(size, ["async in place"], DTYPES, [hvd.Average])
     check_forms(size, list(FORMS), [torch.float32], [hvd.Sum])
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_dtype_op_and_form_in_shared_memory(size):
+    check_forms(size, ["sync"], DTYPES, OPS, "shared memory")
+    check_forms(size, list(FORMS), [torch.float32, torch.bfloat16], [hvd.Average], "shared memory")
+
+
+@pytest.mark.parametrize("engine", ["gloo", "shared memory"])
+def test_ranks_whose_tensors_lie_differently_or_are_overwritten_get_the_same_average(engine):
+    def rank(number: int) -> list[Tensor]:
+        values = torch.arange(6000.0).view(2, 3000) / 7 + number
+        results = []
+        for case in range(3):
+            tensor = values.clone()
+            if (number + case) % 3 == 1:
+                tensor = values.t().contiguous().t()
+            options = {"name": f"case {case}", "postscale_factor": 3.0}
+            if (number + case) % 3 == 2:
+                results.append(hvd.allreduce_(tensor, **options))
+            else:
+                results.append(hvd.allreduce(tensor, **options))
+                assert torch.equal(tensor, values)
+        return results
+
+    by_rank = run_worlds(3, rank, engine=engine)
+    terms = [torch.arange(6000.0).view(2, 3000) / 7 + number for number in range(3)]
+    close(by_rank[0][0], 3 * combined(hvd.Average, terms))
+    assert all(torch.equal(result, by_rank[0][0]) for results in by_rank for result in results)
 
 
 @pytest.mark.slow

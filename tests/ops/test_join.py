@@ -34,7 +34,8 @@ def test_join_returns_the_last_rank_on_all(size):
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("average", ["all", "active"])
-def test_all_reduces_go_on_without_the_ranks_that_have_joined(size, average):
+@pytest.mark.parametrize("engine", ["gloo", "shared memory"])
+def test_all_reduces_go_on_without_the_ranks_that_have_joined(size, average, engine):
     def rank(own: int) -> tuple[list[torch.Tensor], int]:
         # Rank r has r + 1 batches; all of them join in order, each after the others' all-reduce.
         results = []
@@ -46,7 +47,7 @@ def test_all_reduces_go_on_without_the_ranks_that_have_joined(size, average):
             results += hvd.grouped_allreduce([value, value.long()], name=f"group {batch}", op=hvd.Sum)
         return results, hvd.join(average=average)
 
-    outcomes = run_worlds(size, rank)
+    outcomes = run_worlds(size, rank, engine=engine)
     for own, (results, last) in enumerate(outcomes):
         assert last == size - 1
         expected = []

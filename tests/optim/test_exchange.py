@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import counting, run_ranks, set_of
+from ranks import attempt_ranks, counting, run_ranks, set_of
 from torch import Tensor, nn
 from worlds import run_worlds
 
@@ -327,3 +327,83 @@ def test_what_an_exchange_has_launched_before_it_failed_writes_into_no_later_gra
         return param.tolist()
 
     assert run_ranks(2, rank) == [[-3.0, -3.0]] * 2
+
+
+class AveragedSteps(hvd.Exchange):
+    """Averages what the ranks' own steps have changed."""
+
+    after_step = True
+
+    def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.ExchangeWork:
+        return hvd.ExchangeWork([links.all.all_reduce(gradients.flat, f"the average of the {gradients.what}")])
+
+    def finish(self, gradients: hvd.Gradients, begun: hvd.ExchangeWork, count: int) -> None:
+        gradients.flat.div_(int(count))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_exchange_that_comes_after_the_step_is_given_what_the_steps_have_changed(size):
+    def rank(group: Group) -> tuple[list[Tensor], list[Tensor]]:
+        after, before = make_model(), make_model()
+        train(after, wrap(group, after, exchange=AveragedSteps), group.rank, range(3))
+        train(before, wrap(group, before), group.rank, range(3))
+        return list(after.parameters()), list(before.parameters())
+
+    for after, before in run_ranks(size, rank):
+        # Steps of SGD are linear in the gradients.
+        torch.testing.assert_close(after, before)
+
+
+class CarriesCounts(Looking):
+    """Sums the counts together with the gradients."""
+
+    carries_counts = True
+
+    def begin(self, gradients: hvd.Gradients, links: hvd.Links) -> hvd.ExchangeWork:
+        return hvd.ExchangeWork([links.all.all_reduce(gradients.with_counts, f"the sum of the {gradients.what}")])
+
+
+def test_an_exchange_that_carries_the_counts_needs_one_collective_for_a_bucket():
+    made: list[Looking] = []
+
+    def rank(group: Group) -> tuple[list[Tensor], int, int]:
+        model = make_model()
+        exchange = CarriesCounts()
+        made.append(exchange)
+        optimizer = wrap(group, model, exchange=lambda: exchange)
+        train(model, optimizer, group.rank, range(2))
+        before = len(optimizer._reducer._group.engine.calls)
+        train(model, optimizer, group.rank, range(2, 3))
+        calls = len(optimizer._reducer._group.engine.calls) - before
+        same = make_model()
+        train(same, wrap(group, same, exchange=Looking), group.rank, range(3))
+        torch.testing.assert_close(list(model.parameters()), list(same.parameters()), rtol=0, atol=0)
+        return list(model.parameters()), calls, len(optimizer._reducer._layout.buckets)
+
+    outcomes = run_ranks(2, rank, counting)
+    assert all(calls == buckets for _, calls, buckets in outcomes)
+    assert [exchange.counts for exchange in made] == [[2] * 3] * 2
+
+
+class FailsOnRank1(Looking):
+    """Cannot unpack on one rank, and says so."""
+
+    tells_failures = True
+
+    def __init__(self, is_broken: bool) -> None:
+        super().__init__()
+        self.is_broken = is_broken
+
+    def finish(self, gradients: hvd.Gradients, begun: hvd.ExchangeWork, count: int) -> None:
+        if self.is_broken:
+            begun.failure = ValueError("the wire has a hole")
+
+
+def test_what_fails_on_one_rank_ends_the_step_on_all_where_the_exchange_tells_it():
+    def rank(group: Group) -> None:
+        model = make_model()
+        optimizer = wrap(group, model, exchange=lambda: FailsOnRank1(group.rank == 1))
+        train(model, optimizer, group.rank, range(1))
+
+    outcomes = attempt_ranks(2, rank)
+    assert all("the wire has a hole" in str(outcome) for outcome in outcomes), outcomes

@@ -7,6 +7,7 @@ import gc
 import io
 import pickle
 import threading
+import weakref
 
 import pytest
 import torch
@@ -518,6 +519,21 @@ def test_after_deletion_no_hook_remains():
         return hooked, len(param._post_accumulate_grad_hooks or {})
 
     assert run_ranks(2, rank) == [(1, 0)] * 2
+
+
+def test_of_a_closed_optimizer_one_collection_frees_parameters_and_buckets():
+    def rank(group: Group):
+        param = weight()
+        optimizer = wrap(group, [param])
+        backward(param, 1.0)
+        optimizer.step()
+        optimizer.close()
+        return [weakref.ref(each) for each in (param, optimizer._reducer, param.grad)]
+
+    by_rank = run_ranks(2, rank)
+    # Where no rank collects at the same time, which would make this one do nothing.
+    gc.collect()
+    assert [[ref() for ref in refs] for refs in by_rank] == [[None] * 3] * 2
 
 
 def test_an_optimizer_that_the_collector_finds_is_closed_by_no_thread_of_the_program(monkeypatch):

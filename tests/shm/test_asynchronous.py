@@ -25,8 +25,8 @@ from shm.engines import (
 
 from hvdlite.shm import peers
 from hvdlite.shm.control_block import PAYLOAD_BYTES, WINDOW
-from hvdlite.shm.operation import CHUNK_BYTES
 from hvdlite.shm.shm_engine import ShmEngine
+from hvdlite.shm.shm_operation import CHUNK_BYTES
 
 SMALL, STAGED = 3, CHUNK_BYTES // 4 + 1  # floats: in a payload, in two chunks
 

@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import AllToAllOptions
 from hvdlite.errors import MismatchError
 from hvdlite.shm.backend import ShmProcessGroup
 from hvdlite.shm.control_block import PAYLOAD_BYTES
-from hvdlite.shm.operation import CHUNK_BYTES
 from hvdlite.shm.shm_engine import ShmEngine
+from hvdlite.shm.shm_operation import CHUNK_BYTES
 
 FEW = [0, 1, 77, PAYLOAD_BYTES, PAYLOAD_BYTES + 1, CHUNK_BYTES + 1]
 MANY = [*FEW, PAYLOAD_BYTES - 1, CHUNK_BYTES - 1, CHUNK_BYTES, 5 * CHUNK_BYTES + 77]

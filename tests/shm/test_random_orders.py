@@ -11,8 +11,8 @@ import torch.distributed as dist
 from shm.engines import begin_all_reduce, begin_broadcast, run_engines
 
 from hvdlite.shm.control_block import PAYLOAD_BYTES
-from hvdlite.shm.operation import CHUNK_BYTES
 from hvdlite.shm.shm_engine import ShmEngine
+from hvdlite.shm.shm_operation import CHUNK_BYTES
 
 SIZE = 3
 NUMELS = (0, 1, 5, PAYLOAD_BYTES // 8, PAYLOAD_BYTES // 8 + 1, 5000, CHUNK_BYTES // 8 + 1, CHUNK_BYTES // 2 + 3)

@@ -14,8 +14,8 @@ from shm.engines import begin_all_reduce, run_engines
 
 from hvdlite.shm.arithmetic import DTYPES, OPS
 from hvdlite.shm.control_block import PAYLOAD_BYTES
-from hvdlite.shm.operation import CHUNK_BYTES
 from hvdlite.shm.shm_engine import ShmEngine
+from hvdlite.shm.shm_operation import CHUNK_BYTES
 
 Op: Any = dist.ReduceOp.RedOpType
 BITWISE = {Op.BAND: operator.and_, Op.BOR: operator.or_, Op.BXOR: operator.xor}
@@ -128,6 +128,38 @@ def check_every_op_and_dtype(size: int, numel: int, where: str) -> None:
 
 def test_every_op_and_dtype_is_what_one_process_computes() -> None:
     check_every_op_and_dtype(3, 7, "ordinary")
+
+
+@pytest.mark.parametrize("numel", [7, PAYLOAD_BYTES, 2 * CHUNK_BYTES // 4 + 5])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("op", [Op.SUM, Op.AVG, Op.MAX])
+def test_the_result_may_lie_elsewhere_than_the_tensor_on_some_ranks(op: Any, size: int, numel: int) -> None:
+    def on_rank(engine: ShmEngine) -> bytes:
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        # One rank's in place, in shared memory; another's tensor there too, and to stay as it is.
+        tensor = placed(
+            engine, values_of(torch.float32, numel, engine.rank), "resident" if engine.rank < 2 else "ordinary"
+        )
+        if engine.rank == 1:
+            engine.allreduce([tensor], options).wait()
+            return bits(tensor)
+        output = torch.full((numel,), torch.nan)
+        engine.allreduce_into(output, tensor, options).wait()
+        assert torch.equal(tensor, values_of(torch.float32, numel, engine.rank))
+        return bits(output)
+
+    expected = bits(reference(op, [values_of(torch.float32, numel, rank) for rank in range(size)]))
+    assert run_engines(size, on_rank) == [expected] * size
+
+
+def test_a_result_of_another_size_or_dtype_is_refused() -> None:
+    def on_rank(engine: ShmEngine) -> None:
+        for output in (torch.empty(4), torch.empty(3, dtype=torch.float64)):
+            with pytest.raises(ValueError, match=r"3 elements of torch\.float32 into"):
+                engine.allreduce_into(output, torch.empty(3), dist.AllreduceOptions())
+
+    run_engines(2, on_rank)
 
 
 @pytest.mark.slow

@@ -18,10 +18,10 @@ from shm.engines import attempt_threads, begin_all_reduce, run_engines, until
 from hvdlite.comm.gloo import InitTimeout
 from hvdlite.shm import peers
 from hvdlite.shm import segment as segment_module
-from hvdlite.shm.operation import CHUNK_BYTES
 from hvdlite.shm.segment import DIRECTORY, Address, NoMemoryError, Segment
 from hvdlite.shm.setup import meet, open_segment
 from hvdlite.shm.shm_engine import ShmEngine
+from hvdlite.shm.shm_operation import CHUNK_BYTES
 from hvdlite.signing import Signer
 
 MIB = 2**20
@@ -253,7 +253,7 @@ def test_a_piece_costs_no_file_descriptor() -> None:
 @pytest.mark.parametrize("stays", [True, False])
 def test_what_others_look_at_stays_when_its_rank_has_done_with_it(stays):
     mine, others = Segment(), Segment()
-    piece = mine.allocate(64, stays=stays)
+    piece = mine.allocate(64, is_permanent=stays)
     seen = others.see(mine.address, piece.offset, len(piece.memory))
     piece.tensor.fill_(7)
     assert seen.tensor[0] == 7

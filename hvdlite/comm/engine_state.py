@@ -18,15 +18,15 @@ class RevokedError(CommunicationError):
     """An engine takes no operation any more, or has ended one that was under way; the words are who did so, and why."""
 
 
-class Admission:
-    """What an engine asks before each operation, and each wait every now and then. Any thread may close it."""
+class EngineState:
+    """Says whether operations may begin, and waits go on; engines ask it. Any thread may call all of it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._refusal: str | None = None
         self._revocation: str | None = None
 
-    def require(self) -> None:
+    def require_open(self) -> None:
         """Raise a RevokedError if nothing may begin."""
         if self._refusal is not None:
             raise RevokedError(self._refusal)

@@ -1,7 +1,7 @@
 """
-One operation of an engine: its number, what this rank shows of it, and where the others' data lie.
+A collective call on an engine in shared memory: its number, what this rank shows of it, where the others' data lie.
 
-    EngineContext (what an engine has: peers, memory, staging slots) ── Operation ── reductions, data_movement
+    EngineContext (what an engine has: peers, memory, staging slots) ── ShmOperation ── reductions, data_movement
 
 A rank's data are shown in one of three ways: in its control block's payload where they are small; where they lie, if
 that is in its segment; else in chunks, through a few slots by turns.
@@ -80,8 +80,8 @@ class EngineContext:
         return DataLocation(STAGED, within=self.next_slot())
 
 
-class Operation:
-    """One operation, number by number the same on all ranks."""
+class ShmOperation:
+    """One collective call, number by number the same on all ranks."""
 
     def __init__(
         self, context: EngineContext, number: int, kind: int, op: int, dtype: int, root: int, numel: int, extra: int

@@ -1,10 +1,10 @@
 """
 The exchanges that come with hvdlite, and which of them an optimizer has.
 
-    AllReduce         a bucket is cast where a compression says so, summed over all ranks, and divided
-    PackedAllReduce   a compression of the user's own makes wires of its gradients, which are summed and divided
-    StepAdasum        what each rank's own step has changed is combined (arXiv 2006.02924)
-    SingleRank        there is nobody to exchange anything with
+    AllReduce            a bucket is cast where a compression says so, summed over all ranks, and divided
+    CompressedAllReduce  a compression of the user's own makes wires of its gradients, which are summed and divided
+    StepAdasum           what each rank's own step has changed is combined (arXiv 2006.02924)
+    SingleRank           there is nobody to exchange anything with
 
 Sparse gradients go another way, beside any of these: see `sparse_gather`.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..comm.group import Group
 from ..comm.reduce_op import Adasum
-from ..compression.casts import CastCompression, Compression
+from ..compression.casts import CastCompression
 from ..compression.custom import CustomCompression, Packed
 from ..ops.failures import raise_together
 from ..ops.packing import PackedTensors, put_back
@@ -44,8 +44,8 @@ def exchange_of(settings: Settings, size: int) -> Exchange:
     if settings.op is Adasum:
         return StepAdasum(settings)
     if settings.packs:
-        return PackedAllReduce(settings)
-    if size == 1 and settings.compression is Compression.none:
+        return CompressedAllReduce(settings)
+    if settings.leaves_gradients(size):
         return SingleRank()
     return AllReduce(settings)
 
@@ -54,7 +54,6 @@ class SingleRank(Exchange):
     """Leaves gradients where autograd has put them: a rank alone takes no bucket's memory and copies nothing."""
 
     by_host = False
-    stays = True
     aligned = True
 
     def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
@@ -125,7 +124,7 @@ class AllReduce(Exchange):
         scaling.finish(total, count)
 
 
-class PackedAllReduce(Exchange):
+class CompressedAllReduce(Exchange):
     """Lets a compression of the user's own pack a bucket's gradients into wires, and averages those.
 
     Ranks tell each other first that it worked on all of them, with equal sizes, and their counts: so a compression that
@@ -195,7 +194,6 @@ class StepAdasum(Exchange):
     word = "Adasum"
     by_host = False
     after_step = True
-    stays = True
     aligned = True
     during_backward = False
 
