@@ -212,7 +212,9 @@ class ControlClient:
             if may_vote:
                 self._voted_ticket = int(handle)
                 self._executor.put_word(partial(self._vote, handle, ask, call))
-            is_held = not may_vote and self._voter is not None and self._voter.hold(partial(self._ask, handle, ask))
+            is_held = (
+                not may_vote and self._voter is not None and self._voter.hold(partial(self._send_ask, handle, ask))
+            )
         if not (may_vote or is_held):
             self._ask(handle, ask)
         return handle
@@ -236,9 +238,19 @@ class ControlClient:
             self._say(ask)
         except ValueError as error:
             with self._lock:
-                if int(handle) in self._asked:
-                    self._take_asked(int(handle))
-            handle.fail(CommunicationError(f"{handle.what} cannot be asked for: {error}"))
+                self._fail_asked(handle, error)
+
+    def _send_ask(self, handle: Handle, ask: list[Any]) -> None:
+        """Ask for what was held during a vote, under the lock; whether nothing can be asked for is seen after that."""
+        try:
+            self._mailbox.send(ask)
+        except ValueError as error:
+            self._fail_asked(handle, error)
+
+    def _fail_asked(self, handle: Handle, error: ValueError) -> None:
+        if int(handle) in self._asked:
+            self._take_asked(int(handle))
+        handle.fail(CommunicationError(f"{handle.what} cannot be asked for: {error}"))
 
     def _vote(self, handle: Handle, ask: list[Any], call: bytes) -> None:
         """By the executor: carry an operation out, if all ranks vote for it now; else ask for it."""
@@ -254,6 +266,8 @@ class ControlClient:
         if self._voter.say_held() or asked is None:
             # Rank 0 could not know before what threads are blocked in that it is asked for only now.
             self._callers.tell_again()
+            if self._over is not None:
+                self._fail_all()
         if asked is None:
             return
         owns = [own] * self._group.size
@@ -269,11 +283,11 @@ class ControlClient:
             pinned = {group.set_id: self._reducers.pin(group) for group in groups}
             self._joining = _Joining(handle, stand_in, sit_out, pinned)
         living = [[each.set_id, None if each.set_id == 0 else each.ranks, list(pinned[each.set_id])] for each in groups]
-        joins = partial(self._say, ["join", average_of_active, living])
+        join = ["join", average_of_active, living]
         with self._lock:
-            is_held = self._voter is not None and self._voter.hold(joins)
+            is_held = self._voter is not None and self._voter.hold(partial(self._mailbox.send, join))
         if not is_held:
-            joins()
+            self._say(join)
         return handle
 
     def close(self) -> None:

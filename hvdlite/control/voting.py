@@ -88,7 +88,7 @@ class Voter:
         return True
 
     def hold(self, say: Callable[[], None]) -> bool:
-        """Have it called after the vote that is under way; False if there is none."""
+        """Have it called after the vote that is under way, under the lock; False if there is none."""
         if self._held is None:
             return False
         self._held.append(say)
@@ -112,16 +112,12 @@ class Voter:
 
     def say_held(self) -> bool:
         """The vote is over: say what was to come after it; whether there was anything."""
-        has_said = False
-        while True:
-            with self._lock:
-                held, self._held = self._held, []
-                if not held:
-                    self._held = None
-                    return has_said
-            for say in held:
+        # Under the lock: nothing is said before what was held, and no thread that goes on calling keeps this one.
+        with self._lock:
+            held, self._held = self._held, None
+            for say in held or ():
                 say()
-            has_said = True
+        return bool(held)
 
     def _is_decided_within(self, number: int, ask: Ask, timeout_s: float) -> bool:
         board = self._board

@@ -21,6 +21,7 @@ from ..comm.engine import Engine, EngineFactory, EngineWork, SingleRankFactory
 from ..comm.gloo import ConnectingRanks
 from ..comm.hierarchy import HostEngine
 from ..log import log
+from .board import Board
 from .segment import NoMemoryError, Segment
 from .setup import meet, open_segment
 from .shm_engine import ShmEngine
@@ -32,7 +33,10 @@ class DeviceEngine:
     def __init__(self, cpu: ShmEngine, other: Engine) -> None:
         self.cpu = cpu
         self.other = other
-        self.board = cpu.board
+
+    @property
+    def board(self) -> Board:
+        return self.cpu.board
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return self.cpu.empty(numel, dtype)

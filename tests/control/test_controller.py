@@ -325,7 +325,7 @@ def test_a_stalled_operation_is_told_of_and_ended_where_that_is_asked_for(caplog
 
 
 def test_where_a_missing_ranks_thread_is_comes_from_its_own_frames(caplog):
-    environment = Environment(stall_warning_s=0.5, stall_shutdown_s=60.0)
+    environment = Environment(stall_warning_s=1.5, stall_shutdown_s=60.0)
     told = threading.Event()
 
     class Look(logging.Handler):

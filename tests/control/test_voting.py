@@ -152,9 +152,9 @@ def test_a_go_that_rank_0_has_given_before_it_ended_is_carried_out(monkeypatch):
 
     def rank(own: int) -> str:
         hvd.barrier()
-        is_going.set()
         world = current_world()
         if own == 1:
+            is_going.set()
             threading.Thread(target=_note_end, args=(world.controller, ended), daemon=True).start()
         hvd.barrier()
         return "passed"
@@ -178,6 +178,23 @@ def test_ranks_that_join_are_stood_in_for_and_votes_go_on_after(said):
         return sums
 
     assert run_worlds(3, rank, engine=SHARED) == [[3.0], [3.0, 2.0], [3.0, 2.0, 1.0]]
+
+
+def test_a_thread_that_goes_on_calling_does_not_keep_the_executor_from_what_was_voted_for():
+    board = Board(0, [ControlBlock(Segment().allocate(CONTROL_BLOCK_BYTES))])
+    board.decide(go=False)
+    voter = Voter(board, threading.Lock(), close_round=lambda number: None, decide_round=None, is_over=lambda: False)
+    assert voter.begin()
+    said = []
+
+    def say() -> None:
+        said.append("held")
+        # As another thread would find it that calls just now.
+        assert not voter.hold(say)
+
+    assert voter.hold(say)
+    assert voter.say_held()
+    assert said == ["held"]
 
 
 # -- any order of turns
