@@ -23,7 +23,7 @@ from hvdlite.control.pending import Ask
 from hvdlite.control.stall import StallRules
 from hvdlite.control.voting import Voter
 from hvdlite.runtime.world import current_world
-from hvdlite.shm.board import Board
+from hvdlite.shm.board import DIGEST_BYTES, Board
 from hvdlite.shm.control_block import CONTROL_BLOCK_BYTES, ControlBlock
 from hvdlite.shm.segment import Segment
 from hvdlite.signing import Signer
@@ -195,6 +195,91 @@ def test_a_thread_that_goes_on_calling_does_not_keep_the_executor_from_what_was_
     assert voter.hold(say)
     assert voter.say_held()
     assert said == ["held"]
+
+
+# -- what rank 0 decides
+
+
+class TwoRanks:
+    """Rank 0's coordinator, which serves when it is told to, with the boards and mailboxes of two ranks."""
+
+    def __init__(self) -> None:
+        segment, rules = Segment(), StallRules()
+        blocks = [ControlBlock(segment.allocate(CONTROL_BLOCK_BYTES)) for _ in range(2)]
+        self.boards = [Board(rank, blocks) for rank in range(2)]
+        self.coordinator = Coordinator(Negotiation(["here"] * 2, rules), 2, rules)
+        self.ends = [mailbox_pair(Signer(b"two")) for _ in range(2)]
+        for rank, (_, other_end) in enumerate(self.ends):
+            self.coordinator.add(rank, other_end)
+        self.coordinator.open_board(self.boards[0])
+
+    def say(self, rank: int, message: list[Any]) -> None:
+        self.ends[rank][0].send(message)
+        self.coordinator._serve()
+
+    def vote(self) -> int:
+        """Both vote for the same call; the number of their round."""
+        number = self.boards[0].open_round
+        for board in self.boards:
+            board.vote(number, b"1" * DIGEST_BYTES)
+        assert self.boards[0].have_all_voted(number)
+        return number
+
+    def decide(self, number: int) -> list[bool | None]:
+        ask = Ask(1, 0, Kind("barrier"), "x", "x", (0, 1), {}, None)
+        self.coordinator.decide_round(number, ask)
+        return [board.outcome(number) for board in self.boards]
+
+    def close(self) -> None:
+        self.coordinator._selector.close()
+        for end in itertools.chain(*self.ends):
+            end.close()
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[TwoRanks]:
+    ranks = TwoRanks()
+    yield ranks
+    ranks.close()
+
+
+def ask_of(ticket: int, name: str) -> list[Any]:
+    return ["ask", ticket, 0, "barrier", name, name, None, {}, None, None]
+
+
+def test_a_round_in_which_both_voted_for_the_same_is_a_go(two_ranks):
+    assert two_ranks.decide(two_ranks.vote()) == [True, True]
+
+
+def test_a_round_that_was_closed_stays_so_when_all_have_voted(two_ranks):
+    number = two_ranks.vote()
+    two_ranks.say(1, ["close_round", number])
+    assert two_ranks.decide(number) == [False, False]
+    assert two_ranks.boards[1].open_round == number + 1
+
+
+def test_a_round_is_closed_once_though_both_ranks_ask_for_it(two_ranks):
+    number = two_ranks.vote()
+    two_ranks.say(1, ["close_round", number])
+    two_ranks.say(0, ["close_round", number])
+    assert two_ranks.boards[1].open_round == number + 1
+
+
+def test_nothing_is_a_go_while_a_message_is_unsettled(two_ranks, monkeypatch):
+    """Before the coordinator has come to close the round."""
+    monkeypatch.setattr(two_ranks.coordinator, "_pause_votes", lambda: None)
+    two_ranks.say(1, ask_of(1, "y"))
+    assert two_ranks.decide(two_ranks.vote()) == [False, False]
+
+
+def test_a_message_closes_the_open_round_and_votes_go_on_when_it_is_settled(two_ranks):
+    number = two_ranks.boards[0].open_round
+    two_ranks.boards[0].vote(number, b"1" * DIGEST_BYTES)
+    two_ranks.say(1, ask_of(1, "y"))
+    assert two_ranks.boards[0].outcome(number) is False
+    assert two_ranks.boards[1].is_paused
+    two_ranks.say(0, ask_of(1, "y"))
+    assert not two_ranks.boards[1].is_paused
 
 
 # -- any order of turns
