@@ -25,7 +25,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class StoreCommand(IntEnum):
-    """What may be asked; `hvdlite_launcher.wire.worker_requests.StoreCommand` has what each is given and answers."""
+    """The requests to the store; `hvdlite_launcher.wire.worker_requests.Operation` lists their arguments and answers."""
 
     SET = 1
     GET = 2

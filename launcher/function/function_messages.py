@@ -22,7 +22,7 @@ WORKER = ("-c", "import sys; sys.path[:] = filter(None, sys.path); from hvdlite.
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """What is to be called, in which directory; ``flag_parser`` are hvdlite-run's."""
+    """What is to be called, in which directory; ``flags`` are hvdlite-run's."""
 
     flags: tuple[str, ...]
     cwd: str
