@@ -1,4 +1,4 @@
-"""How a function gets to the workers and what it returns gets back: as bytes that nothing in between unpickles.
+"""Carries a function to the workers and its results back, as bytes that nothing in between unpickles.
 
     caller.run ── FunctionCall ─────► function_runner ── store ──► hvdlite.worker_main, in every worker
                ◄── FunctionResults ──                 ◄── store ──
