@@ -1,5 +1,5 @@
 """
-Which optimizers' steps the ranks that have joined are to sit out: those that live on every rank of their set.
+Finds the optimizers whose steps joined ranks sit out: those that live on every rank of their process set.
 
     a rank joins, and says which live there ── the others of the set pin theirs, and say which ── sit_out, to who joined
 
@@ -35,7 +35,7 @@ class _Sitting:
 
 
 class JoinedSteps:
-    """Of the join that is under way."""
+    """Finds, for the current join, the optimizers whose steps joined ranks take part in."""
 
     def __init__(self, tell: Callable[[int, list[Any]], None]) -> None:
         self._tell = tell
