@@ -1,7 +1,7 @@
 """
-What Horovod's `init` takes as its first argument: the ranks that train together, as MPI programs name them.
+Checks the ``comm`` argument of Horovod's `init`: a list of ranks, or a communicator of mpi4py's.
 
-hvdlite finds the ranks by itself (see `world`). Here is only said whether a program means the same ones.
+hvdlite finds the ranks by itself (see `world`); the argument must mean the same ones.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-The table of environment variables: the name of each, how it is read, what counts where it is not set, what it means.
+hvdlite's own environment variables: a table of their names, readers, defaults and meanings.
 
     Environment      what `hvd.init` reads: a row of the table for each field
     READ_ELSEWHERE   what `hvdlite-run` and `rendezvous.secret` read

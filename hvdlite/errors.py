@@ -19,7 +19,10 @@ from __future__ import annotations
 
 
 class HvdliteError(RuntimeError):
-    """Anything that goes wrong while hvdlite runs; of wrong arguments, only what Horovod notices no sooner."""
+    """Base class of hvdlite's errors.
+
+    Wrong arguments are a `ValueError` or `TypeError` instead, but for those that Horovod too reports when it runs them.
+    """
 
 
 class NotInitializedError(HvdliteError, ValueError):

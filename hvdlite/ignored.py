@@ -1,5 +1,5 @@
 """
-Variables that are set to no effect: Horovod's that mean nothing here, each with the reason, and unknown names.
+Finds variables that are set without effect: Horovod's that mean nothing here, each with the reason, and unknown names.
 
 Horovod's are known with hvdlite's prefix as well.
 

@@ -1,5 +1,5 @@
 """
-`python -m hvdlite.links`: how long a round trip takes between each two hosts. One process on each runs this.
+`python -m hvdlite.links`: times round trips between every two hosts, for ``--check``. One process on each runs it.
 
     roll call ── rounds of pairs ── a gloo group of two ── all-reduces ── a line of JSON for each pair
 

@@ -1,5 +1,5 @@
 """
-What users pass where a number, a name or a path is wanted, read as what it is.
+Reads numbers, names and paths that users pass as arguments.
 
     value ── whole_number, real_number ── an int, a float, or None where it is neither
     value ── shown ── one line for a message, whatever the value is

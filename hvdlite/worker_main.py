@@ -1,5 +1,5 @@
 """
-The main program of a worker of hvdlite_launcher.run: it calls the function that was given there.
+The main program of a worker of `hvdlite_launcher.run`: calls the function that `run` was given.
 
     store: call ── unpickle ── func(*args, **kwargs) ── pickle ── store: return/RANK, and that it is there
 

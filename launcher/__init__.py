@@ -42,7 +42,7 @@ def run(
 ) -> list[Returned]:
     """Call ``func(*args, **kwargs)`` in ``np`` workers, and give what it returned in each, by rank.
 
-    ``hosts``, ``hostfile`` and all other ``flag_parser`` are hvdlite-run's, as in ``grace=10`` or ``verbose=True``;
+    ``hosts``, ``hostfile`` and all other ``flags`` are hvdlite-run's, as in ``grace=10`` or ``verbose=True``;
     ``environment`` is its ``-x``: variables for the workers, those that are None with the value they have here.
     Workers have what the caller has otherwise, but for standard input, and what they print is shown.
 

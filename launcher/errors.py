@@ -31,7 +31,7 @@ class UsageError(LauncherError):
 
 
 class JobError(LauncherError):
-    """A job that `run` started ended neither with what the function returned nor with an exception of its own."""
+    """Raised by `run` when its job failed and there is no exception of the function's that could be raised instead."""
 
 
 class ProtocolError(LauncherError):

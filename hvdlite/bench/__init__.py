@@ -1,5 +1,5 @@
 """
-`python -m hvdlite.bench`: how fast hvdlite is on this cluster, beside gloo or NCCL, DDP and Horovod.
+`python -m hvdlite.bench`: measures hvdlite on this cluster, beside gloo or NCCL, DDP and Horovod.
 
     command line ── Command ── blocks that take turns on all Ranks ── samples ── Report: table, JSON, plot
 

@@ -1,5 +1,5 @@
 """
-The flags that commands define, and how their arguments are read.
+Types for the flags that commands define, and the readers of their arguments.
 """
 
 from __future__ import annotations

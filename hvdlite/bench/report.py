@@ -1,5 +1,5 @@
 """
-What a command has found: tables on the screen, and JSON and a plot in files.
+Reports a command's measurements: tables on the screen, JSON and a plot in files.
 
     Case (samples by name) ── rows with quartiles, as in JSON ── Table and Chart ── Report
 

@@ -1,5 +1,5 @@
 """
-`scale`: what 2 to 4,096 ranks would bring, by a latency-bandwidth model that is fitted to a run of some.
+`scale`: predicts the speed of 2 to 4,096 ranks by a latency-bandwidth model, fitted to a run of a few.
 
 `FORMULA` is the model: α is the latency of one message in seconds, β the seconds of a byte.
 

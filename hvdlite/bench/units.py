@@ -1,5 +1,5 @@
 """
-How sizes, times, bandwidths and ratios are shown. A KB is 1024 bytes, an MB 1024 KB and a GB 1024 MB.
+Formats sizes, times, bandwidths and ratios. A KB is 1024 bytes, an MB 1024 KB and a GB 1024 MB.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-Ranks that communicate together, and what carries it: groups over `torch.distributed`'s engines.
+Groups of ranks, their collectives, and the engines underneath: gloo, NCCL, and hierarchical ones.
 
     EngineFactory ── Engine ── Group ── Work, which a Watch is told of; beside them a Recorder, for timelines
 

@@ -1,7 +1,7 @@
 """
-What carries a collective: a torch.distributed process group, or nobody where a rank is alone.
+The `Engine` interface (a subset of c10d's ProcessGroup), and factories of torch's engines and of a single rank's.
 
-    EngineFactory (where engines come from) ── open ── Engine (all-reduce, broadcast, ...) ── EngineWork (under way)
+    EngineFactory ── open ── Engine (all-reduce, broadcast, ...) ── EngineWork (under way)
 
 What is sent through an engine, and which ranks take part, is in `group`.
 hvdlite's own engine, through memory that ranks of a host share, is in `shm`.
@@ -27,7 +27,7 @@ from .torch_engine import TorchEngine
 
 
 class PeerGoneError(PeerLostError):
-    """An engine's word that another rank is no more, from one that knows which."""
+    """Raised by an engine that knows which rank is gone: `group_rank`."""
 
     def __init__(self, message: str, group_rank: int) -> None:
         """``group_rank`` is the rank's within the engine."""
@@ -101,7 +101,7 @@ class OnePassEngine(Protocol):
 
 
 class EngineFactory(Protocol):
-    """Where a group gets further engines from, between the same ranks and independent of each other."""
+    """Opens engines among a fixed set of ranks; each is a communicator of its own."""
 
     def open(self) -> Engine:
         """A new engine; every rank of the group must call it."""
@@ -112,7 +112,7 @@ class EngineFactory(Protocol):
         ...
 
     def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
-        """Where some of the ranks get engines from; only they call it, and each is rank ``group_rank`` of them.
+        """A factory of engines among some of the ranks; only they call it, and each is rank ``group_rank`` of them.
 
         ``token`` names their meeting place: equal on these ranks, and never used before.
         """
@@ -213,7 +213,7 @@ _BACKEND_TYPES = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.Proce
 
 
 class Done:
-    """What was over as it began."""
+    """A work that is complete when it is returned."""
 
     def wait(self) -> None:
         return
@@ -277,10 +277,10 @@ class TorchEngineFactory:
 
 
 class SubsetEngineFactory:
-    """Process groups of some ranks, which meet in a store and need no others to.
+    """Opens process groups among a subset of ranks, which meet in a store; the others take no part in it.
 
-    Not by `dist.new_group`, which every rank of the job would have to call for each engine, and which tells apart
-    groups that need not by how many a rank has made.
+    `dist.new_group` is not used: every rank of the job would have to call it for each engine, or else it tells groups
+    apart by how many a rank has made.
     """
 
     def __init__(self, ranks: ConnectingRanks, backend: str, global_ranks: Sequence[int]) -> None:

@@ -1,5 +1,5 @@
 """
-Opens engines of two levels, and chooses between them and flat ones: as the user says, or by which is faster.
+Chooses flat or hierarchical (two-level) collectives, as configured or by timing all-reduces on both.
 
     wanted ── True: two levels, False: flat, None: both are tried out at start ── rank 0's medians decide for all
 

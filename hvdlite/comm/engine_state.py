@@ -15,7 +15,7 @@ from ..errors import CommunicationError
 
 
 class RevokedError(CommunicationError):
-    """An engine takes no operation any more, or has ended one that was under way; the words are who did so, and why."""
+    """Raised by an engine that was quiesced or revoked; the message says by whom and why."""
 
 
 class EngineState:

@@ -1,5 +1,5 @@
 """
-Process groups of gloo that carry nothing before each of their connections has proven to lead to a rank of this job.
+Opens gloo process groups whose connections are authenticated: each has proven to lead to a rank of this job.
 
     all are here (store) ── gloo listens and connects ── signatures between every two ranks ── nobody else gets in
 
@@ -52,7 +52,7 @@ class InitTimeout:
         self._until_s: float | None = clock() + timeout.total_seconds()
 
     def left(self) -> timedelta:
-        """For the next wait; never nothing, so that what is there already is found."""
+        """The timeout of the next wait: what is left, but at least 1 s (or all of it, if that is shorter)."""
         if self._until_s is None:
             return self.timeout
         least_s = min(1.0, self.timeout.total_seconds())
@@ -211,7 +211,7 @@ class _Doors:
 
     @contextlib.contextmanager
     def open_meanwhile(self) -> Iterator[Connections]:
-        """What connects within. Gives the new connections, once it is over; none where others connected meanwhile."""
+        """Yield the connections that gloo makes inside, filled in at the end; none if others connected meanwhile."""
         connections = Connections()
         with self._lock:
             self._had_company = self._connecting > 0

@@ -1,5 +1,5 @@
 """
-When a GPU came to a point, by the host's clock: noted by a thread that waits for it.
+Notes on the host's clock when a GPU reaches a point of its stream, by a thread that waits for it.
 
 No polling and no arithmetic between clocks; exact to the few microseconds that it takes to wake a thread.
 """

@@ -1,5 +1,5 @@
 """
-`Group`: ranks that communicate, and the collectives that they call.
+`Group`: a communicator among some ranks, with its collectives (all-reduce, broadcast, all-gather, all-to-all, ...).
 
     Group (rank, size, hosts) ── an operation on its engine ── Work (wait, or what went wrong)
 

@@ -373,7 +373,7 @@ _Step: TypeAlias = tuple[_Way, "torch.futures.Future[None]"]
 
 
 class _NoWay:
-    """Nothing, that comes after all before it."""
+    """Steps that do nothing: they end once all steps queued before them have ended."""
 
     def begin(self, scatter: HostEngine) -> None:
         return

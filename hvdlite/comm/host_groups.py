@@ -1,5 +1,5 @@
 """
-Which ranks are on one host, and which ones, of different hosts, have the same place on theirs.
+Splits ranks for hierarchical collectives: those of one host, and those of different hosts with one local rank.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-What happened when on one rank: spans of time in rows, and the file that they are in soon after.
+Records one rank's timeline: spans of time in rows, written to a file as training goes on.
 
     note(row, name, start, stop) ── queue ── a thread of its own, after each step ── the rank's part of a timeline
 

@@ -1,7 +1,7 @@
 """
-How ranks are combined: `Average`, `Sum` and the others, in Horovod's numbers.
+`ReduceOp`: `Average`, `Sum` and the others, in Horovod's numbers.
 
-What engines do of it by themselves is here; the rest is made of that, in `ops.reduction`.
+`OP_OF_ENGINE` has those that engines do by themselves; the rest is built from them, in `ops.reduction`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-`Work`: a collective under way. `Watch`: what each thread of this process waits for.
+`Work`: a collective under way. `Watch`: a record of the collective that each thread of this process waits for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WORD_S = 3.0
 
 
 class Watch:
-    """What this process is blocked in, and which other rank has ended: for who watches, and by who listens."""
+    """Records the collective that each thread is blocked in, and the first rank known to have ended."""
 
     def __init__(self) -> None:
         # By thread, by its ident: an engine's collective, since when (`time.monotonic`), and which it is. Each thread

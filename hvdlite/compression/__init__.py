@@ -1,5 +1,5 @@
 """
-What gradients become on the wire: casts, Horovod's compressors, and those of a user's own.
+Compresses gradients for the wire: casts, Horovod's compressors, and those of a user's own.
 
 Modules import only what stands before them:
 

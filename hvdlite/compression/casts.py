@@ -1,13 +1,13 @@
 """
-What a bucket looks like on the wire: `Compression.none`, `.fp16`, `.bf16`.
+Casts gradients to 16 bits for the wire: `Compression.none`, `.fp16`, `.bf16`, and the `Compressor` interface for a
+user's own. Formats that cannot be summed as they are, such as 4 bits with a scale, are an `optim.exchange.Exchange`.
 
     bucket ── compress (one cast) ── wire ── summed over ranks ── decompress ── bucket
 
 A wire of 16 bits carries what has been scaled before, in the bucket's own precision: an average of values that fit the
 wire does not overflow it, and each value is rounded once. The sum of wider ones is divided. Compressions of a user's
-own are in `custom`. Wires are summed as they are: what cannot be (4 bits with a scale, top-k) is an `Exchange` of
-`optim.exchange`, which can also keep error feedback for each parameter. Parameters and optimizer state keep their
-dtype; only what travels is smaller.
+own are called by `custom`. An `Exchange` can also keep error feedback for each parameter. Parameters and optimizer
+state keep their dtype; only what travels is smaller.
 """
 
 from __future__ import annotations

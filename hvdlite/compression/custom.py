@@ -1,5 +1,5 @@
 """
-A compression of a user's own: it is called with one tensor at a time, and what it gives is looked at.
+Calls a user's own compression, one tensor at a time, and checks the wire that it returns.
 
     tensor ── compress ── wire, looked at ── ... ── decompress ── tensor
 

@@ -1,5 +1,5 @@
 """
-How ranks come to do the same at the same time: they ask, rank 0 gives all of them one order, or tells them why not.
+Negotiates operations between ranks: they ask, and rank 0 answers all in one order, or with the reason of a refusal.
 
     Operation ── Controller (ControlClient ── Coordinator ── Negotiation; Executor) ── Execution ── Handle
 

@@ -1,5 +1,5 @@
 """
-Where ranks come in: rank 0's listening socket, and the connections that have not proved yet whose they are.
+Accepts ranks' connections at rank 0: its listening socket, and connections that have not authenticated yet.
 
     accept ── hello ── challenge ── proof ── admit(rank, connection, session)
                  └─ anything else, or nothing within 5 s: closed, with a line in the log

@@ -1,5 +1,5 @@
 """
-Where threads of this process are in the user's program, in words for who waits for them.
+Describes where threads of this process are in the user's program, for messages about stalled ranks.
 
     a thread's frames ── the innermost of the user's own code ── "train.py:41 in load_batch (time.sleep)"
 

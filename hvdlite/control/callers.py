@@ -1,5 +1,5 @@
 """
-Which threads of this process call operations, and whether all of them are blocked in one.
+Tracks which threads of this process call operations, and whether all of them are blocked.
 
     called ── a thread that may ask for more ── blocked_in ── all that live are: this rank asks for nothing else
 
@@ -72,7 +72,7 @@ class Callers:
             return list(self._blocked.values())
 
     def threads(self) -> frozenset[int]:
-        """Those that have called operations, by their idents; some may have ended."""
+        """The idents of threads that have called operations; some may have ended."""
         return frozenset(self._threads)
 
     def can_ask(self, elsewhere: Set[int]) -> bool:
@@ -87,5 +87,5 @@ class Callers:
 
 
 def _living_threads() -> set[int | None]:
-    """Those of hvdlite are none: they begin only what all ranks have agreed on."""
+    """The idents of live threads, without hvdlite's own, which begin only what all ranks have agreed on."""
     return {thread.ident for thread in threading.enumerate() if not thread.name.startswith(_OWN_PREFIX)}

@@ -1,5 +1,5 @@
 """
-How every rank comes to a connection to rank 0, and so to its controller.
+Makes this rank's controller: connects it to rank 0, and reads the stall rules from the environment.
 
     rank 0 listens ── its address, to all by the group ── the others connect ── both prove themselves ── ControlClient
 

@@ -1,5 +1,5 @@
 """
-The controller that asks: one rank's end of the connection to rank 0, and the thread that listens to it.
+A controller that negotiates: one rank's end of the connection to rank 0, and the thread that receives from it.
 
     submit ── ask ──► coordinator ──► go ── the executor: run(turn), in the order of the goes ── handle
                                       no ── the handle's error

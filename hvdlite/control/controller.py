@@ -1,9 +1,9 @@
 """
-Who sees to it that all ranks carry out the same operations in the same order.
+The `Controller` interface: has all ranks carry out the same operations in the same order.
 
     submit(group, operation) ── Handle ── ... all ranks of the group have asked for the same ... ── run(execution)
 
-The seam. Behind it: `unchecked`, which trusts the program, and `control_client`, which asks.
+Implemented by `unchecked`, which trusts the program, and by `control_client`, which asks rank 0.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-Rank 0's end of the connections to all ranks: what they ask goes into the negotiation, and its answers back.
+Rank 0's end of the connections to all ranks: passes their messages to the negotiation, and its answers back.
 
     rank ──  ask | wait | join | busy | alive | bye  ──► Coordinator ──►  go | no | joined | pin | left | end  ── rank
 

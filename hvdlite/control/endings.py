@@ -1,5 +1,5 @@
 """
-Finds which rank has ended first, and which only because of it: the rules, without connection, thread or clock.
+Finds the rank that ended first, and those that ended because of it; rules without a connection, thread or clock.
 
     lost (rank)  ── it has met an error that another rank's end is the cause of; it is likely to end too
     ended (rank) ── told at once where nothing was lost before; else once the cause is known, or has not shown itself

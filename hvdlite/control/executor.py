@@ -1,5 +1,5 @@
 """
-The thread that carries out what all ranks have agreed on, one after the other, in the order of the goes.
+The thread that carries out operations that all ranks have agreed on, in the order of rank 0's answers.
 
     go ── put ── (a queue) ── carried out ── handle
 

@@ -30,7 +30,7 @@ _CUT_BYTES = 1 << 20
 
 
 class FrameError(ValueError):
-    """What came over a connection is not what the other end of it says."""
+    """A frame is not valid: its length, its tag or its JSON is wrong."""
 
 
 class Sealer:

@@ -1,10 +1,10 @@
 """
-`Generation`: what a rank has once in each generation of the world, whatever groups and threads it has there.
+`Generation`: a rank's state from one `init` to its `shutdown`: the watch, the recorder and the reducers.
 
     runtime.world.World ── group, controller, process sets
                         └─ Generation ── watch, recorder, reducers ── handed to control, timeline, process sets, optim
 
-A generation lasts from `hvd.init` to `hvd.shutdown`. There is one of each of these
+There is one of each of these
 
     in a process      what outlives a world: `rendezvous.process_state` lists it
     in a generation   the group of all ranks, the controller with its two threads, the watch, the recorder, the registry

@@ -1,5 +1,5 @@
 """
-What a caller holds of an operation that is under way: an object, and a number where one is asked for.
+`Handle`: an asynchronous operation, as its caller holds it; it also serves as a number where one is asked for.
 
     operation_async ── Handle ── poll, synchronize
 

@@ -1,5 +1,5 @@
 """
-How a rank and rank 0 prove to each other that they know the job's key, before either takes anything else.
+Authenticates a rank and rank 0 to each other: both prove that they know the job's key, before any other message.
 
     rank ──  magic, rank, its nonce                        ──► rank 0
          ◄──  a nonce of rank 0's, signed by "rank 0"       ──

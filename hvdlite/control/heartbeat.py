@@ -1,5 +1,5 @@
 """
-What a rank looks at about twice a second: what it is blocked in, which rank 0 is to know, and whether rank 0 answers.
+Checks about twice a second what this rank is blocked in, to tell rank 0, and whether rank 0 still answers.
 
     what threads are blocked in ── look ── "busy", "alive", for rank 0
     nothing comes from rank 0   ── look ── a warning, an end: rank 0 tells of all stalls but its own

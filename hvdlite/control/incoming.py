@@ -1,8 +1,8 @@
 """
-What a rank may say to rank 0, checked and handed to the negotiation.
+Validates the messages of ranks to rank 0, and hands them to the negotiation.
 
-The connection vouches for who says it. That it makes sense is checked nevertheless, so that a rank which does not, of
-another version or with broken memory, ends its own connection and nothing else. The words are listed in `coordinator`.
+The connection vouches for the sender. That its messages make sense is checked nevertheless, so that a rank of another
+version or with broken memory ends its own connection and nothing else. The messages are listed in `coordinator`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_BLOCKED = 64
 
 
 class MessageError(ValueError):
-    """A rank has said what no rank says."""
+    """A message from a rank is malformed."""
 
 
 def handle_message(

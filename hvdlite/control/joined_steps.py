@@ -1,5 +1,5 @@
 """
-Which optimizers' steps the ranks that have joined are to sit out: those that live on every rank of their set.
+Finds the optimizers whose steps joined ranks sit out: those that live on every rank of their process set.
 
     a rank joins, and says which live there ── the others of the set pin theirs, and say which ── sit_out, to who joined
 
@@ -35,26 +35,26 @@ class _Sitting:
 
 
 class JoinedSteps:
-    """Of the join that is under way."""
+    """Finds, for the current join, the optimizers whose steps joined ranks take part in."""
 
     def __init__(self, tell: Callable[[int, list[Any]], None]) -> None:
         self._tell = tell
         # So that an answer is not taken for that to a later question.
         self._join = 0
-        self._joined_steps: dict[int, _Sitting] = {}
+        self._by_set: dict[int, _Sitting] = {}
         self._asked: set[int] = set()
 
     @property
     def has_any(self) -> bool:
         """Whether there are steps that those who have joined take part in."""
-        return any(sitting.is_known and sitting.common for sitting in self._joined_steps.values())
+        return any(sitting.is_known and sitting.common for sitting in self._by_set.values())
 
     def joined(self, rank: int, living: Iterable[tuple[int, Iterable[int], Iterable[int]]]) -> None:
         """``rank`` has joined; by set it is in: its number, the members, and the optimizers that live there."""
         for set_id, members, numbers in living:
-            sitting = self._joined_steps.get(set_id)
+            sitting = self._by_set.get(set_id)
             if sitting is None:
-                sitting = self._joined_steps[set_id] = _Sitting(frozenset(members))
+                sitting = self._by_set[set_id] = _Sitting(frozenset(members))
                 for other in sorted(sitting.members - {rank}):
                     self._asked.add(other)
                     self._tell(other, ["pin", self._join, set_id])
@@ -66,7 +66,7 @@ class JoinedSteps:
 
     def pinned(self, rank: int, join: int, set_id: int, numbers: Iterable[int]) -> None:
         """``rank`` has been asked, and these live there."""
-        sitting = self._joined_steps.get(set_id)
+        sitting = self._by_set.get(set_id)
         if join == self._join and sitting is not None and rank in sitting.members and not sitting.is_known:
             self._hear(sitting, set_id, rank, numbers)
 
@@ -75,7 +75,7 @@ class JoinedSteps:
         for rank in sorted(self._asked.difference(told)):
             self._tell(rank, ["unpin"])
         self._asked.clear()
-        self._joined_steps.clear()
+        self._by_set.clear()
         self._join += 1
 
     def _hear(self, sitting: _Sitting, set_id: int, rank: int, numbers: Iterable[int]) -> None:

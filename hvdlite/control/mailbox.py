@@ -1,5 +1,5 @@
 """
-One end of a connection over which a rank and rank 0 send each other short messages.
+`Mailbox`: one end of the connection over which a rank and rank 0 send each other short messages.
 
     send (any thread) ── straight into the socket ── what does not fit waits ── flush, when the socket has room
 

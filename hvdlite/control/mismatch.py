@@ -1,5 +1,5 @@
 """
-The words for ranks that do not do the same: which rank did what, in Horovod's words where it has them.
+Words the errors about ranks that disagree: which rank did what, in Horovod's words where it has them.
 
 Pure functions of what the ranks have asked for; who compares them, and when, is `negotiation`.
 """

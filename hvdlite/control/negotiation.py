@@ -1,11 +1,12 @@
 """
-Which operations may begin: the rules, without a connection, a thread or a clock.
+Decides on rank 0 which operations begin, which are refused, and when deadlocked or stalled ranks are reported.
 
     ask (rank, operation) ── all members have asked for the same ── go, to each in one order
                              they differ, wait for each other, or one has ended ── no, to each, with the same words
 
-Rank 0 has the one `Negotiation` of a job and hears of all ranks in it (as Horovod's coordinator does, from whom the
-idea is); how their words come and go is in `coordinator`. Answers are left in `outbox`, in the order to be sent.
+Rank 0 has the one `Negotiation` of a job, as Horovod's coordinator has; `coordinator` receives the ranks' messages and
+sends the answers, which are left in `outbox` in order. No connection, thread or clock is used here: `tick` is given
+the time, and asks the rules of `stall`.
 """
 
 from __future__ import annotations

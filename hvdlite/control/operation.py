@@ -1,5 +1,5 @@
 """
-An operation that all ranks carry out together, as one of them asks for it, and what it is given when all have.
+`Operation`: what a rank asks for, to be carried out by all ranks together; `Execution`: what it is then given.
 
     Operation (the same on all ranks, but for `own`) ── all have asked ── run(Execution, with everybody's `own`)
 

@@ -1,5 +1,5 @@
 """
-What some ranks have asked for and others not yet: the values that the rules of `negotiation` are about.
+Pending operations, which only some ranks have asked for: data types for `negotiation`, and the search for deadlocks.
 """
 
 from __future__ import annotations

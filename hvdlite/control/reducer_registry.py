@@ -20,7 +20,7 @@ from ..comm.group import Group
 
 
 class SitsOut(Protocol):
-    """Takes part in the steps of other ranks with nothing to give."""
+    """A reducer as `join` drives it: takes part in other ranks' steps without gradients of its own."""
 
     def sit_out(self, average_of_active: bool) -> bool: ...
 

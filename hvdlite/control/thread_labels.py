@@ -1,5 +1,5 @@
 """
-Which thread calls an operation, in words that mean the same on all ranks.
+Names the thread that calls an operation, by a label that is the same on all ranks.
 
 Operations without a name of the user's pair up in the order of their calls. That is no order where several threads of a
 rank call them; so each says who calls, and whether that can be doubted, and `negotiation` refuses what does not fit.

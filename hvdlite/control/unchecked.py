@@ -23,7 +23,7 @@ from .reducer_registry import OneThread
 
 
 class Listener(Protocol):
-    """What is to be closed with a controller."""
+    """The client that hears of other ranks' ends; the controller closes it."""
 
     def close(self) -> None: ...
 

@@ -1,5 +1,5 @@
 """
-How ranks of one host agree on a call by a vote in shared memory, where a message through rank 0 would take longer.
+Agrees on a call by a vote in shared memory, where all ranks are on one host: faster than messages through rank 0.
 
     submit ── may it be voted on? ── vote(digest of the call) ── rank 0's process decides ── go: carried out at once
                    └─ no ────────────── closed, or votes differ ──────────────────────────── asked for by a message

@@ -1,5 +1,5 @@
 """
-How ``import horovod.x`` comes to ``hvdlite.horovod.x``: one module under two names.
+Makes ``import horovod.x`` import ``hvdlite.horovod.x``: one module under two names.
 
 Installed by `install`, which in a child process the package in ``path/`` calls.
 """

@@ -1,5 +1,5 @@
 """
-The collectives as users call them, and what they are made of.
+The public collectives and what they are built from, `join`, and batch normalization over all ranks.
 
     operations ── allreduce, broadcast, ... (each a base.Collective) ── the controller ── comm.group
 

@@ -1,11 +1,11 @@
 """
-What all collectives on tensors have in common: checked arguments, being asked for, and the forms that users call.
+`Collective`, the base class of each collective on tensors: checks its arguments, submits it, and differentiates it.
 
     Collective ── start ── controller ... another thread: run(execution) ── Handle      (asynchronous, and in place)
                └─ differentiable ── the same, waited for, with its `gradient`   (synchronous)
 
-Each collective is one subclass: its kind, what must be equal on all ranks, what a rank does when all have asked, and
-its gradient. It runs on a thread of the controller's, with the caller's CUDA stream and inference mode and without
+To add a collective, subclass it with its kind, what must be equal on all ranks, what a rank does when all have asked,
+and its gradient. It runs on a thread of the controller's, with the caller's CUDA stream and inference mode and without
 autograd.
 
 Gradients are Horovod's, to the letter:
@@ -89,7 +89,7 @@ class Collective(ABC):
         return untyped.apply(self, *self.inputs)  # type: ignore[no-any-return]  # what its forward returns
 
     def result(self, outputs: Sequence[Tensor]) -> Any:
-        """These, or the one that there is where the kind is not grouped."""
+        """The outputs as the user gets them: a tuple for a grouped kind, else the one tensor."""
         return tuple(outputs) if self.kind.is_grouped else outputs[0]
 
     def gradient_name(self) -> str | None:

@@ -1,5 +1,5 @@
 """
-What one rank has, given to all: a tensor, parameters, any picklable object.
+Broadcasts tensors, parameters and picklable objects from one rank to all; gathers objects of all (`allgather_object`).
 
     a tensor ── broadcast ── a new one, or the rank's own overwritten
     named tensors ── packed as bytes into a few flat buffers, one per device and 64 MiB ── broadcast ── copied out

@@ -1,5 +1,5 @@
 """
-Ranks with fewer batches than others: they join, and take part in the others' steps with nothing to give.
+`join`: a rank with fewer batches than others takes part in their steps with nothing to add, until all have joined.
 
     join ── all-reduces of the others: stand in, by the controller          ──┐
          ── steps of the others: one thread for each optimizer sits them out ┴─ until all have joined

@@ -1,5 +1,5 @@
 """
-Collectives on tensors, as users call them, in up to four forms, all of one `base.Collective`.
+The public functions `allreduce`, `allgather`, ...: up to four forms of each `base.Collective`.
 
     operation(tensor)         waits for its result, on the tensor's device; gradients flow through it
     operation_(tensor)        waits, and overwrites the tensor

@@ -1,5 +1,5 @@
 """
-All-reduce and reduce-scatter of tensors that a user's own compression packs: each alone, sent as one by dtype.
+All-reduce and reduce-scatter with a user's own compression: tensors are compressed one by one, and sent fused.
 
     tensors ── pack ── wires ── failures on any rank raised on all ── flat by dtype ── reduced ── unpack ── tensors
 

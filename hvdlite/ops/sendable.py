@@ -103,7 +103,7 @@ def _is_of_own_making(tensor: Tensor) -> bool:
 
 
 def check_is_outside(what: str) -> None:
-    """Raise a TypeError where tensors are not what they seem; other ranks are nothing that these know of."""
+    """Raise a TypeError inside FakeTensorMode or a torch.func transform."""
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         raise TypeError(f"{what}: this is inside FakeTensorMode, in which nothing has values: call it outside")
     # In torch.func.functionalize too.

@@ -1,5 +1,5 @@
 """
-From gradients to averages, inside an optimizer.
+`DistributedOptimizer`: averages gradients over ranks while backward runs.
 
     optimizer ── reducer ── layout of buckets (plan) ── in flight: exchange over links ── averages
 

@@ -1,5 +1,5 @@
 """
-What a user passes to DistributedOptimizer, checked: numbers, names of parameters, groups of them.
+Checks the arguments of DistributedOptimizer: numbers, names of parameters, groups of them.
 
 Pure functions of their arguments; errors are ValueErrors, in Horovod's words where it has them.
 """

@@ -1,5 +1,5 @@
 """
-An optimizer that steps with averaged gradients.
+`AveragingOptimizer`: wraps an optimizer, and averages gradients over the ranks before it steps.
 
     loss.backward() ── Reducer (hooks) ── step: synchronize, then the wrapped optimizer's own step
 

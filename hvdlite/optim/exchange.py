@@ -1,5 +1,5 @@
 """
-What happens to the gradients of a bucket between the ranks: one strategy, an `Exchange`, for each optimizer.
+`Exchange`, the interface for how ranks combine a bucket's gradients (what DDP calls a communication hook).
 
     Gradients (of a full bucket) ── begin (launch what is to travel over the Links) ── ExchangeWork
                                  ── finish (when that is done: leave the result in the gradients)

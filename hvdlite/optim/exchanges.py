@@ -1,5 +1,5 @@
 """
-The exchanges that come with hvdlite, and which of them an optimizer has.
+The built-in exchanges, and the choice of one for an optimizer.
 
     AllReduce            a bucket is cast where a compression says so, summed over all ranks, and divided
     CompressedAllReduce  a compression of the user's own makes wires of its gradients, which are summed and divided
@@ -79,7 +79,7 @@ class AllReduce(Exchange):
         self._scalings: dict[tuple[torch.dtype, int], Scaling] = {}
 
     def scale_before(self, dtype: torch.dtype, size: int) -> float:
-        """So that what travels in 16 bits overflows no sooner than its terms."""
+        """The factor of gradients before they are summed, as in `Settings.scaling`; by 16 bits it prevents overflow."""
         return self._settings.scaling(dtype, size).before
 
     def scales(self, plan: BucketPlan) -> bool:

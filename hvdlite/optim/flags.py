@@ -1,5 +1,5 @@
 """
-The tail of a bucket's flat buffer: what all ranks must know together of its gradients, in the same all-reduce.
+Counts at the end of a bucket's flat buffer, summed in its all-reduce: ranks that used a gradient, that take part.
 
     for every slice: used, sparse │ sits out uncounted │ takes part, by block of ranks │ for sleeping buckets: needed
 
@@ -120,7 +120,7 @@ class ParticipantCount:
 
     @classmethod
     def of_all(cls, size: int) -> ParticipantCount:
-        """Where nobody can sit out."""
+        """The count when all ``size`` ranks take part."""
         return cls(torch.tensor([0, size]), size)
 
     @property

@@ -1,5 +1,5 @@
 """
-Hooks on an optimizer's parameters, and the channel on which the ranks average their gradients.
+Autograd hooks on an optimizer's parameters, and the optimizer's own communicator between its ranks.
 
 What is done with the gradients is in `reducer`.
 """
@@ -50,7 +50,7 @@ class GradientHooks(ABC):
         self._backwards: set[int] = set()
 
     def _join(self, group: Group, generation: Generation, check_parameters: bool | int) -> None:
-        """Belong to these ranks from now on, which have not met for it."""
+        """Attach to ``group``; the communicator of its own is opened when the ranks first meet."""
         self.size = group.size
         self._ranks = group
         self._reducers = generation.reducers
@@ -62,7 +62,7 @@ class GradientHooks(ABC):
 
     @property
     def ranks(self) -> Group:
-        """The ranks, over the channel that is not the optimizer's own."""
+        """The group that was given, not the communicator of the optimizer's own."""
         return self._ranks
 
     @property

@@ -1,8 +1,8 @@
 """
-Gradients that are in no bucket: between backward and step they stay in ``param.grad``, as autograd has left them.
+Gradients outside buckets: those of a single rank, and sparse ones, stay in ``param.grad`` between backward and step.
 
-`StayingHome` is for those that are exchanged with nobody, `SparseHome` for sparse ones, whose rows are gathered. What
-is an error among several ranks is one on a rank alone too, so that a program is tried at one rank and runs at many.
+`StayingHome` is for a single rank's, `SparseHome` for sparse ones, whose rows are gathered. What is an
+error among several ranks is one on a rank alone too, so that a program is tried at one rank and runs at many.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-What a program may ask Horovod's optimizer for beside its methods, under Horovod's names.
+Attributes of Horovod's `DistributedOptimizer` that programs read, under Horovod's names.
 
     optimizer._parameter_names, ._handles, ._requires_update, .op, ... ── read from where hvdlite keeps it, at each look
 

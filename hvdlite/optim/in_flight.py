@@ -1,5 +1,5 @@
 """
-Buckets on their way: the queue of a step's, in plan order, and each of them until its result is there.
+Launches a step's buckets in plan order, and waits for their results.
 
     BucketQueue: launch_full (in backward) ── finish_all (in step) ── buckets that have come back
     InFlight:    bucket.seal ── exchange.begin (and the counts, unless it carries them) ── wait ── exchange.finish

@@ -1,5 +1,5 @@
 """
-Where every parameter's gradient is kept: the buckets in plan order, and those that are gathered.
+`Layout`: an optimizer's buckets in plan order, and its sparse gradients, which are gathered instead.
 
     named parameters ── plan ── buckets, some asleep ── a sparse gradient shows itself ── one moves out
                      └─ where they stay, on a rank that is alone and compresses nothing
@@ -79,12 +79,12 @@ class Layout:
         return [(spec.name, spec.describe()) for spec in specs], plans
 
     def expect(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         for bucket in self.buckets:
             bucket.expect()
 
     def give_up(self) -> None:
-        """Nobody wants what this step brings."""
+        """Discard this step's averages."""
         for bucket in self.buckets:
             bucket.give_up()
 

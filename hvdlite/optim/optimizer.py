@@ -1,5 +1,5 @@
 """
-The two lines' second half: how an optimizer that averages gradients is made, of arguments or of a pickle.
+`DistributedOptimizer`: checks its arguments, compares them on all ranks, and makes its reducer; also from a pickle.
 
     optimizer, arguments ── checked, compared between the ranks ── Reducer ── DistributedOptimizer
 

@@ -1,5 +1,5 @@
 """
-An optimizer that is another one, seen from outside: everything it has lives in the one that it wraps.
+Wraps an optimizer and passes everything through to it: state, parameter groups, state dicts.
 
 What `DistributedOptimizer` adds to that is in `optimizer`.
 """

@@ -1,5 +1,5 @@
 """
-The state of an optimizer, given to all ranks: groups' options, momenta, step counters. The root's wins.
+Broadcasts an optimizer's state from the root to all ranks: groups' options, momenta, step counters.
 
     options, states ── pickled, but for their tensors ── broadcast ── unpickled, with tensors of this rank's devices
               tensors ── as bytes, in a few broadcasts ──┘

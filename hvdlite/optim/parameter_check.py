@@ -1,5 +1,5 @@
 """
-Whether all ranks train the same model: a fingerprint of every parameter, compared before a step.
+Checks that all ranks train the same model: compares a fingerprint of every parameter before a step.
 
     parameters ── 64 bits of each chunk, where it lies ── one read ── a digest ── its maximum and minimum over the ranks
                ── equal: nothing more ── different: the fingerprints, exchanged ── MismatchError

@@ -1,5 +1,5 @@
 """
-Which gradient lies where: the plan of the buckets, made once, before any memory is taken.
+Plans the buckets: which gradient lies where in which flat buffer; made once, before any memory is taken.
 
     ParamSpec (name, shape, stride, dtype, device) ── plan_buckets ── BucketPlan (slices of a flat buffer)
 

@@ -1,5 +1,5 @@
 """
-Gradients in, averaged gradients out.
+`Reducer`: takes an optimizer's gradients as backward makes them, and leaves their averages for the step.
 
     hook(param) ── slice of a bucket ── full buckets, in plan order: exchange.begin ──┐      inside backward
     step        ── the rest ── wait, in plan order ── exchange.finish ── param.grad ──┘      inside synchronize

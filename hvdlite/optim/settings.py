@@ -1,5 +1,5 @@
 """
-How gradients are combined, as an optimizer's arguments say, and how sums of them become averages.
+`Settings`: how an optimizer's arguments combine gradients; `Scaling`: the factors that make sums averages.
 
     Settings (equal on all ranks) ── Scaling, for a dtype:  gradients × before ── summed ── × over / how many ranks
 """

@@ -1,5 +1,5 @@
 """
-One parameter's place among the gradients, and how far it is in this step.
+`Slot`: the state of one parameter's gradient in the current step.
 
 Where the gradient itself is kept is its *home*: a `bucket`, or one of `homes`.
 """

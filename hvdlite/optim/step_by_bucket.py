@@ -1,5 +1,5 @@
 """
-Step on arrival: the optimizer's own step, taken on some of its parameters while the gradients of others still travel.
+``step_on_arrival``: runs the optimizer's step bucket by bucket, while the gradients of other buckets still travel.
 
     averages of a bucket ── param_groups narrowed to its parameters ── step ── gradients gone ── the next bucket
 
@@ -48,7 +48,7 @@ class StepByBucket:
         return True
 
     def drop_gradients(self) -> None:
-        """After a step, however it was taken: it leaves no gradients."""
+        """Drop the gradients after a step, whether it was taken by bucket or at once."""
         self._reducer.drop_gradients()
 
     def _is_watched(self) -> bool:

@@ -1,5 +1,5 @@
 """
-What an optimizer's step changes, as what an exchange is given in place of gradients (for Adasum).
+Combines what each rank's optimizer step has changed, in place of gradients (Adasum's delta optimizer).
 
     parameters ── copied ── the optimizer's own step, with this rank's gradients ── difference: the delta
                ── exchange, a bucket after the other ── added to the copies ── parameters

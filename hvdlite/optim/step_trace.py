@@ -1,5 +1,5 @@
 """
-What a timeline shows of gradients: for each optimizer a row of its steps, and one for each bucket.
+Timeline rows about gradients: for each optimizer one of its steps, and one for each bucket.
 
     optimizer 1             │ step 7 ................ synchronize [wait][wait] .. │ step 8
     optimizer 1, bucket 0   │      ready │ wire │ all-reduce .......... │

@@ -1,5 +1,5 @@
 """
-How the ranks of a job come to know each other: where this process stands, and where the others are to be found.
+Rendezvous: finds this process's ranks, and makes the ranks of a job known to each other through a store.
 
     launcher's variables ── Placement ── a shared store ── every rank's info ── addresses, for gloo and NCCL
 

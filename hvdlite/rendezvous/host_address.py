@@ -1,5 +1,5 @@
 """
-This host's own addresses, as far as its routes tell them: which one others reach, and whose interface has it.
+Finds this host's own addresses from its routes: the one that others reach, and its interface.
 
 Asked of the system alone: nothing is sent, and no interface's name is compared with another host's.
 """

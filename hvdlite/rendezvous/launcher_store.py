@@ -1,5 +1,5 @@
 """
-The store of hvdlite-run as a `torch.distributed.Store`, by which gloo and NCCL find the other ranks.
+hvdlite-run's store as a `torch.distributed.Store`, through which gloo and NCCL find the other ranks.
 
 C++ calls these methods from threads of its own. How an answer is got is in `store_client`.
 """

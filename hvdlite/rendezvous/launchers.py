@@ -1,5 +1,5 @@
 """
-The table of launchers: by which variables each of them tells a process its place.
+The table of launchers: the variables by which each of them tells a process its place.
 
     environ ── which launcher's variables count ── its entry in LAUNCHERS ── Placement
 

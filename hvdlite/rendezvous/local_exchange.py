@@ -1,5 +1,5 @@
 """
-One line of text from rank 0 to the other ranks of its host, by a Unix socket that only the system keeps.
+Hands a line of text from rank 0 to the other ranks of its host, by an abstract Unix socket.
 
 It has a name and no file (Linux's abstract namespace), and is gone with the process that has it: nothing is
 left behind by a job that is killed, and nothing of an older job is found. Both ends see by the system's word

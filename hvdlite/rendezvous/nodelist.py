@@ -1,5 +1,5 @@
 """
-Slurm's way to write a list of host names: ``node[1-3,07],login,rack[1-2]n[0-1]``.
+Expands Slurm's lists of host names, such as ``node[1-3,07],login,rack[1-2]n[0-1]``.
 
 Pure text; what is done with the hosts is decided elsewhere.
 """

@@ -1,5 +1,5 @@
 """
-Where this process stands among the others: ranks, local ranks, cross ranks.
+`Placement` and `Topology`: ranks, local ranks and cross ranks, of this process and of all.
 
     launcher's variables ── Placement (what one process knows) ── all placements together ── Topology
 

@@ -1,5 +1,5 @@
 """
-How the ranks of an MPI or a Slurm job meet, where nobody has told them an address.
+Makes rank 0's address known to the ranks of an MPI or a Slurm job, whose launcher sets no address.
 
     all on one host       rank 0's address by a Unix socket that is named after the job
     MPI is initialised    ... by MPI's own broadcast (mpi4py)

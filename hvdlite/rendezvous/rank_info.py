@@ -1,5 +1,5 @@
 """
-How all ranks come to know each other's placement and settings: signed JSON in the store, before any of them connects.
+Exchanges the placement and settings of all ranks as signed JSON in the store, before any of them connects.
 
     secret ── own introduction, signed ── store ── everybody's, checked ── Signer with a key of this init alone
 

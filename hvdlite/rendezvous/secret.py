@@ -1,5 +1,5 @@
 """
-The job's secret: what a user gives to all ranks, or what rank 0 makes and tells the others where only they can hear it.
+Gets the job's secret: given to all ranks by the user, or made by rank 0 and told where only the others can hear it.
 
     HVDLITE_SECRET, HVDLITE_SECRET_FILE ── else a random one of rank 0's: by the launcher's own exchange, or the store
 """

@@ -1,5 +1,5 @@
 """
-Questions to the store of hvdlite-run, over the Unix socket on which this host's agent answers them.
+Client of hvdlite-run's store, over the Unix socket of this host's agent.
 
     any thread ── request ── a connection that is idle, or a new one ── agent ── launcher
 
@@ -25,7 +25,7 @@ _LENGTH = struct.Struct(">I")
 
 
 class StoreCommand(IntEnum):
-    """What may be asked; `hvdlite_launcher.wire.worker_requests.StoreCommand` has what each is given and answers."""
+    """Requests to the store; `hvdlite_launcher.wire.worker_requests.Operation` lists their arguments and answers."""
 
     SET = 1
     GET = 2

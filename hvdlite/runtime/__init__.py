@@ -1,5 +1,5 @@
 """
-The world and its process sets: how a process becomes one of the ranks, and how it leaves.
+`init`, `shutdown` and process sets: makes this process one of the ranks, and lets it leave.
 
 Modules import only what stands before them:
 

@@ -1,5 +1,5 @@
 """
-How a process becomes one of the ranks: by its launcher's word, in a process group that is there, or alone.
+Makes this process a rank of a new `World`: started by a launcher, in an existing process group, or alone.
 
     Placement ── a store ── every rank's info, signed ── the default group, proven ── controller ── World
 

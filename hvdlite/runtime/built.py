@@ -1,8 +1,7 @@
 """
-What may carry tensors here: the questions that Horovod's programs ask about how it was built.
+Horovod's build queries (`nccl_built()`, ...), answered from torch's build.
 
-hvdlite is built with nothing. Its engines are torch's, and what torch was built with is the answer; what hvdlite never
-uses, such as MPI, is not enabled whatever torch was built with.
+What hvdlite never uses, such as MPI, is not enabled whatever torch was built with.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-How a rank leaves when its program ends: without a hang, without an abort, and with the program's own exit code.
+Exit handlers of a rank: its program ends without a hang or an abort, and with its own exit code.
 
 Which ranks there are, and how they are left, is told by `world`.
 """

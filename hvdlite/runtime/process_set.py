@@ -1,5 +1,5 @@
 """
-`ProcessSet`: some of the ranks, as a user holds them.
+`ProcessSet`: a subset of the ranks, which users create and pass to collectives.
 
     ProcessSet(ranks) ── add_process_set, on all ranks ── process_set_id, and a Group on its members ── removed
 

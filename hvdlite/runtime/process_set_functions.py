@@ -1,5 +1,5 @@
 """
-Process sets as users and operations know them: all ranks, further ones to add and remove, and the group of each.
+Public functions that add and remove process sets, and look up the set of all ranks and each set's group.
 
     global_process_set ── the current world's ranks          add_process_set ── its `Registry`
 

@@ -1,5 +1,5 @@
 """
-The line at the start: which ranks there are, on which hosts, and how tensors travel between them.
+The line that rank 0 logs at start: the ranks, their hosts, and how tensors travel between them.
 
     4 ranks on 2 hosts (2 + 2); CPU tensors: shared memory within hosts, gloo (eth0) between; OMP threads 1; check on
 

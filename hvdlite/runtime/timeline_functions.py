@@ -1,5 +1,5 @@
 """
-A timeline as users begin and end one: `start_timeline`, `stop_timeline`.
+The public functions `start_timeline` and `stop_timeline`.
 
 How it is made is in `timeline.session`; what is in it, in `optim.step_trace` and `comm.recorder`.
 """

@@ -1,5 +1,5 @@
 """
-What an uncaught error prints: the message and the user's own lines, without hvdlite's and PyTorch's below these.
+Shortens the traceback of an uncaught error to the message and the user's own lines.
 
     PeerLostError, KeyboardInterrupt in a wait    one line: the cause is elsewhere
     other errors of hvdlite's, wrong arguments    the traceback as far as the user's own lines

@@ -1,5 +1,5 @@
 """
-Adding up what several ranks have in memory: any op and dtype, in one fixed order, rounded once.
+Reduces several ranks' memory: any op and dtype, in one fixed order, rounded once.
 
     the same elements of all ranks ── in the dtype that keeps them exact enough ── one result
 

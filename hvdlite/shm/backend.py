@@ -1,5 +1,5 @@
 """
-The engine as a backend of `torch.distributed`, by the name ``hvdshm``: for DDP and whatever else names one.
+Adapts the engine to a backend of `torch.distributed`, by the name ``hvdshm``: for DDP and whatever else names one.
 
     import hvdlite
     torch.distributed.init_process_group("cpu:hvdshm")

@@ -1,5 +1,5 @@
 """
-The board: a few words of each rank's control block by which ranks of one host agree on a call without messages.
+The vote board: words in each rank's control block by which ranks of one host agree on a call without messages.
 
     vote ── this rank's round and digest     open, go, paused ── rank 0's     wait ── look, spin, sleep at a bell
 

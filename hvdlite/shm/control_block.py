@@ -1,5 +1,5 @@
 """
-What one rank shows the others of an engine: how far it is, and what it is doing.
+`ControlBlock`: one rank's shared counters, state and operation headers, which all ranks of an engine read.
 
     posted | reduced | done     what it has shown, summed and read: counters that only grow
     state                       whether it is open, has left, has failed, or was revoked; why it was
@@ -106,7 +106,7 @@ class ControlBlock:
         self.words[_AWAITED + 1] = counter + 1
 
     def awake(self) -> None:
-        """Say that it does not."""
+        """Say that this rank sleeps no more."""
         self.words[_AWAITED + 1] = 0
 
     # -- read by all
@@ -126,7 +126,7 @@ class ControlBlock:
         return words[_AWAITED] if words[_AWAITED + 1] == counter + 1 else None
 
     def signature(self, number: int) -> memoryview:
-        """Of an operation that has been posted and is not done everywhere."""
+        """The signature of an operation that has been posted and is not done everywhere."""
         return self._signatures[number % WINDOW]
 
     def place(self, number: int) -> DataLocation:

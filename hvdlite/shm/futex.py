@@ -1,5 +1,5 @@
 """
-Sleeping until a word of shared memory changes, which Python has no call for, and a full memory barrier.
+Futex calls, to sleep until a word of shared memory changes, and a full memory barrier.
 
 Linux alone. What the words mean is in `control_block`.
 """

@@ -1,5 +1,5 @@
 """
-The ranks of an engine as one of them sees them: how far everybody is, waiting for that, and who is no more.
+Watches the other ranks of an engine: waits for their counters, and notices who has died.
 
     advance ── a counter of this rank's control block ── the last one to come rings the bell
     wait_for ── look, spin, sleep at the bell ── now and then: who has gone, how late is it

@@ -1,5 +1,5 @@
 """
-The operations that an engine has been asked for, and who carries them on.
+The queue of an engine's operations, which waiting threads, submitting threads or a background thread carry on.
 
     submit ── begun at once where that is possible ── carried on, one after the other:
               by whoever waits, by whoever submits the next, or by a thread in the background

@@ -1,5 +1,5 @@
 """
-Memory that the ranks of a host share: each rank's own, and that of the others as it is seen from here.
+Shared memory between the ranks of a host: allocates this rank's, and maps that of the others.
 
     Segment.allocate ── a Piece of this rank's file ── its offset, told to others ── Segment.see
 

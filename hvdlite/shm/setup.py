@@ -1,5 +1,5 @@
 """
-How the ranks of a host come to an engine: each tells the others, by a store, where its control block is.
+Rendezvous of an engine: each rank publishes in a store where its control block is, and maps the others'.
 
     control block and slots ── "pid, fds, token" in the store ── the others' ── all there? ── EngineContext
 

@@ -1,5 +1,5 @@
 """
-Where ranks of one host get engines from: shared memory for tensors of the CPU, torch's own for those of GPUs.
+Opens engines between ranks of one host: shared memory for tensors of the CPU, torch's own for those of GPUs.
 
     open ── meet in the store ── ShmEngine ── with others for GPUs beside it: DeviceEngine
 

@@ -1,5 +1,5 @@
 """
-An operation that has been begun, as its caller holds it: `torch.distributed.Work`, with a future.
+`ShmWork`: the `torch.distributed.Work` of an operation under way, with a future.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _making_a_future = threading.Lock()
 
 
 class InBackground(Protocol):
-    """Has a thread carry on; a moment later, unless ``at_once``."""
+    """Has a background thread carry on the queue's operations; a moment later, unless ``at_once``."""
 
     def __call__(self, *, at_once: bool) -> None: ...
 

@@ -1,7 +1,7 @@
 """
-What happened when, on all ranks: from each rank's recording to one file on one clock.
+Merges the recordings of all ranks into one timeline file, on one clock.
 
-What is noted is with those who do it; where it is noted, in `comm.recorder`.
+Events are noted by the code that causes them, through `comm.recorder`.
 
 Modules import only what stands before them:
 

@@ -1,5 +1,5 @@
 """
-By how much the clocks of a group's ranks differ.
+Measures by how much the clocks of a group's ranks differ.
 
     all-gather of everyone's time, a few times ── how long each took at least to reach each ── where the truth must lie
 

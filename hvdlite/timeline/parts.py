@@ -1,5 +1,5 @@
 """
-The parts of a timeline, one for each rank, and the one file that they become.
+Reads the parts of a timeline, one for each rank, and merges them into one file.
 
     rank N ── FILE.rank.N.part, from the start ── end: sent to rank 0, or found beside FILE ── FILE
 

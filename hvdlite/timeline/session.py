@@ -1,5 +1,5 @@
 """
-One timeline of all ranks: begun together, brought together in the end.
+Starts and stops a timeline of all ranks: clocks are compared, and rank 0 joins all parts into one file.
 
     start ── can rank 0 write it? ── clocks compared ── each rank records its part
     stop  ── clocks compared again ── parts to rank 0 ── one file

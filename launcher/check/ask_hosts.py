@@ -34,7 +34,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Question:
-    """What is to be done, in words; and ``command``, words for the Python that each host's agent runs in."""
+    """A program that each host runs to answer: ``command``, arguments of its agent's Python; ``doing`` describes it."""
 
     doing: str
     command: tuple[str, ...]

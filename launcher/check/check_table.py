@@ -1,4 +1,4 @@
-"""Formats what `diagnosis` found: a table with a row for each host, one of the ways between them, and what to do."""
+"""Formats the ``--check`` tables, whatever their columns (see `diagnosis`): hosts, links between them, what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Judges what is right and wrong about a set of hosts, from their `host_facts`. Pure; `check_table` shows it.
+"""The columns of the ``--check`` table: what each shows of a host's `host_facts`, and what is wrong with it.
+
+Pure functions; `diagnose` lists the columns, and `check_table` formats them.
 
 Of hosts that differ, most are right, or the first of them if there are as many of each: the odd one out is wrong.
 """

@@ -1,4 +1,4 @@
-"""What a host has for training (Python, torch, GPUs, network): the value, and the program that finds it out there.
+"""`Facts` about a host (Python, torch, GPUs, network), and the program that collects them there.
 
 This file is sent to a host as the text of a program (``python -c``), since it is to run where hvdlite is not
 installed for the workers: it imports nothing of ours, and what it finds wrong is one of its `Facts`.

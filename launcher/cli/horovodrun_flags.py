@@ -68,7 +68,7 @@ _LEVELS = ("TRACE", "DEBUG", "INFO", "WARNING", "ERROR", "FATAL")
 
 @dataclass(frozen=True)
 class Sets:
-    """``variable`` gets what ``read`` makes of the flag's value; a switch gives it ``value``."""
+    """A flag that sets ``variable``, to what ``read`` makes of its value; a switch sets it to ``value``."""
 
     names: tuple[str, ...]
     variable: str
@@ -78,7 +78,10 @@ class Sets:
 
 @dataclass(frozen=True)
 class Idle:
-    """``why`` is None where there is nothing to be told; ``read`` is None of a switch."""
+    """A flag without effect; ``why`` is told to the user, None if it asks for what is so anyway.
+
+    ``read`` is None of a switch.
+    """
 
     names: tuple[str, ...]
     why: str | None
@@ -87,7 +90,7 @@ class Idle:
 
 @dataclass(frozen=True)
 class Refused:
-    """``values`` is how many words follow."""
+    """A flag that is an error; ``values`` is how many words follow it."""
 
     names: tuple[str, ...]
     values: int = 1

@@ -1,4 +1,4 @@
-"""How a function gets to the workers and what it returns gets back: as bytes that nothing in between unpickles.
+"""Carries a function to the workers and its results back, as bytes that nothing in between unpickles.
 
     caller.run ── FunctionCall ─────► function_runner ── store ──► hvdlite.worker_main, in every worker
                ◄── FunctionResults ──                 ◄── store ──
@@ -22,7 +22,7 @@ WORKER = ("-c", "import sys; sys.path[:] = filter(None, sys.path); from hvdlite.
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """What is to be called, in which directory; ``flag_parser`` are hvdlite-run's."""
+    """What is to be called, in which directory; ``flags`` are hvdlite-run's."""
 
     flags: tuple[str, ...]
     cwd: str

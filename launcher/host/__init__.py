@@ -1,4 +1,4 @@
-"""What runs on each host: the agent that starts the workers there, and its parent that clears up after it.
+"""Programs that run on each host: the agent that starts the workers there, and its parent that clears up after it.
 
     sshd, or the launcher ── remote_parent ── agent ── start_workers, worker_stdin, worker_output
 

@@ -107,7 +107,7 @@ def _directory_of_horovod() -> str:
 
 
 def capacity_bytes(pipe: IO[bytes]) -> int:
-    """How much may be in it that nobody has read yet."""
+    """The capacity of a pipe: how many unread bytes it holds before a write blocks."""
     return fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) if sys.platform == "linux" else 1 << 16
 
 

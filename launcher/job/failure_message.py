@@ -1,4 +1,4 @@
-"""Writes the message about a job that failed: who failed first, how, and the end of what it wrote to stderr.
+"""`Outcome` of a job, and the message if it failed: who failed first, how, and the end of what it wrote to stderr.
 
 Where ranks end alike, the first to end may be one that left it to another to say why: then that one's words are quoted.
 

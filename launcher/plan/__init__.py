@@ -1,4 +1,4 @@
-"""What is to be run, and where: hosts, slots, the environment of each worker, and how hosts are reached.
+"""Plans a job, what is run and where: hosts, slots, the environment of each worker, and how hosts are reached.
 
 Nothing is started here. Modules import only what stands before them:
 

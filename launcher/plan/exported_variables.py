@@ -1,6 +1,8 @@
-"""Chooses which of the launcher's environment variables the workers get, from ``-x`` and ``--no-env``.
+"""Chooses the variables that workers inherit, by ``-x`` and ``--no-env``, and leaves out those of other launchers.
 
-What hvdlite-run itself sets for each of them is in `worker_environment`.
+A rank's place in an MPI job is left out everywhere; what belongs to one host, one login or another launcher's job on
+other hosts. The variables of a launcher that is added to `hvdlite.rendezvous.launchers` are to be named here too.
+What hvdlite-run itself sets for each worker is in `worker_environment`.
 """
 
 from __future__ import annotations

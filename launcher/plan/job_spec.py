@@ -12,12 +12,13 @@ from .ssh import Ssh
 
 @dataclass(frozen=True)
 class JobSpec:
-    """``size`` None fills all slots; ``hosts`` may have slots that only they can count.
+    """A job: its command, hosts and options.
 
-    ``in_python``: the command is words for the Python of each host's agent. ``as_horovod``: workers find hvdlite where
-    they import horovod. ``interfaces`` are by the hosts' labels; that of "" is for all others, and of several, with
-    commas between, the first that a host has is meant. ``timestamps`` begin each line on the screen; ``record_dir`` is
-    where each worker's output goes too.
+    ``size`` None fills all slots; ``hosts`` may have slots that only they can count. ``in_python``: the command is
+    words for the Python of each host's agent. ``as_horovod``: workers find hvdlite where they import horovod.
+    ``interfaces`` are by the hosts' labels; that of "" is for all others, and of several, with commas between, the
+    first that a host has is meant. ``timestamps`` begin each line on the screen; ``record_dir`` is where each worker's
+    output goes too.
     """
 
     hosts: tuple[Host, ...]

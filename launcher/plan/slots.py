@@ -1,4 +1,4 @@
-"""Which rank runs on which host: the slots of the hosts, filled in order. Pure: nothing is started or looked up here.
+"""Assigns ranks to hosts: fills the slots of the hosts in order. Pure: nothing is started or looked up here.
 
 What a worker's environment says of its slot is in `worker_environment`.
 """

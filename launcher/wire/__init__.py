@@ -1,4 +1,4 @@
-"""What travels between launcher, agents and workers: the messages, and how they are laid out in bytes.
+"""The messages between launcher, agents and workers, and their layout in bytes.
 
     worker ◄── worker_requests ──► agent ◄── messages, store_messages, in agent_frames ──► launcher
 

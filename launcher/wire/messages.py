@@ -111,7 +111,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Beat:
-    """Nothing, said now and then in both directions, so that silence means that the other is gone."""
+    """A heartbeat, sent in both directions; an end that stays silent is taken to be gone."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class AgentSaid:
 
 @dataclass(frozen=True)
 class Lost:
-    """No more will come from this host's agent."""
+    """The connection to the agent on ``host`` has ended."""
 
     host: str
     why: str

@@ -17,14 +17,14 @@ from .worker_requests import pack, unpack
 
 @dataclass(frozen=True)
 class Want:
-    """The agent has no copy of this key's value, and will keep the one that it gets."""
+    """Asks for a key's value, of which the agent will keep a copy."""
 
     key: bytes
 
 
 @dataclass(frozen=True)
 class Have:
-    """What was wanted, once it is there."""
+    """Answers `Want`: the key's value, once it is set."""
 
     key: bytes
     value: bytes
@@ -32,14 +32,14 @@ class Have:
 
 @dataclass(frozen=True)
 class Drop:
-    """The agent's copy is about to be out of date."""
+    """Tells the agent to drop its copy, before the value changes."""
 
     key: bytes
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """Nobody is told the old value any more."""
+    """Answers `Drop`: the agent's copy is gone, and no worker gets the old value any more."""
 
     key: bytes
 

@@ -23,7 +23,7 @@ CHUNK_BYTES = 1 << 20
 
 
 class Operation(IntEnum):
-    """With what it is given ── what is answered."""
+    """What a worker may ask of the store; beside each its arguments ── and its answer."""
 
     SET = 1  # key, value, key, value, … ── nothing
     GET = 2  # keys ── their values, once all are there

@@ -1,6 +1,6 @@
 """A Horovod program that makes each call of `horovod.torch` in turn and writes what came of it, rank by rank, as JSON.
 
-    python calls.py OUTCOMES [WORD]    one rank of it, which writes OUTCOMES.RANK; only calls with that word
+    python horovod_calls.py OUTCOMES [WORD]    one rank of it, which writes OUTCOMES.RANK; only calls with that word
 
 It names nothing but Horovod's own. Run by Horovod itself it says what Horovod does (`recorded.json`, made by
 `record.py`), run by hvdlite what hvdlite does: `test_calls` compares the two.

@@ -1,4 +1,4 @@
-"""`horovod.common.basics`: who and where one is, as the methods of an object."""
+"""`horovod.common.basics`: `init`, `rank`, `size` and the rest, as the methods of an object."""
 
 from __future__ import annotations
 

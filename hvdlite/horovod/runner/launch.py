@@ -1,4 +1,4 @@
-"""`horovod.runner.launch`: where horovodrun was; there is nothing of it but words that say what to use."""
+"""`horovod.runner.launch`: horovodrun's module; all that it does here is to say what to use instead."""
 
 raise ModuleNotFoundError(
     "horovod.runner.launch: hvdlite has no horovodrun: use hvdlite-run --horovod, with its flags, or horovod.run()"

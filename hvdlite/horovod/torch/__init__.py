@@ -1,4 +1,4 @@
-"""`horovod.torch`: what `hvdlite.torch` has, and Horovod's modules of it."""
+"""`horovod.torch`: the names of `hvdlite.torch`, and Horovod's submodules."""
 
 from typing import Any
 

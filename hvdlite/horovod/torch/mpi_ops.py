@@ -1,4 +1,4 @@
-"""`horovod.torch.mpi_ops`: the collectives, and who and where one is."""
+"""`horovod.torch.mpi_ops`: the collectives, and `init`, `rank`, `size` and the rest."""
 
 from hvdlite import is_homogeneous
 from hvdlite import torch as names

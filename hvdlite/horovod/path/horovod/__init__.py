@@ -1,4 +1,4 @@
-"""What a child process of a program under the shim finds as `horovod`: it makes way for `hvdlite.horovod`."""
+"""The `horovod` that a child process of a program under the shim imports: it hands over to `hvdlite.horovod`."""
 
 import sys
 
