@@ -33,7 +33,7 @@ LIMIT_S = 120  # for a whole job
 MORE_MEMORY_BYTES = 200 << 20
 TRAINING_BYTES = 200 << 20
 
-# Ranks named in the second argument wait for a file before they do what the third names: "introduce" themselves; "meet"
+# Ranks named in the second argument wait for a file before they do what the third names: "exchange_rank_info"; "meet"
 # in shared memory; "_reach" for rank 0's port; or "connect" by gloo, after as many such groups as it says. All wait
 # before they train, and before they end. What is computed is checked.
 TRAIN = """
@@ -69,7 +69,7 @@ class Held(c10d.ProcessGroupGloo):
         super().__init__(*arguments, **named)
 
 c10d.ProcessGroupGloo = torch.distributed.ProcessGroupGloo = Held
-hold(bootstrap, "introduce")
+hold(bootstrap, "exchange_rank_info")
 hold(shm_factory, "meet")
 hold(connect, "_reach")
 torch.set_num_threads(1)
@@ -437,7 +437,7 @@ def forge(launch, make_lan, tmp_path) -> Callable[[str, str], tuple[list[Launch]
 
 @pytest.mark.parametrize("kind", INTRODUCTIONS if IS_LONG else random.Random(2).sample(INTRODUCTIONS, 1))
 def test_a_forged_introduction_in_an_open_store_is_refused(forge, kind):
-    (rank, _), gate = forge(kind, "introduce")
+    (rank, _), gate = forge(kind, "exchange_rank_info")
     code, _, err = rank.ended(LIMIT_S)
     assert code == 1, err.decode()
     assert b"the introduction of rank 1 is not signed with this rank's secret" in err

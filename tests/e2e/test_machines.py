@@ -46,7 +46,7 @@ def test_a_shaped_link_passes_no_more_than_was_said(make_lan):
 
 MAKE_AND_WAIT = """
 import os, sys
-from e2e.hosts import Lan
+from e2e.ssh_hosts import Lan
 lan = Lan("a", "b")
 lan.hosts[1].stop_answering()
 print(*(machine.init_pid for machine in (lan.desk, *lan.hosts)), flush=True)
