@@ -1,13 +1,13 @@
 """
-Read handwritten digits: a small network trained on several ranks, each on its own part of the images.
+Trains a small network to read handwritten digits, on several ranks, each on its own part of the images.
 
     hvdlite-run -np 2 python examples/digits.py
     hvdlite-run -np 2 python examples/digits.py --epochs 30 --plot digits.png
-    python examples/digits.py                                  # the same program, alone: one rank
+    python examples/digits.py                                  # the same program on one rank
 
-The images are scikit-learn's: 1,797 real digits of 8 × 8 pixels, which come with it, so nothing is
-downloaded. A fifth of them is kept for testing. The lines that make the training distributed are marked
-with their numbers in `main`; everything else is PyTorch as usual.
+The images are part of scikit-learn: 1,797 real digits of 8 × 8 pixels, so nothing is downloaded. A fifth of them
+is kept for testing. The comments with numbers in `main` mark the lines that make the training distributed;
+everything else is ordinary PyTorch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import hvdlite as hvd
 
 @dataclass(frozen=True)
 class Epoch:
-    """How one epoch went, over all ranks."""
+    """The results of one epoch, over all ranks."""
 
     train_loss: float
     test_loss: float
@@ -39,20 +39,21 @@ class Epoch:
 def main() -> int:
     options = parse_options()
 
-    # 1. Find the other ranks.
+    # 1. Connect to the other ranks.
     hvd.init()
     device = pick_device()
 
-    # Every rank has random numbers of its own. The weights that differ by it become rank 0's below.
+    # Give every rank its own random numbers. The initial weights differ too, until rank 0's are broadcast below.
     torch.manual_seed(options.seed + hvd.rank())
     model = build_model().to(device)
 
-    # 2. Every rank trains on its own part of the images, newly shuffled in each epoch.
+    # 2. Train every rank on its own part of the images, shuffled anew in each epoch.
     train, test = load_images()
     sampler = DistributedSampler(train, hvd.size(), hvd.rank(), seed=options.seed)
     loader = DataLoader(train, options.batch_size, sampler=sampler)
 
-    # 3. The step uses gradients averaged over all ranks. A batch is `size` times as large: so is the step.
+    # 3. Average the gradients over all ranks in each step. All ranks together train on a batch that is `size` times as
+    #    large, so the learning rate is `size` times as high.
     optimizer: torch.optim.Optimizer = torch.optim.SGD(
         model.parameters(), lr=options.lr * hvd.size(), momentum=0.9, nesterov=True, weight_decay=1e-4
     )
@@ -65,7 +66,7 @@ def main() -> int:
         optimizer, max_lr=options.lr * hvd.size(), epochs=options.epochs, steps_per_epoch=len(loader)
     )
 
-    # 4. All start from rank 0's weights.
+    # 4. Start all ranks with rank 0's weights.
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
@@ -80,7 +81,7 @@ def main() -> int:
         progress.set_postfix(loss=f"{train_loss:.4f}", accuracy=f"{test_accuracy:.2%}", refresh=False)
     seconds = time.perf_counter() - started
 
-    # 5. What all ranks know is said, and judged, by one of them.
+    # 5. All ranks have the same results: print and check them on rank 0 only.
     if hvd.rank() != 0:
         return 0
     last = history[-1]
@@ -115,7 +116,7 @@ def build_model() -> nn.Module:
 
 
 def load_images(test_part: float = 0.2) -> tuple[TensorDataset, TensorDataset]:
-    """Images to train on and to test on; the same split on every rank and in every run."""
+    """Loads the training and test images; the split is the same on every rank and in every run."""
     digits = load_digits()
     images = torch.from_numpy(digits.images).float().unsqueeze(1) / 16.0
     labels = torch.from_numpy(digits.target).long()
@@ -132,7 +133,7 @@ def train_epoch(
     scheduler: torch.optim.lr_scheduler.LRScheduler,
     device: torch.device,
 ) -> float:
-    """One pass over this rank's part; the mean loss of all ranks."""
+    """Trains for one pass over this rank's part; returns the mean loss of all ranks."""
     model.train()
     total = torch.zeros((), device=device)
     for images, labels in loader:
@@ -142,15 +143,15 @@ def train_epoch(
         optimizer.step()
         scheduler.step()
         total += loss.detach()
-    # Every rank has the same number of batches: the average of the means is the mean.
+    # Every rank has the same number of batches, so the average of the ranks' means is the overall mean.
     return hvd.allreduce(total / len(loader), name="training loss").item()
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, test: Dataset[tuple[Tensor, ...]], device: torch.device) -> tuple[float, float]:
-    """Loss and accuracy on all test images, each of which is looked at by one rank."""
+    """Computes loss and accuracy on all test images; each rank evaluates its own part of them."""
     model.eval()
-    # Not a DistributedSampler: it repeats images until all ranks have equally many.
+    # Not a DistributedSampler, which repeats images until all ranks have the same number.
     images, labels = (part.to(device) for part in test[hvd.rank() :: hvd.size()])
     logits = model(images)
     loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
@@ -162,7 +163,7 @@ def evaluate(model: nn.Module, test: Dataset[tuple[Tensor, ...]], device: torch.
 
 
 def pick_device() -> torch.device:
-    """A GPU of its own for every rank of this machine, where there are enough; else the CPU."""
+    """Returns this rank's own GPU if this machine has one for each of its ranks, otherwise the CPU."""
     if torch.cuda.device_count() < hvd.local_size():
         return torch.device("cpu")
     torch.cuda.set_device(hvd.local_rank())
@@ -170,7 +171,7 @@ def pick_device() -> torch.device:
 
 
 def plot(history: list[Epoch], path: Path) -> None:
-    from matplotlib.figure import Figure  # noqa: PLC0415 - only who plots needs matplotlib
+    from matplotlib.figure import Figure  # noqa: PLC0415 - matplotlib is needed only with --plot
 
     epochs = range(1, len(history) + 1)
     figure = Figure(figsize=(9, 4), layout="constrained")
@@ -227,7 +228,7 @@ def positive(text: str) -> int:
 
 
 def new_file(text: str) -> Path:
-    # Known before the training, not after it.
+    # Checked here, so that a wrong path is reported before the training and not after it.
     path = Path(text)
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no directory {path.absolute().parent}")

@@ -1,15 +1,15 @@
 """
-One training, written five ways: by hand, as a sum of gradients, with DDP, as a Horovod program, with hvdlite.
+One training, written in five ways: by hand, with a sum of gradients, with DDP, as a Horovod program, with hvdlite.
 
     hvdlite-run -np 2 python examples/five_ways.py
 
-The five stand below one after another, each whole, to be read side by side. They start from the same weights
-(rank 0's: every other rank begins with wrong ones), go through the same images in the same order, and take the
-average of all ranks' gradients. So each rank sees the same losses whichever way it goes: the table that is
-printed shows it, and the program fails if it is not so.
+Each of the five functions below is complete, so that you can read them side by side. All five start from rank 0's
+weights (the other ranks first have different ones), use the same images in the same order, and average the
+gradients of all ranks. So a rank's losses are the same in all five: the program prints them in a table, and fails
+if they differ.
 
-It runs on the CPU and trains on scikit-learn's handwritten digits; nothing is downloaded. Under hvdlite-run
-`torch.distributed` is ready after `hvd.init()`, which is why code that was written for it just goes on working.
+It runs on the CPU and trains on scikit-learn's handwritten digits; nothing is downloaded. Under hvdlite-run,
+`hvd.init()` also initialises `torch.distributed`, so code that was written for it works unchanged.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Batch = Sequence[Tensor]
 
 @dataclass
 class Task:
-    """What is to be learned: the same for all five."""
+    """The data and settings of the training, equal for all five ways; also collects the times of the steps."""
 
     data: TensorDataset
     epochs: int
@@ -51,12 +51,12 @@ class Task:
     step_seconds: list[float] = field(default_factory=list)
 
     def new_model(self) -> nn.Module:
-        """A small network. Only rank 0's has the weights to start from."""
+        """Makes a small network with different weights on each rank; the training must start from rank 0's."""
         torch.manual_seed(self.seed + hvd.rank())
         return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
     def steps(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The loader's batches; what is done with each is timed."""
+        """Yields the loader's batches, and measures the time of each step."""
         for batch in loader:
             started = time.perf_counter()
             yield batch
@@ -82,7 +82,7 @@ class Partition(Dataset[tuple[Tensor, ...]]):
 
 
 class DataPartitioner:
-    """Shuffles a data set, the same way on every rank, and deals it out in equal parts."""
+    """Shuffles a data set, in the same order on every rank, and divides it into equal parts."""
 
     def __init__(self, data: TensorDataset, parts: int, seed: int) -> None:
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -95,7 +95,7 @@ class DataPartitioner:
 
 
 def by_hand(task: Task) -> list[float]:
-    """torch.distributed alone: every parameter's gradient is all-reduced and divided."""
+    """Uses only torch.distributed: all-reduces every parameter's gradient and divides it by the number of ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = task.new_model()
     for param in model.parameters():
@@ -125,7 +125,7 @@ def by_hand(task: Task) -> list[float]:
 
 
 def gradient_sum(task: Task) -> list[float]:
-    """Rank 0 sends its weights to one rank after another; gradients are summed, and the step is divided."""
+    """Sums gradients and divides the learning rate instead; rank 0 sends its weights to one rank after another."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = task.new_model()
     for param in model.parameters():
@@ -134,7 +134,7 @@ def gradient_sum(task: Task) -> list[float]:
                 dist.send(param.data, dst=other)
         else:
             dist.recv(param.data, src=0)
-    # lr / size × the sum is lr × the average.
+    # lr / size times the sum equals lr times the average.
     optimizer = torch.optim.SGD(model.parameters(), lr=task.lr / size, momentum=0.9)
 
     losses = []
@@ -159,7 +159,7 @@ def gradient_sum(task: Task) -> list[float]:
 
 
 def ddp(task: Task) -> list[float]:
-    """PyTorch's own: the model is wrapped, and its gradients are averaged in backward."""
+    """Wraps the model in PyTorch's DistributedDataParallel, which averages the gradients during backward."""
     model = DistributedDataParallel(task.new_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=task.lr, momentum=0.9)
 
@@ -183,7 +183,7 @@ def ddp(task: Task) -> list[float]:
 
 
 def horovod(task: Task) -> list[float]:
-    """Written for `import horovod.torch as hvd`; here it is `import hvdlite as hvd`."""
+    """A program written for `import horovod.torch as hvd`; only the import was changed, to `import hvdlite as hvd`."""
     hvd.init()
     model = task.new_model()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=task.lr, momentum=0.9)
@@ -218,7 +218,7 @@ def horovod(task: Task) -> list[float]:
 
 
 def hvdlite(task: Task) -> list[float]:
-    """The training of one process, and two lines: they are marked."""
+    """A training for one process with two lines added, which are marked, and a sampler for the rank's part."""
     model = task.new_model()
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=task.lr, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(optimizer)  # <- one
@@ -253,7 +253,7 @@ WAYS: dict[str, Way] = {
 }
 
 Losses = dict[str, list[list[float]]]
-"""By way, rank and epoch."""
+"""The losses by way, rank and epoch."""
 
 
 def main() -> int:
@@ -274,7 +274,7 @@ def main() -> int:
 
 
 def run_all(options: argparse.Namespace) -> tuple[Losses, dict[str, float]]:
-    """Losses of all ranks, and the median milliseconds of a step, by way."""
+    """Trains in all five ways; returns the losses of all ranks and the median milliseconds of a step, by way."""
     losses: Losses = {}
     step_ms: dict[str, float] = {}
     data = load_data()
@@ -291,7 +291,7 @@ def run_all(options: argparse.Namespace) -> tuple[Losses, dict[str, float]]:
 
 
 def first_difference(losses: Losses) -> str | None:
-    """Which way differs from the first one, where and by how much; None if none does."""
+    """Describes the first loss that differs from that of the first way by more than `TOLERANCE`; None without any."""
     (first, expected), *others = losses.items()
     for name, found in others:
         for rank, (own, wanted) in enumerate(zip(found, expected, strict=True)):
@@ -305,7 +305,7 @@ def first_difference(losses: Losses) -> str | None:
 
 
 def table(losses: Losses, step_ms: dict[str, float]) -> str:
-    """Ways side by side; a row for every epoch and rank."""
+    """Formats the losses as a table with a column for each way and a row for each epoch and rank."""
     by_rank = next(iter(losses.values()))
     lines = ["loss of         " + "".join(f"{name:>12}" for name in losses)]
     for epoch in range(len(by_rank[0])):
@@ -323,7 +323,7 @@ def load_data() -> TensorDataset:
 
 @contextmanager
 def default_group() -> Iterator[None]:
-    """torch.distributed's default group: `hvd.init` has made it, but for a program that runs alone."""
+    """Makes torch.distributed's default group if `hvd.init` has not, because the program runs as a single process."""
     if dist.is_initialized():
         yield
         return

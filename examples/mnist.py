@@ -1,12 +1,12 @@
 """
-MNIST on several ranks: a data set from files, data loaders, mixed precision.
+Trains a network on MNIST on several ranks, with a data set from files, data loaders and mixed precision.
 
     hvdlite-run -np 2 python examples/mnist.py --download          # the first time
     hvdlite-run -np 2 python examples/mnist.py --amp               # half precision where it is fast
-    python examples/mnist.py                                       # the same program, alone: one rank
+    python examples/mnist.py                                       # the same program on one rank
 
-The images are read as torchvision stores them, from DATA_DIR/MNIST/raw. A larger example than digits.py, and
-the place to start from for a data set of your own.
+The images are read from DATA_DIR/MNIST/raw, in the format of torchvision. This is a larger example than
+digits.py; start from it if you have your own data set.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ def main() -> int:
         train, test = load_mnist(options.data_dir, options.download)
     except DataMissingError as error:
         if hvd.rank() != 0:
-            return 0  # one rank fails, and says why, for all
+            return 0  # rank 0 prints the error and fails for all
         print(f"mnist.py: {error}", file=sys.stderr)
         return 2
 
-    # Every rank trains on its own part. It tests on one too: every size-th image, so that none counts twice.
+    # Every rank trains on its own part of the images, and tests on every size-th image, so that none is counted twice.
     sampler = DistributedSampler(train, hvd.size(), hvd.rank(), seed=options.seed)
     train_loader: Loader = DataLoader(train, options.batch_size, sampler=sampler)
     test_loader: Loader = DataLoader(Subset(test, range(hvd.rank(), len(test), hvd.size())), batch_size=500)
@@ -78,7 +78,7 @@ def main() -> int:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
-    # Mixed precision as in any PyTorch program; bfloat16 needs no scaling, float16 does.
+    # Mixed precision as in any PyTorch program. float16 needs gradient scaling, bfloat16 does not.
     half = torch.bfloat16 if device.type == "cpu" or torch.cuda.is_bf16_supported() else torch.float16
     autocast = torch.autocast(device.type, half, enabled=options.amp)
     scaler = torch.amp.GradScaler(device.type, enabled=options.amp and half == torch.float16)
@@ -109,7 +109,7 @@ def main() -> int:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, loader: Loader, device: torch.device) -> tuple[float, float]:
-    """Loss and accuracy on the test images of all ranks."""
+    """Computes loss and accuracy over the test images of all ranks."""
     model.eval()
     sums = torch.zeros(3, device=device)
     for images, labels in loader:
@@ -123,14 +123,14 @@ def evaluate(model: nn.Module, loader: Loader, device: torch.device) -> tuple[fl
 
 
 class DataMissingError(Exception):
-    """There is no data set to train on; the message is for the user."""
+    """The data set is missing or could not be downloaded; the message is printed to the user."""
 
 
 def load_mnist(data_dir: Path, download: bool) -> tuple[MNIST, MNIST]:
-    """Images to train on and to test on. Either all ranks have them, or all raise a DataMissingError."""
+    """Loads the training and test images. If one rank fails, all ranks raise a DataMissingError."""
     problem = None
     if download and hvd.local_rank() == 0:
-        # One rank on each host; the others wait for it at the barrier, and find the files there.
+        # One rank of each host downloads; the others wait for it at the barrier below.
         try:
             MNIST(data_dir, download=True)
         except (RuntimeError, OSError) as error:
@@ -146,7 +146,7 @@ def load_mnist(data_dir: Path, download: bool) -> tuple[MNIST, MNIST]:
             "or say with --data-dir which directory holds MNIST/raw/train-images-idx3-ubyte"
         )
 
-    # Where one rank cannot go on, none can: agree, so that nobody waits for it.
+    # If one rank has failed, all must stop, or the others would wait for it: so exchange the errors.
     problems = hvd.allgather_object(problem, name="problem with the data")
     for found in problems:
         if found is not None:
@@ -155,7 +155,7 @@ def load_mnist(data_dir: Path, download: bool) -> tuple[MNIST, MNIST]:
 
 
 def pick_device() -> torch.device:
-    """A GPU of its own for every rank of this machine, where there are enough; else the CPU."""
+    """Returns this rank's own GPU if this machine has one for each of its ranks, otherwise the CPU."""
     if torch.cuda.device_count() < hvd.local_size():
         return torch.device("cpu")
     torch.cuda.set_device(hvd.local_rank())

@@ -1,5 +1,5 @@
 """
-hvdlite: two lines around an optimizer, and its gradients are averaged over all ranks.
+hvdlite trains a PyTorch model on several ranks: it averages the gradients of an optimizer over all of them.
 
     import hvdlite as hvd
 
@@ -7,26 +7,30 @@ hvdlite: two lines around an optimizer, and its gradients are averaged over all 
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
-What is public is here, and made elsewhere. Packages and modules import only what stands before them, and within a
-package its own docstring has the order:
+This module re-exports the public names of the packages below. Packages and modules import only what stands before
+them, and within a package its own docstring has the order:
 
-    errors < values < files < signing < ignored < environment < log < run_in_workers < rendezvous < worker_main < comm
-           < shm < control < timeline < compression < runtime < ops < optim < links < communicator
+    errors < values < files < signing < ignored < environment < log < run_in_workers < rendezvous < comm < shm
+           < control < timeline < compression < runtime < worker_main < ops < optim < elastic < round_trips
+           < communicator
 
-A name is imported when the program first asks for it: `import hvdlite` itself loads none of these packages.
+A name is imported when the program first uses it: `import hvdlite` itself loads none of these packages.
 
-None of them imports hvdlite_launcher, but for `run_in_workers`, when `run` is called. Above them stand `torch`, the
-same under Horovod's names, `horovod`, which makes programs find it under these, and `bench`, which measures all of it.
+Only `run_in_workers` imports hvdlite_launcher, when `run` is called. Three more modules import this one: `torch`, which
+has the same functions with Horovod's signatures; `horovod`, with which programs can import them as `horovod.torch`; and
+`bench`, the benchmarks.
 """
 
 import atexit
 import importlib
+import importlib.metadata
 import sys
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as _dist
 
 if TYPE_CHECKING:
+    from . import elastic
     from .comm.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
     from .compression.casts import Compression, Compressor
     from .control.handle import Handle
@@ -39,10 +43,7 @@ if TYPE_CHECKING:
         NotInitializedError,
         PeerLostError,
     )
-    from .ops.batch_norm import SyncBatchNorm
-    from .ops.broadcast import allgather_object, broadcast_object, broadcast_parameters
-    from .ops.join import join
-    from .ops.operations import (
+    from .ops.api import (
         allgather,
         allgather_async,
         allreduce,
@@ -70,6 +71,9 @@ if TYPE_CHECKING:
         sparse_allreduce_async,
         synchronize,
     )
+    from .ops.batch_norm import SyncBatchNorm
+    from .ops.broadcast import allgather_object, broadcast_object, broadcast_parameters
+    from .ops.join import join
     from .optim.exchange import Exchange, ExchangeWork, Gradients, Links
     from .optim.optimizer import DistributedOptimizer
     from .optim.optimizer_state import broadcast_optimizer_state
@@ -149,6 +153,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -197,7 +202,7 @@ _NAMES_OF = {
     "ops.batch_norm": "SyncBatchNorm",
     "ops.broadcast": "allgather_object broadcast_object broadcast_parameters",
     "ops.join": "join",
-    "ops.operations": (
+    "ops.api": (
         "allgather allgather_async allreduce allreduce_ allreduce_async allreduce_async_ alltoall "
         "alltoall_async barrier broadcast broadcast_ broadcast_async broadcast_async_ grouped_allgather "
         "grouped_allgather_async grouped_allreduce grouped_allreduce_ grouped_allreduce_async "
@@ -221,14 +226,21 @@ _NAMES_OF = {
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 
 
+__version__: str
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})
 
 
-if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import a public name when it is first asked for, so that programs start without what they do not use."""
+        """Imports a public name when it is first used, so that programs load only the packages that they use."""
+        if name == "__version__":
+            return importlib.metadata.version("hvdlite")
+        if name == "elastic":
+            return importlib.import_module(".elastic", __name__)
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
@@ -246,9 +258,9 @@ def _end_of_program() -> None:
         world.end_of_program()
 
 
-# So that `import hvdlite` is all it takes to name the backend in torch.distributed.
+# Here, so that after `import hvdlite` a program can pass the backend's name to torch.distributed.
 if _dist.is_available() and not hasattr(_dist.Backend, "HVDSHM"):
     _dist.Backend.register_backend("hvdshm", _make_shm_process_group, devices=["cpu"])
 
-# Registered here and not in init(), so that it runs after whatever the program registers: the last word.
+# Registered here and not in init(): exit handlers run in reverse order, so this runs after those of the program.
 atexit.register(_end_of_program)

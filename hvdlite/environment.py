@@ -1,16 +1,18 @@
 """
-hvdlite's own environment variables: a table of their names, readers, defaults and meanings.
+The tables of hvdlite's own environment variables: names, parsers, defaults and meanings.
 
-    Environment      what `hvd.init` reads: a row of the table for each field
-    READ_ELSEWHERE   what `hvdlite-run` and `rendezvous.secret` read
-    SET_FOR_WORKERS  what `hvdlite-run` sets for each worker
+    Environment      the variables that `hvd.init` reads; each field is a row of the table
+    READ_ELSEWHERE   the variables that `hvdlite-run` and `rendezvous.secret` read
+    SET_FOR_WORKERS  the variables that `hvdlite-run` sets for each worker
 
-A new variable is one entry in one of these. Reading, error messages, the warning of misspelt names (`ignored`) and
-the README's list follow from the entry (tests/test_environment.py compares the list). A variable has up to three names:
-HVDLITE_ and a short one, HVDLITE_ and the name, HOROVOD_ and Horovod's name. The first that is set counts; an empty
-value is none. What other launchers set is in `rendezvous.launchers`.
+To add a variable, add one entry to one of these. Its parsing, its error messages, the warning about misspelt names
+(`ignored`) and its row in docs/variables.md follow from the entry (tests/test_environment.py compares the rows). A
+variable has up to three names: HVDLITE_ with a short name, HVDLITE_ with the name, HOROVOD_ with Horovod's name. The
+first one that is set counts; an empty value counts as not set. The variables of other launchers are in
+`rendezvous.launchers`.
 
-Pure: nothing here reads `os.environ` or acts on a value.
+`runtime.world` calls `read_environment` in `hvd.init`. The functions here take the environment as an argument and
+change nothing.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ from .ignored import remarks_of_ignored
 from .values import LONGEST_S
 
 DYNAMIC = "DYNAMIC"
-"""The value of `Environment.timeline` with which nothing is recorded until the program calls `hvd.start_timeline`."""
+"""A value of `Environment.timeline`: recording starts only when the program calls `hvd.start_timeline`."""
 
 DEFAULT_STALL_WARNING_S = 60.0
 
-# As torch.distributed's own: rank 0 may evaluate or save for long while the others wait; a stall is warned of before.
+# torch.distributed's own default. It is long, because rank 0 may evaluate or save while the others wait; the stall
+# check warns earlier.
 DEFAULT_TIMEOUT_S = 1800.0
 
 TRACE = 5
@@ -53,9 +56,9 @@ _DECIMAL = re.compile(r"\+?([0-9]{1,30}(\.[0-9]{0,30})?|\.[0-9]{1,30})([eE][+-]?
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A way to write a value: ``allowed`` names it in the documentation, ``read`` turns the text into the value.
+    """The format of a variable's value: ``allowed`` describes it in the documentation, ``read`` parses a text.
 
-    ``read`` raises a ValueError that says what the text is not. The message continues "NAME='text' is ...".
+    ``read`` raises a ValueError whose text completes the sentence "NAME='text' is ...".
     """
 
     allowed: str
@@ -97,16 +100,16 @@ def _seconds_or_never(text: str) -> float | None:
 
 
 def _decimal(text: str) -> float:
-    """The number that ``text`` is, or nan. float() alone would read the digits of all scripts, and 1_0."""
+    """Parses a number of seconds; nan if it is none. float() alone would accept non-ASCII digits, and 1_0."""
     number = float(text) if _DECIMAL.fullmatch(text) else math.nan
     if number > LONGEST_S:
-        raise ValueError(f"more seconds than can be waited: give {LONGEST_S:g} at most")
+        raise ValueError(f"too many seconds: set {LONGEST_S:g} at most")
     return number
 
 
 def _level(text: str) -> int:
     if text.lower() not in _LEVELS:
-        raise ValueError(f"no level of the log: use one of {', '.join(_LEVELS)}")
+        raise ValueError(f"not a log level: use one of {', '.join(_LEVELS)}")
     return _LEVELS[text.lower()]
 
 
@@ -123,7 +126,7 @@ NUMBER = Format("a number")
 
 
 class Given(NamedTuple):
-    """A variable as it is set: the name that counts, and the text, which is empty where none is set."""
+    """A variable's name that counts, and the text it is set to (empty where it is not set)."""
 
     name: str
     text: str
@@ -134,10 +137,10 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A row of the table.
+    """One environment variable: a row of the table.
 
-    ``name`` and ``short`` stand after HVDLITE_, ``horovods`` after HOROVOD_ (None: Horovod has no such variable).
-    ``default`` and ``meaning`` are for the documentation: what counts where it is not set, and what the value says.
+    ``name`` and ``short`` are prefixed with HVDLITE_, ``horovods`` with HOROVOD_ (None: Horovod has no such variable).
+    ``default`` and ``meaning`` are texts for the documentation.
     """
 
     name: str
@@ -149,7 +152,7 @@ class Variable:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its whole names, the one that counts first."""
+        """Its full names with prefix, in the order in which `given_in` looks them up."""
         ours = [f"HVDLITE_{each}" for each in (self.short, self.name) if each is not None]
         return (*ours, *([] if self.horovods is None else [f"HOROVOD_{self.horovods}"]))
 
@@ -158,7 +161,7 @@ class Variable:
         return Given(name, environ.get(name, "").strip())
 
     def read(self, given: Given) -> object:
-        """The value of a text that is not empty. A ValueError names the variable, the text and what is allowed."""
+        """Parses a non-empty text. Raises a ValueError that names the variable, the text and what is allowed."""
         try:
             return self.format.read(given.text)
         except ValueError as error:
@@ -166,22 +169,22 @@ class Variable:
 
 
 def _shared(name: str, format: Format, default: str, meaning: str, *, short: str | None = None) -> dict[str, Any]:
-    """The metadata of a field: a variable that Horovod has under the same name."""
+    """Makes the metadata of an `Environment` field for a variable that Horovod has under the same name."""
     return {"variable": Variable(name, format, default, meaning, horovods=name, short=short)}
 
 
 def _own(name: str, format: Format, default: str, meaning: str) -> dict[str, Any]:
-    """The metadata of a field: a variable that hvdlite alone has."""
+    """Makes the metadata of an `Environment` field for a variable that Horovod does not have."""
     return {"variable": Variable(name, format, default, meaning)}
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What the user's variables say, read once by `hvd.init` and kept by the world. Each field is a row of the table.
+    """The values of the user's variables. `hvd.init` reads them once, and the world keeps them.
 
-    None is: for ``fusion_threshold_bytes`` and ``log_level`` not set, for ``stall_shutdown_s`` never, for
-    ``hierarchical`` measured. ``check_parameters`` is as in `hvd.init`. ``remarks`` are lines for the user about
-    variables that are set to no effect.
+    None means "not set" for ``fusion_threshold_bytes`` and ``log_level``, "never" for ``stall_shutdown_s``, and "chosen
+    at start" for ``hierarchical``. ``check_parameters`` has the meaning that it has in `hvd.init`. ``remarks`` are
+    warnings for the user about variables that are set but have no effect.
     """
 
     fusion_threshold_bytes: int | None = field(
@@ -190,24 +193,27 @@ class Environment:
             "FUSION_THRESHOLD",
             BYTES,
             "16777216",
-            "how much of the gradients travels at once, unless `bucket_cap_mb` is given; 0: each parameter by itself",
+            "the size of a gradient bucket, unless `bucket_cap_mb` is passed; 0: one bucket per gradient",
         ),
     )
-    autotune: bool = field(
-        default=False, metadata=_shared("AUTOTUNE", SWITCH, "0", "1: measure how much should travel at once")
-    )
+    autotune: bool = field(default=False, metadata=_shared("AUTOTUNE", SWITCH, "0", "1: measure the best bucket size"))
     autotune_log: str | None = field(
-        default=None, metadata=_shared("AUTOTUNE_LOG", FILE, "–", "rank 0 adds to it what was measured")
+        default=None, metadata=_shared("AUTOTUNE_LOG", FILE, "–", "rank 0 appends the measurements to it")
     )
     timeline: str | None = field(
         default=None,
         metadata=_shared(
-            "TIMELINE", TIMELINE, "–", "the timeline is written to it; with `DYNAMIC` the program says when"
+            "TIMELINE",
+            TIMELINE,
+            "–",
+            "the timeline is written to it; `DYNAMIC`: when the program calls `hvd.start_timeline`",
         ),
     )
     stall_check: bool = field(
         default=True,
-        metadata=_shared("STALL_CHECK_DISABLE", SWITCH_OFF, "0", "1: do not look for ranks that others wait for"),
+        metadata=_shared(
+            "STALL_CHECK_DISABLE", SWITCH_OFF, "0", "1: do not warn of ranks that others wait for, nor end the job"
+        ),
     )
     stall_warning_s: float = field(
         default=DEFAULT_STALL_WARNING_S,
@@ -215,7 +221,7 @@ class Environment:
             "STALL_CHECK_TIME_SECONDS",
             SECONDS,
             "60",
-            "how long ranks are waited for until a warning names them",
+            "how long ranks wait for others before a warning names these",
             short="STALL_CHECK_TIME_S",
         ),
     )
@@ -225,7 +231,7 @@ class Environment:
             "STALL_SHUTDOWN_TIME_SECONDS",
             SECONDS_OR_NEVER,
             "0",
-            "how long they are waited for until the job is ended; 0: for ever",
+            "how long ranks wait for others before the job is ended; 0: without limit",
             short="STALL_SHUTDOWN_S",
         ),
     )
@@ -239,7 +245,7 @@ class Environment:
         ),
     )
     log_hide_time: bool = field(
-        default=False, metadata=_shared("LOG_HIDE_TIME", SWITCH, "0", "1: the log is without the time")
+        default=False, metadata=_shared("LOG_HIDE_TIME", SWITCH, "0", "1: lines of the log have no time")
     )
     verbose: bool = field(
         default=False,
@@ -247,7 +253,8 @@ class Environment:
             "VERBOSE",
             SWITCH,
             "0",
-            "1: rank 0 says at the start which ranks there are and how tensors travel, as with `hvdlite-run --verbose`",
+            "1: rank 0 prints at the start which ranks there are and how tensors are sent, as with `hvdlite-run "
+            "--verbose`",
         ),
     )
     hierarchical: bool | None = field(
@@ -256,12 +263,12 @@ class Environment:
             "HIERARCHICAL_ALLREDUCE",
             SWITCH,
             "measured, of CUDA tensors",
-            "1: sums are made within hosts, and then between them; 0: they are not",
+            "1: all-reduces add up within each host first, and then between hosts; 0: in one step",
         ),
     )
     check: bool = field(
         default=True,
-        metadata=_own("CHECK", SWITCH, "1", "0: collectives start without a comparison of what each rank asks for"),
+        metadata=_own("CHECK", SWITCH, "1", "0: collectives start without a check that all ranks call the same"),
     )
     check_parameters: bool | int = field(
         default=True,
@@ -273,11 +280,11 @@ class Environment:
         ),
     )
     shm: bool = field(
-        default=True, metadata=_own("SHM", SWITCH, "1", "0: no shared memory between the ranks of a host")
+        default=True, metadata=_own("SHM", SWITCH, "1", "0: do not use shared memory between the ranks of a host")
     )
     timeout_s: float = field(
         default=DEFAULT_TIMEOUT_S,
-        metadata=_shared("GLOO_TIMEOUT_SECONDS", SECONDS, "1800", "`timeout_s` of `hvd.init`, unless that is given"),
+        metadata=_shared("GLOO_TIMEOUT_SECONDS", SECONDS, "1800", "`timeout_s` of `hvd.init`, unless that is passed"),
     )
     remarks: tuple[str, ...] = ()
 
@@ -285,18 +292,21 @@ class Environment:
 READ_BY_INIT: Mapping[str, Variable] = MappingProxyType(
     {each.name: each.metadata["variable"] for each in fields(Environment) if each.metadata}
 )
-"""The variables of `Environment`, by field."""
+"""The variable of each field of `Environment`, by the field's name."""
 
 _START_TIMEOUT = "`hvdlite-run --start-timeout`, unless that is given"
+_ELASTIC_TIMEOUT = "`hvdlite-run --elastic-timeout`, unless that is given"
 _SECRET = (
-    "all ranks have the same, and know each other by it; under torchrun and a plain srun [set one](docs/security.md)"
+    "a secret, equal on all ranks, by which they authenticate each other; under torchrun and a plain srun "
+    "[set one](security.md)"
 )
 READ_ELSEWHERE = (
     Variable("START_TIMEOUT", SECONDS, "60", _START_TIMEOUT, horovods="START_TIMEOUT"),
+    Variable("ELASTIC_TIMEOUT", SECONDS, "600", _ELASTIC_TIMEOUT, horovods="ELASTIC_TIMEOUT"),
     Variable("SECRET", Format("a secret"), "–", _SECRET),
-    Variable("SECRET_FILE", FILE, "–", "the secret is in it"),
+    Variable("SECRET_FILE", FILE, "–", "contains the secret"),
 )
-"""What the user may set besides, for `hvdlite-run` and `rendezvous.secret`."""
+"""The other variables that the user may set; `hvdlite-run` and `rendezvous.secret` read them."""
 
 SET_FOR_WORKERS = (
     Variable("RANK", NUMBER, "–", "the worker's rank among all", horovods="RANK"),
@@ -305,30 +315,32 @@ SET_FOR_WORKERS = (
     Variable("LOCAL_SIZE", NUMBER, "–", "the number of workers on its host", horovods="LOCAL_SIZE"),
     Variable("CROSS_RANK", NUMBER, "–", "its host's rank among the hosts with this local rank", horovods="CROSS_RANK"),
     Variable("CROSS_SIZE", NUMBER, "–", "the number of hosts with this local rank", horovods="CROSS_SIZE"),
+    Variable("WORKER", NUMBER, "–", "the worker's number, which stays: in a job that is not elastic, its rank"),
+    Variable("ELASTIC", SWITCH, "–", "1 in an elastic job: ranks and sizes change", horovods="ELASTIC"),
     Variable("HOST", Format("a name"), "–", "its host, as the user wrote it", horovods="HOSTNAME"),
-    Variable("STORE", Format("a URL"), "–", "the store in which workers meet"),
+    Variable("STORE", Format("a URL"), "–", "the store through which the workers connect"),
     Variable("JOB_DIR", Format("a directory"), "–", "private to the job on this host, and removed at its end"),
 )
-"""What hvdlite-run tells each worker of its place. Read in `rendezvous` and where a rank ends."""
+"""The variables that hvdlite-run sets for each worker; `rendezvous` and callers of `launcher_variable` read them."""
 
-_TOLD = {each.name: each.names[0] for each in SET_FOR_WORKERS}
+_NAME_OF = {each.name: each.names[0] for each in SET_FOR_WORKERS}
 
 OF_USERS = (*READ_BY_INIT.values(), *READ_ELSEWHERE)
-"""What a user may set, in the order of the README."""
+"""All variables that a user may set, in the order of docs/variables.md."""
 
 KNOWN = frozenset(name for each in (*OF_USERS, *SET_FOR_WORKERS) for name in each.names)
 
 
-def told_by_launcher(name: str, environ: Mapping[str, str]) -> str:
-    """What hvdlite-run has told this worker, such as its "JOB_DIR"; empty where it has not started this process.
+def launcher_variable(name: str, environ: Mapping[str, str]) -> str:
+    """Returns a variable that hvdlite-run set for this worker; empty if hvdlite-run did not start this process.
 
-    ``name`` is one of `SET_FOR_WORKERS`.
+    ``name`` is a name in `SET_FOR_WORKERS`, such as "JOB_DIR".
     """
-    return environ.get(_TOLD[name], "")
+    return environ.get(_NAME_OF[name], "")
 
 
 def read_environment(environ: Mapping[str, str]) -> Environment:
-    """The variables as values. A ValueError names the one that is wrong, and what would do."""
+    """Reads and parses the variables. Raises a ValueError that names a wrong one and what is allowed."""
     given = {name: variable.given_in(environ) for name, variable in READ_BY_INIT.items()}
     values: dict[str, Any] = {name: READ_BY_INIT[name].read(each) for name, each in given.items() if each.text}
     read = _settle_autotune(_settle_stall_times(Environment(**values), given), given)
@@ -336,27 +348,30 @@ def read_environment(environ: Mapping[str, str]) -> Environment:
 
 
 def _settle_stall_times(read: Environment, given: Mapping[str, Given]) -> Environment:
-    """Drop, with a remark, a shutdown that the rest of the stall check makes impossible."""
+    """Drops a stall shutdown that can never happen with the other stall settings, and adds a remark that says so."""
     shutdown_s, warning_s = read.stall_shutdown_s, read.stall_warning_s
     if shutdown_s is None:
         return read
     if not read.stall_check:
-        why = ", as the stall check is turned off"
+        why = ", because the stall check is turned off"
     elif shutdown_s > warning_s:
         return read
     elif not given["stall_warning_s"].text:
-        # Who asks for an early end, and for nothing else, is not to be refused it for a default.
+        # The warning time is only the default here: lower it rather than ignore what the user has set.
         return replace(read, stall_warning_s=shutdown_s / 2)
     else:
-        why = f": it must be more than the {warning_s:g} s of the warning"
+        why = f": it must be longer than the {warning_s:g} s after which the warning comes"
     remark = f"{given['stall_shutdown_s']} has no effect{why}"
     return replace(read, stall_shutdown_s=None, remarks=(*read.remarks, remark))
 
 
 def _settle_autotune(read: Environment, given: Mapping[str, Given]) -> Environment:
-    """Execution autotune off, with a remark, where the size that it would measure is given."""
+    """Turns autotune off if the user has set the bucket size that it would choose, and adds a remark that says so."""
     if not read.autotune or read.fusion_threshold_bytes is None:
         return read
     size = given["fusion_threshold_bytes"]
-    remark = f"{given['autotune']} has no effect, as {size} says how large buckets are"
+    remark = (
+        f"{given['autotune']} has no effect, because {size} (--fusion-threshold-mb) sets the size of the buckets: "
+        "unset it to have the size measured"
+    )
     return replace(read, autotune=False, remarks=(*read.remarks, remark))

@@ -1,72 +1,88 @@
 """
-The errors that hvdlite raises, drawn once as a tree.
+The exception classes that hvdlite raises, and helpers that every package uses for error messages.
 
     HvdliteError
     ├── NotInitializedError    a function was called before hvd.init()
     ├── LaunchEnvironmentError the launcher's variables are incomplete or contradict each other
     ├── MismatchError          ranks built different models, or passed different arguments
-    ├── GradientError          gradients came, or were zeroed, when they should not have been
-    ├── UnsupportedError       what is asked for cannot be done with such tensors, or by that op
+    ├── GradientError          gradients were computed or zeroed at a time that would lose some of them
+    ├── UnsupportedError       the operation cannot be done on such a tensor, or by that reduction op
+    ├── WorkerRemovedError     this worker's host has been removed from an elastic job
     └── CommunicationError     a collective failed or timed out
-        └── PeerLostError      ... because another rank has gone
+        └── PeerLostError      ... because another rank has ended
 
-Wrong arguments are `ValueError` or `TypeError`, as everywhere in Python; `WrongTypeError` is both. What a program that
-was written for Horovod expects to catch, each of them is besides. Nothing here decides when to raise; the messages are
-made where the names of the things are known.
+A wrong argument raises `ValueError` or `TypeError`, as everywhere in Python; `WrongTypeError` is both. Where a program
+written for Horovod catches another type (such as `ValueError`), the class here derives from that type too. The code
+that raises an error writes its message. This module imports nothing of hvdlite.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class HvdliteError(RuntimeError):
     """Base class of hvdlite's errors.
 
-    Wrong arguments are a `ValueError` or `TypeError` instead, but for those that Horovod too reports when it runs them.
+    Wrong arguments raise `ValueError` or `TypeError`, except those that Horovod too detects only when it runs the
+    operation.
     """
 
 
 class NotInitializedError(HvdliteError, ValueError):
     """A function that needs the other ranks was called before ``hvd.init()``.
 
-    It is a `ValueError` too, since that is what programs written for Horovod expect here.
+    It is also a `ValueError`, because programs written for Horovod catch that.
     """
 
 
 class LaunchEnvironmentError(HvdliteError):
-    """The environment says that a launcher started this process, and contradicts itself."""
+    """A launcher started this process, and the variables that it sets are incomplete or contradict each other."""
 
 
 class MismatchError(HvdliteError):
-    """The ranks do not agree on what they are about to do together."""
+    """The ranks disagree about an operation that all of them take part in: its arguments, shapes or model."""
 
 
 class GradientError(HvdliteError, AssertionError):
     """Gradients were computed, zeroed or stepped in an order that would lose some of them.
 
-    It is an `AssertionError` too, since that is what programs written for Horovod expect here.
+    It is also an `AssertionError`, because programs written for Horovod catch that.
     """
 
 
 class UnsupportedError(HvdliteError, ValueError):
-    """What was asked for cannot be done: not with such a tensor, or not by that op.
+    """The operation cannot be done on such a tensor, or by that reduction op.
 
-    A wrong argument, and so a `ValueError`; Horovod notices it when the operation runs, where it is a `RuntimeError`.
+    It is a `ValueError`, as for any wrong argument. It is also a `RuntimeError`, because Horovod raises that when the
+    operation runs.
     """
 
 
 class WrongTypeError(TypeError, ValueError):
-    """An argument of a type that will not do, which in Horovod is a `TypeError` or a `ValueError`, as it comes."""
+    """An argument has the wrong type. Horovod raises `TypeError` in some such cases and `ValueError` in others."""
+
+
+class WorkerRemovedError(HvdliteError, SystemExit):
+    """This worker has been removed from an elastic job, so `hvd.init` has no rank for it.
+
+    It is also a `SystemExit`: a process that does not catch it ends, with exit code 0 and without a traceback.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = 0
 
 
 class CommunicationError(HvdliteError):
-    """A collective failed; the message says which one, on which rank, and why."""
+    """A collective failed or timed out. The message names the collective, the rank and the cause."""
 
 
 class PeerLostError(CommunicationError):
-    """Another rank has gone. The cause is on that rank, never on the one that raises this."""
+    """A collective failed because another rank has ended. The cause is on that rank, not on the one that raises."""
 
 
-# How gloo and NCCL say that the other end of a connection is no more.
+# Texts of gloo's and NCCL's errors when the peer has closed its connection.
 _PEER_LOSS_WORDS = (
     "closed by peer",
     "reset by peer",
@@ -79,7 +95,7 @@ _PEER_LOSS_WORDS = (
 
 
 def says_peer_lost(error: BaseException) -> bool:
-    """Whether this error, or one that it came from, means that another rank has gone."""
+    """Whether this error, or one in its chain of causes, means that another rank has ended."""
     seen: set[int] = set()
     current: BaseException | None = error
     while current is not None and id(current) not in seen:
@@ -91,7 +107,33 @@ def says_peer_lost(error: BaseException) -> bool:
     return False
 
 
-def say_where(interrupt: KeyboardInterrupt, what: str) -> None:
-    """Have a Ctrl-C in a wait tell which one that was, unless it tells something already."""
+# For errors whose cause is on another rank.
+LOOK_THERE = "look for that rank's own error"
+UNKNOWN_END = "another rank has ended"
+
+
+def describe_end(rank: str, ended_normally: bool) -> str:
+    """Returns how a rank has ended, for the message of an error: ``rank 1 (node2) has crashed or was killed``."""
+    return f"{rank} {'has ended' if ended_normally else 'has crashed or was killed'}"
+
+
+# The most ranks or hosts that a message names.
+MOST_NAMED = 8
+
+
+def list_names(names: Sequence[str], count: int) -> str:
+    """Joins the first `MOST_NAMED` of ``names``: ``rank 1 (node2), rank 3 (node4) and 5 more``.
+
+    ``count`` is the number of all that are meant; ``names`` may hold only the first of them.
+    """
+    shown = names[:MOST_NAMED]
+    return ", ".join(shown) + (f" and {count - len(shown)} more" if count > len(shown) else "")
+
+
+def describe_interrupt(interrupt: KeyboardInterrupt, what: str, ranks: str = "") -> None:
+    """Sets the message of a Ctrl-C that interrupted a wait: the operation, and the ranks that it waited for.
+
+    Keeps a message that the exception already has. ``ranks`` is a result of `list_names`, or empty if unknown.
+    """
     if not interrupt.args:
-        interrupt.args = (f"interrupted while waiting in {what}",)
+        interrupt.args = (f"interrupted while waiting in {what}" + (f", which waits for {ranks}" if ranks else ""),)

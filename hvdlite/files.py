@@ -1,8 +1,10 @@
 """
-Files that are written where others may write too: never through a symbolic link that another user has put there.
+Creates and appends to files in directories where other users can write too, such as /tmp.
 
-The path is walked name by name, each directory held while its next name is looked up, so that nothing can be exchanged
-meanwhile. A link is followed if it is this user's own, or root's; another user's is an OSError that names it.
+It never follows a symbolic link that another user has made: that raises an OSError that names the link. Links of this
+user and of root are followed. The path is resolved one name at a time, and each directory is kept open while the next
+name is looked up in it, so that nobody can replace it in between. `timeline` and `optim` write their files with these
+functions.
 """
 
 from __future__ import annotations
@@ -14,16 +16,16 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_MOST_LINKS = 40  # as the kernel has it
-# Not there on every system: what is held then has to be readable.
+_MOST_LINKS = 40  # the kernel's own limit
+# O_PATH does not exist on every system. Without it, directories on the path must be readable.
 _PATH = getattr(os, "O_PATH", os.O_RDONLY)
 _DIRECTORY = _PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-_MODE = 0o666  # less what the user's umask takes away
+_MODE = 0o666  # the umask removes bits from it
 
 
 def create(path: str) -> int:
-    """Open a new file to write and read, in place of what has this name; a link in its place is removed as well."""
+    """Creates a file and returns its descriptor, open to read and write. Removes a file or link of this name first."""
     with _directory_of(path, follow_last=False) as (at, name):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=at)
@@ -31,9 +33,9 @@ def create(path: str) -> int:
 
 
 def append(path: str, text: str) -> None:
-    """Add text to a file, which is made if it is not there."""
+    """Appends text to a file; creates the file if needed."""
     if os.path.dirname(path) in ("/dev", "/dev/fd"):
-        # There links lead to what has no name, and nobody but root makes them.
+        # Links in there point to pipes and terminals, which have no path to resolve. Only root can create them.
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
     else:
         with _directory_of(path, follow_last=True) as (at, name):
@@ -43,14 +45,17 @@ def append(path: str, text: str) -> None:
 
 
 def require_directory(path: str) -> None:
-    """An OSError unless the directory of a file is there, and no other user's link leads to it."""
+    """Raises an OSError unless the directory of the file exists and is reached without another user's links."""
     with _directory_of(path, follow_last=False):
         pass
 
 
 @contextmanager
 def _directory_of(path: str, *, follow_last: bool) -> Iterator[tuple[int, str]]:
-    """The directory of a path, open, and the last name in it, which may be that of a link unless it is followed."""
+    """Yields the open directory of a path and the last name in it; closes the directory at the end.
+
+    Unless ``follow_last``, the last name may be that of a link.
+    """
     try:
         at, name = _walk(path, follow_last=follow_last)
         try:
@@ -58,11 +63,12 @@ def _directory_of(path: str, *, follow_last: bool) -> Iterator[tuple[int, str]]:
         finally:
             os.close(at)
     except OSError as error:
-        # By the whole path, and not by one name of it.
+        # The original error names only one part of the path.
         raise OSError(error.errno, error.strerror, path) from None
 
 
 def _walk(path: str, *, follow_last: bool) -> tuple[int, str]:
+    """Resolves a path; returns the open directory of its last name, and that name."""
     left, links = os.path.join(os.getcwd(), path).split("/")[::-1], 0
     at = os.open("/", _DIRECTORY)
     try:
@@ -91,7 +97,7 @@ def _one_more(links: int) -> int:
 
 
 def _next_name(left: list[str]) -> str:
-    """The next name of a path, its names last first; empty if there is none."""
+    """Removes and returns the next name of a path; empty at its end. ``left`` holds the names in reverse order."""
     while left:
         name = left.pop()
         if name not in ("", "."):
@@ -105,7 +111,7 @@ def _step(at: int, down: int) -> int:
 
 
 def _target_of_link(at: int, name: str) -> str | None:
-    """Where the link of this name leads; None if there is none, and an OSError if it is another user's."""
+    """Returns the target of the link of this name; None if it is no link. Raises an OSError for another user's link."""
     try:
         if not stat.S_ISLNK(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
             return None
@@ -115,10 +121,10 @@ def _target_of_link(at: int, name: str) -> str | None:
                 owner, target = os.fstat(link).st_uid, os.readlink("", dir_fd=link)
             finally:
                 os.close(link)
-        else:  # then its owner and where it leads cannot be asked at once
+        else:  # without O_PATH, owner and target need two system calls
             owner, target = os.stat(name, dir_fd=at, follow_symlinks=False).st_uid, os.readlink(name, dir_fd=at)
     except FileNotFoundError:
         return None
     if owner not in (os.geteuid(), 0):
-        raise OSError(errno.ELOOP, f"{name!r} is a link that another user made: name the place that it leads to")
+        raise OSError(errno.ELOOP, f"{name!r} is a symbolic link of another user: pass the path that it points to")
     return target

@@ -1,9 +1,8 @@
 """
-Finds variables that are set without effect: Horovod's that mean nothing here, each with the reason, and unknown names.
+Finds HOROVOD_ and HVDLITE_ variables that are set without effect, and gives the reason or the likely intended name.
 
-Horovod's are known with hvdlite's prefix as well.
-
-The variables that have an effect are in `environment`, which asks here for the one line about all others.
+Horovod's are recognised with the prefix HVDLITE_ too. The variables that have an effect are in `environment`, which
+calls `remarks_of_ignored` for the warning about all others.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ _OURS, _HOROVODS = "HVDLITE_", "HOROVOD_"
 class Ignored:
     """A variable of Horovod's that has no effect here, and ``why``.
 
-    ``name`` stands after HOROVOD_. ``harmless`` is the value that asks for what is so anyway: no warning names it.
+    ``name`` is without HOROVOD_. ``harmless`` is the value that asks for what hvdlite does anyway: a variable with
+    this value is not reported.
     """
 
     name: str
@@ -28,18 +28,17 @@ class Ignored:
     harmless: str | None = None
 
 
-_NO_CYCLES = "there are no cycles: a collective starts when it is asked for"
-_NO_HIERARCHY = "how ranks of a host and between hosts divide this work is gloo's and NCCL's own to choose"
-_NO_SAMPLES = "autotune measures once, before the first step, and there is nothing to say of how"
-_NO_CHOICE = "CPU tensors travel through shared memory and, between hosts, over gloo; CUDA tensors over NCCL"
-_NO_BUFFER_COPIES = "gradients are computed in the buffer that travels"
-_NO_ELASTIC = "there is no elastic training"
-_NO_RENDEZVOUS = "ranks meet through hvdlite-run or the launcher that there is"
-_NO_MPI = "no MPI is used"
+_NO_CYCLES = "hvdlite has no cycles: a collective starts when the ranks call it"
+_NO_HIERARCHY = "gloo and NCCL choose the algorithm of this collective themselves"
+_NO_SAMPLES = "autotune measures once, before the first step, and has no settings"
+_NO_CHOICE = "CPU tensors are sent through shared memory and, between hosts, by gloo; CUDA tensors by NCCL"
+_NO_BUFFER_COPIES = "gradients are computed in the buffer that is sent"
+_NO_RENDEZVOUS = "ranks connect through hvdlite-run, or whatever launcher started them"
+_NO_MPI = "hvdlite does not use MPI"
 IGNORED = (
     Ignored("CYCLE_TIME", _NO_CYCLES),
     Ignored("TIMELINE_MARK_CYCLES", _NO_CYCLES, harmless="0"),
-    Ignored("CACHE_CAPACITY", "the plan of the buckets is agreed on once, and needs no cache of answers"),
+    Ignored("CACHE_CAPACITY", "ranks agree on the buckets once, and need no cache"),
     Ignored("HIERARCHICAL_ALLGATHER", _NO_HIERARCHY, harmless="0"),
     Ignored("TORUS_ALLREDUCE", _NO_HIERARCHY, harmless="0"),
     Ignored("AUTOTUNE_WARMUP_SAMPLES", _NO_SAMPLES),
@@ -49,36 +48,34 @@ IGNORED = (
     Ignored("CONTROLLER", _NO_CHOICE, harmless="gloo"),
     Ignored("CPU_OPERATIONS", _NO_CHOICE, harmless="gloo"),
     Ignored("GLOO_IFACE", "torch's gloo reads GLOO_SOCKET_IFNAME, and hvdlite-run has --network-interface"),
-    Ignored("NUM_NCCL_STREAMS", "torch gives NCCL a stream of its own"),
-    Ignored("THREAD_AFFINITY", "threads run where the system lets them: taskset or numactl say where that is"),
+    Ignored("NUM_NCCL_STREAMS", "PyTorch gives NCCL a stream of its own"),
+    Ignored("THREAD_AFFINITY", "the system places the threads: use taskset or numactl"),
     Ignored("MPI_THREADS_DISABLE", _NO_MPI),
     Ignored("ADASUM_MPI_CHUNK_SIZE", _NO_MPI),
     Ignored("BATCH_D2D_MEMCOPIES", _NO_BUFFER_COPIES),
     Ignored("DISABLE_GROUP_FUSION", _NO_BUFFER_COPIES),
-    Ignored("ENABLE_ASYNC_COMPLETION", "waiting for a CUDA tensor holds up its stream and not the program, always"),
-    Ignored("DISABLE_NVTX_RANGES", "no NVTX ranges are written"),
+    Ignored("ENABLE_ASYNC_COMPLETION", "waiting for a CUDA tensor always blocks its stream and not the program"),
+    Ignored("DISABLE_NVTX_RANGES", "hvdlite writes no NVTX ranges"),
     Ignored("DYNAMIC_PROCESS_SETS", "process sets may be added and removed at any time", harmless="1"),
-    Ignored("ELASTIC", _NO_ELASTIC, harmless="0"),
-    Ignored("ELASTIC_TIMEOUT", _NO_ELASTIC),
     Ignored("GLOO_RENDEZVOUS_ADDR", _NO_RENDEZVOUS),
     Ignored("GLOO_RENDEZVOUS_PORT", _NO_RENDEZVOUS),
-    Ignored("SPARK_START_TIMEOUT", "there is no Spark in it"),
+    Ignored("SPARK_START_TIMEOUT", "hvdlite does not use Spark"),
     Ignored("ENABLE_XLA_OPS", "hvdlite is for PyTorch"),
-    Ignored("CCL_CACHE", "no oneCCL is used"),
+    Ignored("CCL_CACHE", "hvdlite does not use oneCCL"),
 )
 _IGNORED = {f"{_HOROVODS}{each.name}": each for each in IGNORED}
 
-# What said how Horovod was to be built, and may still be set where it was.
+# Variables that configure the build of Horovod. They may still be set where it was built.
 _OF_BUILDING = re.compile(r"HOROVOD_((WITH|WITHOUT|GPU|BUILD|CUDA|NCCL|ROCM|CCL|ALLOW)(_.*)?|SKIP_COMPILE)")
 
 
 def remarks_of_ignored(environ: Mapping[str, str], known: Collection[str]) -> tuple[str, ...]:
-    """One line about all variables with either prefix that are not among the ``known`` ones; none where all are."""
+    """Returns one line about all HVDLITE_ and HOROVOD_ variables that are set and not ``known``; () without any."""
     names_by_reason: dict[str, list[str]] = {}
     for name in sorted(environ):
         text = environ[name].strip()
         if text and name.startswith((_OURS, _HOROVODS)) and name not in known:
-            # With hvdlite's prefix too: who spells a variable of Horovod's so is told why there is none.
+            # A variable of Horovod's is also looked up when it is written with hvdlite's prefix.
             ignored = _IGNORED.get(name) or _IGNORED.get(name.replace(_OURS, _HOROVODS, 1))
             if ignored is None:
                 names_by_reason.setdefault(_why_unknown(name, known), []).append(name)
@@ -87,20 +84,20 @@ def remarks_of_ignored(environ: Mapping[str, str], known: Collection[str]) -> tu
     if not names_by_reason:
         return ()
     said = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in names_by_reason.items())
-    return (f"set, but without effect in hvdlite: {said}",)
+    return (f"these variables are set and have no effect in hvdlite: {said}",)
 
 
 def _why_unknown(name: str, known: Collection[str]) -> str:
     if _OF_BUILDING.fullmatch(name):
-        return "nothing is built"
+        return "hvdlite has nothing to build"
     meant = _meant_by(name, known)
-    return "not known" if meant is None else f"not known; did you mean {meant}?"
+    return "unknown" if meant is None else f"unknown; did you mean {meant}?"
 
 
 def _meant_by(name: str, known: Collection[str]) -> str | None:
-    """The variable that a misspelt one most likely stands for, or None.
+    """Guesses the variable that the user meant by a misspelt one; None without a guess.
 
-    For HOROVOD_CHECK_PARAMETERS it is HVDLITE_CHECK_PARAMETERS: hvdlite alone has that one.
+    For HOROVOD_CHECK_PARAMETERS it is HVDLITE_CHECK_PARAMETERS, because Horovod has no such variable.
     """
     prefixes = (_OURS,) if name.startswith(_OURS) else (_HOROVODS, _OURS)
     rest = name.removeprefix(prefixes[0])
@@ -108,7 +105,7 @@ def _meant_by(name: str, known: Collection[str]) -> str | None:
     for prefix in prefixes:
         for each in sorted(each for each in known if each.startswith(prefix)):
             whole.setdefault(each.removeprefix(prefix), each)
-    # The same with hvdlite's prefix is meant before one that is cut short, and that before one that looks alike.
+    # In the order of likelihood: the same name with the other prefix, a name that was cut short, a similar name.
     alike = [each for each in whole if each == rest]
     alike += [each for each in whole if rest and each.startswith(f"{rest}_")]
     alike += difflib.get_close_matches(rest, whole, n=1, cutoff=0.75)

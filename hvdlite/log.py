@@ -1,8 +1,9 @@
 """
-hvdlite's log: the logger, and where its lines go.
+hvdlite's logger, and the handler that prints its lines.
 
-A program that sets up `logging` itself has hvdlite's lines among its own. Where ``HVDLITE_LOG_LEVEL`` is set (see
-`environment`), and only there, they go to stderr, with their rank, from this level on.
+By default, hvdlite's lines appear in whatever the program has set up with `logging`. If ``HVDLITE_LOG_LEVEL`` is set
+(see `environment`), lines of this level and above go to stderr instead, each with its rank. All packages log through
+`log`; `hvd.init` calls `open_log`.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ log = logging.getLogger("hvdlite")
 
 
 class _OfOneRank(logging.StreamHandler):  # type: ignore[type-arg]  # the stream is sys.stderr
-    """hvdlite's one handler."""
+    """Prints the log to stderr, each line with its rank; the only handler that hvdlite installs."""
 
-    def __init__(self, rank: int, *, hide_time: bool) -> None:
+    def __init__(self, rank: int | str, *, hide_time: bool) -> None:
         super().__init__()
         time = "" if hide_time else "%(asctime)s "
         self.setFormatter(logging.Formatter(f"{time}hvdlite[{rank}] %(levelname)s: %(message)s"))
 
 
-def open_log(environment: Environment, rank: int) -> None:
-    """Let the log go where the environment says, and no more where an earlier one said."""
+def open_log(environment: Environment, rank: int | str) -> None:
+    """Sets up the log as the environment says, and undoes what an earlier call has set up.
+
+    ``rank`` is a text where the rank is not known yet.
+    """
     for handler in [each for each in log.handlers if isinstance(each, _OfOneRank)]:
         log.removeHandler(handler)
         log.setLevel(logging.NOTSET)
@@ -33,5 +37,5 @@ def open_log(environment: Environment, rank: int) -> None:
         logging.addLevelName(TRACE, "TRACE")
         log.addHandler(_OfOneRank(rank, hide_time=environment.log_hide_time))
         log.setLevel(environment.log_level)
-        # Or whoever has set up the root logger as well would see each line twice.
+        # Otherwise each line would appear twice where the program has set up the root logger too.
         log.propagate = False

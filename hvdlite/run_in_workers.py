@@ -1,7 +1,7 @@
 """
-`run`: the program hvdlite-run from Python, for who imports hvdlite anyway.
+The public function `run`: starts workers from Python as the program hvdlite-run does.
 
-The one place where the library reaches for the launcher, and only when it is called.
+It calls `hvdlite_launcher.run`. This is the library's only import of the launcher, and it happens when `run` is called.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def run(
     np: int | None = None,
     **flags: Any,
 ) -> list[Returned]:
-    """Call ``func(*args, **kwargs)`` in ``np`` new workers, and give what it returned in each, by rank.
+    """Call ``func(*args, **kwargs)`` in ``np`` new workers, and return its return values in the order of the ranks.
 
-    It is `hvdlite_launcher.run`, with the same arguments: ``hosts``, ``hostfile``, ``environment`` and all flags of
-    hvdlite-run. ``func`` calls `init` if its workers are to talk to each other; the caller need not, and is none of
-    them.
+    It takes the arguments of `hvdlite_launcher.run`: ``hosts``, ``hostfile``, ``environment`` and all flags of
+    hvdlite-run. ``func`` must call `init` if the workers are to communicate. The calling process is not one of the
+    workers and need not call `init`.
     """
-    # mypy knows it by the name of its directory.
+    # mypy sees the package under the name of its directory, `launcher`.
     import hvdlite_launcher  # type: ignore[import-not-found]  # noqa: PLC0415
 
     returned: list[Returned] = hvdlite_launcher.run(func, args, kwargs, np=np, **flags)

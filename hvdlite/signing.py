@@ -1,10 +1,11 @@
 """
-Signatures with a key that only the ranks of a job have: HMAC-SHA256 over everything that gives a message its meaning.
+Signs messages between ranks with HMAC-SHA256, by a key that only the ranks of a job have.
 
-    key ── Signer ── sign(parts) on one rank ── tag travels beside the message ── is_signed(tag, parts) on another
+    sender: tag = signer.sign(parts) ── message and tag ── receiver: signer.is_signed(tag, parts)
 
-Where the key comes from is in `rendezvous.secret`. Introductions are signed in `rendezvous.rank_info`, connections
-of gloo prove themselves in `comm.gloo`, objects are signed in `comm.group`, control messages in `control`.
+``parts`` are the message and all that gives it its meaning, such as the sender's rank. The key is made from the secret
+of `rendezvous.secret`. `rendezvous.rank_info` signs what ranks exchange in the store, `comm.gloo` authenticates gloo's
+connections, `comm.group` signs objects, and `control` signs control messages.
 """
 
 from __future__ import annotations
@@ -18,42 +19,42 @@ _LENGTH_BYTES = 8
 
 
 class Signer:
-    """Signs messages, and checks the signatures of others who have the same key."""
+    """Signs messages with a key, and checks signatures made with the same key."""
 
     __slots__ = ("_key",)
 
     def __init__(self, key: bytes) -> None:
-        """``key``: secret bytes of any length, equal on all ranks of the job."""
+        """Takes the key: secret bytes of any length, equal on all ranks of the job."""
         self._key = key
 
     def sign(self, *parts: bytes | str | int) -> bytes:
-        """The signature of these parts in this order: `TAG_BYTES` bytes.
+        """Returns the signature of these parts in this order, of `TAG_BYTES` bytes.
 
-        Parts cannot be moved into each other: their lengths and kinds are signed too.
+        The types and lengths of the parts are signed too, so that no other parts give the same bytes.
         """
         return hmac.digest(self._key, b"".join(map(_encoded, parts)), "sha256")
 
     def is_signed(self, tag: bytes, *parts: bytes | str | int) -> bool:
-        """Whether ``tag`` is the signature of these parts; takes as long whatever is wrong with it."""
+        """Whether ``tag`` is the signature of these parts; compares in constant time."""
         return hmac.compare_digest(tag, self.sign(*parts))
 
     def is_signed_hex(self, tag: str, *parts: bytes | str | int) -> bool:
-        """`is_signed`, of a signature in hexadecimal digits."""
+        """Does what `is_signed` does, for a signature in hexadecimal digits."""
         return hmac.compare_digest(tag.encode(), self.sign(*parts).hex().encode())
 
     def derive(self, *parts: bytes | str | int) -> Signer:
-        """A signer with a key of its own that follows from this one's and the parts."""
+        """Returns a signer with another key, computed from this one's key and the parts."""
         return Signer(self.sign("derive", *parts))
 
     def __repr__(self) -> str:
         return "<Signer>"
 
     def __reduce__(self) -> str:
-        raise TypeError("a Signer holds the job's key and is not to be sent anywhere")
+        raise TypeError("a Signer holds the job's key and cannot be pickled")
 
 
 def digest(data: bytes | bytearray | memoryview) -> bytes:
-    """What stands for long data where it is signed: its SHA-256."""
+    """Returns the SHA-256 of long data; callers sign this instead of the data."""
     return hashlib.sha256(data).digest()
 
 

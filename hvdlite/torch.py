@@ -1,10 +1,11 @@
 """
-hvdlite under the names of `horovod.torch`: change the import, and nothing else.
+hvdlite with the names and signatures of `horovod.torch`: a Horovod program needs only this import.
 
     import hvdlite.torch as hvd
 
-What is here comes from `hvdlite`, but for what Horovod has otherwise: `init` takes ``comm``, and the compressions are
-classes whose methods take one tensor. Inside this package ``import torch`` is PyTorch, as anywhere else.
+Most names are imported from `hvdlite`. Two differ: `init` also takes Horovod's argument ``comm``, and `Compression` has
+Horovod's classes, whose methods take one tensor. `HorovodInternalError` and `check_extension` exist only here. Inside
+this package ``import torch`` still imports PyTorch.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         cross_size,
         cuda_built,
         ddl_built,
+        elastic,
         global_process_set,
         gloo_built,
         gloo_enabled,
@@ -87,7 +89,7 @@ if TYPE_CHECKING:
     )
     from .compression.horovod_compressors import Compression
 
-# Whatever goes wrong between the ranks is one of these, and is caught under Horovod's name.
+# All of hvdlite's errors derive from this class, so programs that catch Horovod's class catch them.
 HorovodInternalError = HvdliteError
 
 __all__ = [
@@ -126,6 +128,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -169,23 +172,23 @@ def init(
     timeout_s: float | None = None,
     check_parameters: bool | int | None = None,
 ) -> None:
-    """`hvdlite.init`, with Horovod's first argument.
+    """Does what `hvdlite.init` does; also takes Horovod's first argument.
 
-    ``comm``: None, the list of all ranks, or mpi4py's COMM_WORLD; all of these mean every rank of the job. For fewer
-    there are process sets: a ValueError says so.
+    ``comm``: None, the list of all ranks, or mpi4py's COMM_WORLD; each of these means every rank of the job. A
+    communicator of fewer ranks is a ValueError, which says to use process sets.
     """
-    # Here and not above, as in `hvdlite` itself: the import of this module is to take no time.
+    # Imported here, so that the import of this module takes little time.
     from . import init as init_hvdlite  # noqa: PLC0415
     from . import is_initialized  # noqa: PLC0415
     from .communicator import check_comm  # noqa: PLC0415
 
-    if not is_initialized():
+    if comm is not None and not is_initialized():
         check_comm(comm, _size_to_be())
     init_hvdlite(timeout_s, process_sets=process_sets, check_parameters=check_parameters)
 
 
 def check_extension(*_: object) -> None:
-    """Nothing to check: there is no extension that could be missing."""
+    """Does nothing. Horovod checks here that its compiled extension is installed; hvdlite has none."""
 
 
 def _size_to_be() -> int:
@@ -201,14 +204,10 @@ def __dir__() -> list[str]:
     return [*__all__, *(name for name in globals() if name.startswith("__"))]
 
 
-if not TYPE_CHECKING:  # or type checkers would take any name for one of ours
+if not TYPE_CHECKING:  # otherwise type checkers would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Import a public name when it is first asked for, as `hvdlite` does."""
-        if name == "elastic":
-            raise AttributeError(
-                "hvd.elastic: elastic training is not in hvdlite yet; checkpoint, and start the job anew"
-            )
+        """Imports a public name when it is first used, as `hvdlite` does."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name == "Compression":

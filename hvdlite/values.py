@@ -1,11 +1,11 @@
 """
-Reads numbers, names and paths that users pass as arguments.
+Checks and converts numbers and paths that users pass as arguments, and formats any value for an error message.
 
-    value ── whole_number, real_number ── an int, a float, or None where it is neither
-    value ── shown ── one line for a message, whatever the value is
+    whole_number, real_number    an int or a float, or None if the value is no such number
+    shown                        one line for a message, whatever the value is
 
-NumPy's numbers and tensors of one element are numbers too. What to do with any other value is decided by the
-function that was given it.
+NumPy's numbers and tensors of one element count as numbers. Most packages call these functions; the caller decides what
+happens with a wrong value.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 from torch import Tensor
 
 LONGEST_S = 1e9
-"""More seconds than any program waits, and fewer than clocks and locks can count."""
+"""The longest timeout that is accepted; clocks and locks can still count it."""
 
 MOST = 2**31 - 1
-"""The highest count of anything."""
+"""The highest rank, number of steps, or other count that is accepted."""
 
 _LONGEST_SHOWN = 120
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: one line, not too long, of whatever can be printed."""
+    """Formats a value for a message: its repr as one line of printable characters, cut at a limit."""
     if isinstance(value, Tensor):
         return f"<{type(value).__name__}>"
     try:
-        # Whatever an object's own method raises; an int of very many digits has no repr either.
+        # An object's own __repr__ may raise anything; the repr of an int of very many digits raises too.
         text = repr(value)
     except Exception:  # noqa: BLE001 - see above
         return f"<{type(value).__name__}>"
@@ -41,18 +41,21 @@ def shown(value: object) -> str:
 
 
 def whole_number(value: Any) -> int | None:
-    """The int that a value is, or None: a bool is none, nor is a float."""
+    """Returns the value as an int, or None if it is not a whole number; bools and floats give None."""
     if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype is torch.bool):
         return None
     try:
         return operator.index(value)
-    except Exception:  # noqa: BLE001 - whatever an object's own method raises, a tensor's without values included
+    except Exception:  # noqa: BLE001 - an object's own method may raise anything, and so do tensors without values
         return None
 
 
 def real_number(value: Any) -> float | None:
-    """The float that a value is, or None; those too large for one are infinite. A text is none, whatever it says."""
-    # PyTorch's and NumPy's complex numbers have a float, without what makes them complex.
+    """Returns the value as a float, or None if it is not a real number; text gives None.
+
+    Numbers too large for a float give infinity.
+    """
+    # float() of PyTorch's and NumPy's complex numbers drops the imaginary part.
     is_complex = value.is_complex() if isinstance(value, Tensor) else "complex" in type(value).__name__
     if is_complex or not (hasattr(value, "__float__") or hasattr(value, "__index__")):
         return None
@@ -65,17 +68,17 @@ def real_number(value: Any) -> float | None:
 
 
 def seconds(value: object, argument: str) -> float:
-    """A positive number of seconds that can be waited, or a ValueError."""
+    """Returns a positive number of seconds, `LONGEST_S` at most; raises a ValueError for anything else."""
     number = None if isinstance(value, bool) else real_number(value)
     if number is None or not number > 0:
         raise ValueError(f"{argument}={shown(value)} is not a positive number of seconds, such as 60")
     if number > LONGEST_S:
-        raise ValueError(f"{argument}={shown(value)} is more seconds than can be waited: give {LONGEST_S:g} at most")
+        raise ValueError(f"{argument}={shown(value)} is too many seconds: pass {LONGEST_S:g} at most")
     return number
 
 
 def is_file_name(path: str) -> bool:
-    """Whether a file may have this name at all, as far as the system's calls are concerned."""
+    """Whether the operating system accepts this text as a path."""
     try:
         return path != "" and b"\0" not in os.fsencode(path)
     except UnicodeEncodeError:

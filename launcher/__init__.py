@@ -1,24 +1,24 @@
-"""hvdlite-run: starts one command on many hosts, shows what it prints, and ends all of it when one part fails.
+"""hvdlite-run: starts one command on many hosts, shows its output, and ends all of it when one worker fails.
 
-    cli ── plan (hosts → slots → ranks, environment) ── agents ── one agent per host (`host`) ── workers
-               job ◄── one queue of typed events ◄── agents, screen, signals
-             store ◄── each agent's relay ◄── workers that look for each other
+    cli or function ──► plan ──► job (or check) ──► agents ──► host (an agent on each host) ──► workers
+    one queue of events: agents, screen, signals ──► job
+    workers ──► store.relay in each agent ──► store.server in the launcher, to find each other
 
 Packages and modules import only what stands before them, and within a package its own docstring has the order:
 
     version < errors < system < wire < store < plan < host < agents < job < check < cli < function
 
-Nothing here imports torch or hvdlite: the launcher answers at once, and runs where torch is not installed.
-Beyond the standard library it needs psutil, `cli.config_file` PyYAML when a file is given, and `function.caller`
-cloudpickle. What it shares with the library is no code but the environment of a worker (`plan.worker_environment`),
-what a worker asks the store (`wire.worker_requests`) and what it calls (`function.function_messages`).
+No module imports torch or hvdlite, so the launcher starts fast and runs where torch is not installed. Besides the
+standard library it needs psutil; `cli.config_file` needs PyYAML and `function.caller` needs cloudpickle. It shares no
+code with the library. What both must agree on is in `plan.worker_environment` (a worker's environment),
+`wire.worker_requests` (requests to the store) and `function.function_messages` (the call of a function).
 """
 
 from __future__ import annotations
 
 from .errors import JobError
 
-# By this name type checkers know it. The module `typing` takes a while, in which Ctrl-C is a traceback: see `__main__`.
+# Type checkers know this name. Importing `typing` takes a while, during which Ctrl-C shows a traceback: see `__main__`.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -40,20 +40,23 @@ def run(
     environment: Mapping[str, str | None] | None = None,
     **flags: object,
 ) -> list[Returned]:
-    """Call ``func(*args, **kwargs)`` in ``np`` workers, and give what it returned in each, by rank.
+    """Calls ``func(*args, **kwargs)`` in ``np`` workers and returns a list of what each returned, by rank.
 
-    ``hosts``, ``hostfile`` and all other ``flags`` are hvdlite-run's, as in ``grace=10`` or ``verbose=True``;
-    ``environment`` is its ``-x``: variables for the workers, those that are None with the value they have here.
-    Workers have what the caller has otherwise, but for standard input, and what they print is shown.
+    In an elastic job (``min_np``) these are the ranks of the last generation.
 
-    ``func``, what it is given and what it returns are pickled (by cloudpickle: lambdas and what is defined in a
-    notebook will do). It may be called from any thread, and returns or raises once nothing of the job is left.
+    ``hosts``, ``hostfile`` and all other ``flags`` are hvdlite-run's flags, as in ``grace=10`` or ``verbose=True``.
+    ``environment`` is its ``-x``: a mapping of variables for the workers, where None means the caller's value. As
+    with hvdlite-run, workers have the caller's environment and working directory, and their output is shown. They have
+    no standard input.
 
-    Raises the exception of the worker that failed first, whose ``__cause__`` tells rank and traceback; `JobError`
-    where a worker ended otherwise, or its exception cannot be unpickled here; `pickle.PicklingError`, ValueError or
-    TypeError for what cannot be sent or is no flag.
+    ``func``, its arguments and what it returns are pickled by cloudpickle, so lambdas and functions defined in a
+    notebook work. `run` may be called from any thread. It returns or raises once no process of the job is left.
+
+    Raises the exception of the worker that failed first; its ``__cause__`` has the rank and the traceback. Raises
+    `JobError` for any other failure of the job, and if the exception cannot be unpickled here. Raises
+    `pickle.PicklingError` for what cannot be pickled, and ValueError or TypeError for wrong flags or arguments.
     """
-    # Here, as hvdlite-run and its agents import this package too, and need none of it.
+    # Imported here, since hvdlite-run and its agents import this package too and do not need it.
     from .function.caller import run as run_function  # noqa: PLC0415
 
     given = {"np": np, "hosts": hosts, "hostfile": hostfile, "environment": environment}

@@ -1,13 +1,13 @@
-"""Starts hvdlite-run, also as `python -m hvdlite_launcher`: answers signals at once, then imports the rest.
+"""Starts hvdlite-run, also as `python -m hvdlite_launcher`: handles signals first, and then imports the rest.
 
-While a job runs, `launch` has the signals. Before and after that INT, TERM and HUP end this process at once, with one
-line: there is nothing to tidy up. Nothing is imported here that takes time, and so no module `signal` or `threading`:
-until `_take_signals` has been called, Python's own answer to Ctrl-C is a traceback.
+While a job runs, `job.launch` handles the signals. Before and after, SIGINT, SIGTERM and SIGHUP end this process at
+once with one line, as there is nothing to clean up. Until `_take_signals` has been called, Ctrl-C shows a traceback of
+Python. So this module imports nothing that takes time, not even `signal` or `threading`.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # the module `signal` without its names, which take a while
+import _signal  # type: ignore[import-not-found]  # the module `signal` without its enums, which take a while
 import _thread
 import os
 import sys
@@ -19,7 +19,7 @@ _said = _thread.allocate_lock()
 
 
 def main() -> int:
-    """Run hvdlite-run and give its exit code."""
+    """Runs hvdlite-run and returns its exit code."""
     try:
         _take_signals()
         from .cli.hvdlite_run import main as run  # noqa: PLC0415  # see above
@@ -29,17 +29,17 @@ def main() -> int:
         if (why := in_words(error)) is None:
             raise
         os.write(2, f"hvdlite-run: {why}\n".encode(errors="backslashreplace"))
-        # At once: where no file can be opened, ending threads in order aborts the process.
+        # Ends at once: where no file can be opened, the regular end of threads aborts the process.
         os._exit(1)
 
 
 def _take_signals() -> None:
-    """From now on each of them is answered by `_end`, but where it is ignored, as under nohup."""
+    """Handles these signals by `_end` from now on, except those that are ignored, as under nohup."""
     for signum in _NAMES:
         if _signal.getsignal(signum) != _signal.SIG_IGN:
             _signal.signal(signum, lambda signum, _: _end(signum))
-    # The main thread answers between two steps of Python's; while it waits for the system (for a name server that
-    # does not answer, say), another one does.
+    # Python calls handlers in the main thread, between two bytecodes. While that thread waits in a system call (for a
+    # name server that does not answer, say), a second thread handles the signal.
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     _signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -54,7 +54,7 @@ def _answer(reader: int) -> None:
 
 
 def _end(signum: int) -> None:
-    if _said.acquire(blocking=False):  # whichever thread comes first
+    if _said.acquire(blocking=False):  # either thread may be first
         os.write(2, f"hvdlite-run: ended by {_NAMES[signum]}; no job was running\n".encode())
         os._exit(128 + signum)
 

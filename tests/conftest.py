@@ -1,20 +1,34 @@
-"""What all tests share: the ranks are threads of this process unless a test says otherwise."""
+"""Settings and fixtures for all tests.
+
+With `-n auto`, pytest-xdist uses one process more than there are cores, because tests that start whole jobs wait for
+most of their time.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 
-# PyTorch 2.11 notes every collective in a map of the process that takes no lock, and ranks are threads here.
+# Turns off PyTorch's flight recorder. In 2.11 it notes every collective in a map without a lock, which is unsafe here,
+# because ranks are threads.
 os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
 
 import hvdlite as hvd
 
-# Its limit of 200 ms for an example measures how busy the machine is.
+# With pytest-xdist, all tests of such a file run one after the other in one process.
+ONE_AFTER_THE_OTHER = {
+    "tests/e2e/test_faults.py",  # each test runs several jobs at once, and all must be gone within seconds
+    "tests/e2e/test_other_launchers.py",  # it starts Slurm's daemons and their network once
+    "tests/migration/test_calls.py",  # its tests read the results of the same jobs
+}
+
+# Without hypothesis's limit of 200 ms per example, which a busy machine exceeds.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
@@ -25,7 +39,37 @@ def _leave_no_world_behind() -> Iterator[None]:
     hvd.shutdown()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Shortens the paths of temporary directories: a Unix socket's path has at most 107 bytes."""
+    if hasattr(config, "workerinput"):
+        base = Path(config.option.basetemp)
+        config.option.basetemp = str(base.with_name(base.name.removeprefix("popen-gw")))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Returns the number of processes for `-n auto`."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Makes a scheduler that gives each test to an idle process, but a file of ONE_AFTER_THE_OTHER to one process."""
+    if config.getvalue("dist") != "load":
+        return None
+    gone = [file for file in ONE_AFTER_THE_OTHER if not (config.rootpath / file).is_file()]
+    assert not gone, f"ONE_AFTER_THE_OTHER in tests/conftest.py names files that are not there: {gone}"
+    from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415  # it may not be installed
+
+    class Scheduler(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file in ONE_AFTER_THE_OTHER else nodeid
+
+    return Scheduler(config, log)
+
+
 def pytest_collection_finish() -> None:
-    """What is there by now stays: looking for garbage in all of torch takes a second, in the middle of some test."""
+    """Excludes all existing objects from garbage collection: with torch's, each collection takes a second."""
     gc.collect()
     gc.freeze()

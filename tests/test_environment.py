@@ -1,4 +1,4 @@
-"""What the user's variables say, under hvdlite's name and Horovod's, and who heeds it."""
+"""Environment variables, under hvdlite's names and Horovod's: how they are read, and what in hvdlite uses them."""
 
 from __future__ import annotations
 
@@ -118,11 +118,12 @@ def test_a_variable_says_how_often_parameters_are_compared(text, meaning):
     [
         (
             {"HOROVOD_STALL_CHECK_TIME_SECONDS": "60", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30"},
-            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=30 has no effect: it must be more than the 60 s of the warning",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS=30 has no effect: it must be longer than the 60 s after which the "
+            "warning comes",
         ),
         (
             {"HVDLITE_STALL_CHECK_DISABLE": "1", "HVDLITE_STALL_SHUTDOWN_S": "90"},
-            "HVDLITE_STALL_SHUTDOWN_S=90 has no effect, as the stall check is turned off",
+            "HVDLITE_STALL_SHUTDOWN_S=90 has no effect, because the stall check is turned off",
         ),
     ],
 )
@@ -134,7 +135,10 @@ def test_an_end_that_cannot_come_is_said_to_have_no_effect(environ, remark):
 
 def test_a_size_of_buckets_that_is_given_is_not_measured():
     read = read_environment({"HOROVOD_AUTOTUNE": "1", "HVDLITE_FUSION_THRESHOLD": "0"})
-    remark = "HOROVOD_AUTOTUNE=1 has no effect, as HVDLITE_FUSION_THRESHOLD=0 says how large buckets are"
+    remark = (
+        "HOROVOD_AUTOTUNE=1 has no effect, because HVDLITE_FUSION_THRESHOLD=0 (--fusion-threshold-mb) sets the size of "
+        "the buckets: unset it to have the size measured"
+    )
     assert (read.autotune, read.fusion_threshold_bytes, read.remarks) == (False, 0, (remark,))
 
 
@@ -146,22 +150,23 @@ def test_all_that_mean_nothing_here_are_named_in_one_line_with_why():
 
 
 def test_one_that_is_not_known_is_named_and_a_launchers_own_are_not():
-    environ = {"HOROVOD_STALL_CHECK_TIME": "5", "HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_ELASTIC_TIMEOUT": "9"}
+    environ = {"HOROVOD_STALL_CHECK_TIME": "5", "HOROVOD_GPU_OPERATIONS": "NCCL", "HOROVOD_CCL_CACHE": "9"}
     assert read_environment(environ).remarks == (
-        "set, but without effect in hvdlite: HOROVOD_ELASTIC_TIMEOUT (there is no elastic training); "
-        "HOROVOD_GPU_OPERATIONS (nothing is built); HOROVOD_STALL_CHECK_TIME (not known; did you mean "
-        "HOROVOD_STALL_CHECK_TIME_SECONDS?)",
+        "these variables are set and have no effect in hvdlite: HOROVOD_CCL_CACHE (hvdlite does not use oneCCL); "
+        "HOROVOD_GPU_OPERATIONS (hvdlite has nothing to build); HOROVOD_STALL_CHECK_TIME (unknown; did you "
+        "mean HOROVOD_STALL_CHECK_TIME_SECONDS?)",
     )
     place = {name: "1" for name in OWN_VARIABLES if name.startswith(("HOROVOD_", "HVDLITE_"))}
-    assert len(place) == 7 + 9
-    assert read_environment({**place, "HOROVOD_START_TIMEOUT": "9", "HOROVOD_SPELT_WRONG": ""}).remarks == ()
+    assert len(place) == 8 + 11
+    launchers = {"HOROVOD_START_TIMEOUT": "9", "HOROVOD_ELASTIC_TIMEOUT": "9"}
+    assert read_environment({**place, **launchers, "HOROVOD_SPELT_WRONG": ""}).remarks == ()
 
 
 def test_one_of_hvdlites_prefix_that_is_misspelt_is_named_with_what_was_likely_meant():
     environ = {"HVDLITE_FUSION_TRESHOLD": "5", "HVDLITE_CHECKS": "0", "HVDLITE_OF_NOBODY": "1", "HVDLITE_EMPTY": ""}
     assert read_environment(environ).remarks == (
-        "set, but without effect in hvdlite: HVDLITE_CHECKS (not known; did you mean HVDLITE_CHECK?); "
-        "HVDLITE_FUSION_TRESHOLD (not known; did you mean HVDLITE_FUSION_THRESHOLD?); HVDLITE_OF_NOBODY (not known)",
+        "these variables are set and have no effect in hvdlite: HVDLITE_CHECKS (unknown; did you mean HVDLITE_CHECK?); "
+        "HVDLITE_FUSION_TRESHOLD (unknown; did you mean HVDLITE_FUSION_THRESHOLD?); HVDLITE_OF_NOBODY (unknown)",
     )
 
 
@@ -177,7 +182,7 @@ def test_one_of_hvdlites_prefix_that_is_misspelt_is_named_with_what_was_likely_m
     ],
 )
 def test_horovods_prefix_on_a_variable_that_hvdlite_alone_has_is_named_with_the_right_one(name, meant):
-    said = f"set, but without effect in hvdlite: {name} (not known; did you mean {meant}?)"
+    said = f"these variables are set and have no effect in hvdlite: {name} (unknown; did you mean {meant}?)"
     assert read_environment({name: "1"}).remarks == (said,)
 
 
@@ -188,15 +193,15 @@ def test_horovods_own_with_hvdlites_prefix_say_why_they_have_no_effect():
     assert read_environment({"HVDLITE_CONTROLLER": "gloo"}).remarks == ()
 
 
-def row_of_readme(variable: Variable) -> str:
+def row_of_page(variable: Variable) -> str:
     ours = ", ".join(f"`{name}`" for name in reversed(variable.names) if name.startswith("HVDLITE_"))
     in_horovod = "–" if variable.horovods is None else "✓"
     return f"| {ours} | {in_horovod} | {variable.format.allowed} | {variable.default} | {variable.meaning} |"
 
 
-def test_the_readme_lists_what_a_user_may_set_as_the_table_has_it():
-    section = (ROOT / "README.md").read_text().partition("\n## Environment variables\n")[2].partition("\n## ")[0]
-    assert re.findall(r"(?m)^\| `.*$", section) == [row_of_readme(variable) for variable in OF_USERS]
+def test_the_page_of_variables_lists_what_a_user_may_set_as_the_table_has_it():
+    page = (ROOT / "docs" / "variables.md").read_text()
+    assert re.findall(r"(?m)^\| `.*$", page) == [row_of_page(variable) for variable in OF_USERS]
 
 
 def test_a_default_that_is_written_as_a_value_is_the_one_that_counts():
@@ -218,18 +223,23 @@ def test_every_name_in_the_table_is_there_once():
     assert len(names) == len(set(names)) == len(KNOWN)
 
 
-def test_every_variable_that_source_and_readme_name_is_known():
-    texts = [ROOT / "README.md", *(ROOT / "hvdlite").rglob("*.py"), *(ROOT / "launcher").rglob("*.py")]
+def test_every_variable_that_sources_and_pages_name_is_known():
+    texts = [
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "hvdlite").rglob("*.py"),
+        *(ROOT / "launcher").rglob("*.py"),
+    ]
     names = {name for path in texts for name in re.findall(r"\bHVDLITE_[A-Z][A-Z_]*[A-Z]\b", path.read_text())}
     assert len(names) > 20
     for name in names:
-        # What it is set to may be wrong; that it is set is known.
+        # Its value may be wrong; only that it is set is known.
         assert remarks_of_ignored({name: "1"}, KNOWN) == (), name
 
 
 def test_what_hvdlite_run_tells_is_read_by_the_table_alone():
     reads = re.compile(r"""environ(\.get\(|\[)["']HVDLITE_|["']HVDLITE_\w+["'] in (os\.)?environ""")
-    # The table of launchers has the variables of a place by itself, hvdlite-run's among them.
+    # The table of launchers has the variables of rank and size, hvdlite-run's among them.
     paths = [path for path in (ROOT / "hvdlite").rglob("*.py") if path.parent.name != "rendezvous"]
     assert [str(path) for path in paths if reads.search(path.read_text())] == []
 
@@ -245,7 +255,7 @@ def test_what_hvdlite_run_tells_is_read_by_the_table_alone():
         ("HVDLITE_CHECK", "off?", "neither 1 nor 0"),
         ("HVDLITE_CHECK_PARAMETERS", "-1", "neither 0, for no comparison of parameters, nor the number of steps"),
         ("HVDLITE_CHECK_PARAMETERS", "often", "neither 0"),
-        ("HOROVOD_LOG_LEVEL", "loud", "no level of the log: use one of trace, debug, info, warning, error, fatal"),
+        ("HOROVOD_LOG_LEVEL", "loud", "not a log level: use one of trace, debug, info, warning, error, fatal"),
     ],
 )
 def test_a_wrong_value_is_an_error_of_init_that_names_the_variable(monkeypatch, name, text, said):
@@ -272,8 +282,8 @@ def test_init_reads_the_variables_and_says_once_what_has_no_effect(monkeypatch, 
     log.debug("not seen")
     assert current_world().environment.log_level == logging.INFO
     assert capsys.readouterr().err == (
-        "hvdlite[0] WARNING: set, but without effect in hvdlite: HOROVOD_CYCLE_TIME "
-        "(there are no cycles: a collective starts when it is asked for)\n"
+        "hvdlite[0] WARNING: these variables are set and have no effect in hvdlite: HOROVOD_CYCLE_TIME "
+        "(hvdlite has no cycles: a collective starts when the ranks call it)\n"
         f"hvdlite[0] INFO: 1 rank on 1 host; OMP threads {torch.get_num_threads()}\n"
     )
 

@@ -1,4 +1,4 @@
-"""Files where others may write too: another user's links are not followed, wherever they are in the path."""
+"""Files in directories that others can write: another user's links are never followed, wherever in the path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OTHER = 54321
 
 @pytest.fixture
 def _as_user():
-    """Meanwhile this process is a user who is not root, and ``OTHER`` somebody else."""
+    """Within this context, this process is a user who is not root, and ``OTHER`` is another user."""
     os.seteuid(1234)
     try:
         yield
@@ -27,7 +27,7 @@ def _as_user():
 
 @pytest.fixture
 def tree():
-    """A directory in which everybody may write, with a file of value and another user's links in it."""
+    """Provides a directory that everybody can write, with a valuable file and links of another user in it."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         directory.chmod(0o777)
@@ -80,7 +80,7 @@ def test_text_is_added_at_the_end_through_ones_own_links(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("tree", "_as_user")
 @pytest.mark.parametrize("path", ["file", "missing", "way/log"])
 def test_another_users_link_is_named_and_not_written_through(tree, path):
-    with pytest.raises(OSError, match="is a link that another user made: name the place that it leads to"):
+    with pytest.raises(OSError, match="is a symbolic link of another user: pass the path that it points to"):
         files.append(str(tree / path), "text")
     assert (tree / "value").read_text() == "of value"
     assert not (tree / "nowhere").exists()
@@ -90,9 +90,9 @@ def test_another_users_link_is_named_and_not_written_through(tree, path):
 @NEEDS_ROOT
 @pytest.mark.usefixtures("tree", "_as_user")
 def test_a_timeline_is_written_through_none_of_another_users_links(tree):
-    with pytest.raises(OSError, match="another user made"):
+    with pytest.raises(OSError, match="symbolic link of another user"):
         parts.prepare(tree / "way" / "t.json")
-    # Of the names that a timeline takes beside its own.
+    # One of the names that a timeline uses beside its own.
     for name in ("t.json.unfinished", "t.json.rank.0.part"):
         (tree / "file").rename(tree / name)
         if name.endswith(".part"):

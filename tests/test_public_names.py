@@ -1,4 +1,4 @@
-"""What is public is complete, sorted, documented, and has the signature that Horovod's users know."""
+"""The public names are complete, sorted and documented, and have the signatures that Horovod's users know."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from hvdlite_launcher.version import VERSION
 
 import hvdlite as hvd
 
@@ -66,13 +67,13 @@ def test_the_arguments_of_the_collectives_are_horovods_in_horovods_order():
 
 
 def loaded(program: str) -> set[str]:
-    """The modules that a program has after its own lines and not after `import torch`, without hvdlite's prefix."""
+    """Returns the modules that a program's own lines load beyond those of `import torch`, without hvdlite's prefix."""
     program = (
         "import sys, torch, torch.distributed; before = set(sys.modules)\n"
         f"{program}\n"
         "print(*sorted(set(sys.modules) - before))"
     )
-    run = subprocess.run([sys.executable, "-c", program], check=True, timeout=100, stdout=subprocess.PIPE, text=True)
+    run = subprocess.run([sys.executable, "-c", program], check=True, timeout=200, stdout=subprocess.PIPE, text=True)
     return set(run.stdout.split())
 
 
@@ -95,13 +96,19 @@ def test_each_name_comes_from_the_module_that_type_checkers_take_it_from():
     tree = ast.parse(inspect.getsource(hvd))
     (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     typed = {alias.name: node.module for node in block.body for alias in node.names}
+    assert typed.pop("elastic") is None, "it is a package"
     assert typed == hvd._MODULE_OF
-    assert sorted(typed) == hvd.__all__
+    assert sorted([*typed, "elastic"]) == hvd.__all__
 
 
 def test_a_name_that_is_none_of_the_packages_is_an_attribute_error_that_names_it():
     with pytest.raises(AttributeError, match="module 'hvdlite' has no attribute 'allreduced'"):
         _ = hvd.allreduced
+
+
+def test_the_version_is_the_launchers_too():
+    assert hvd.__version__ == VERSION
+    assert "__version__" in dir(hvd)
 
 
 def test_what_is_public_can_be_listed_before_it_is_used():

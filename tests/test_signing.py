@@ -1,4 +1,4 @@
-"""Signatures with the job's key."""
+"""Signatures with the job's key: what was changed, or signed with another key, is refused."""
 
 import pickle
 

@@ -1,10 +1,10 @@
 """
-`python -m hvdlite.bench`: measures hvdlite on this cluster, beside gloo or NCCL, DDP and Horovod.
+`python -m hvdlite.bench`: measures hvdlite on this cluster, and compares it with gloo or NCCL, DDP and Horovod.
 
     command line ── Command ── blocks that take turns on all Ranks ── samples ── Report: table, JSON, plot
 
-Figures of hvdlite's speed come from here: what is compared runs in one process, taking turns, and is reported as
-medians with quartiles. Modules import only those before them, and any of the library:
+Figures of hvdlite's speed are measured here. The things compared take turns in one process, and are reported as medians
+with quartiles. Modules import only those before them, and any of the library:
 
     units < arguments < ranks < plot < report < workloads < variants < allreduce < step < memory < scale
     < command_line < __main__

@@ -1,5 +1,7 @@
 """
-`python -m hvdlite.bench`: runs a command on all ranks, and keeps what was measured however the run ends.
+`python -m hvdlite.bench`: runs a command on all ranks, and reports what was measured, even after Ctrl-C or an error.
+
+It parses the command line with `command_line`, creates `ranks.Ranks`, and calls the command.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from types import FrameType
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 import torch
 
@@ -29,9 +31,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def main() -> int:
-    """Run the command; returns the exit code. Every rank must call it, in a process that then ends."""
+    """Runs the command, and returns the exit code. Every rank must call it, in a process that then ends."""
     for each in _SIGNALS:
-        # One that is ignored, as in a background job, stays so.
+        # A signal that is ignored, as SIGINT in a background job, stays ignored.
         if signal.getsignal(each) != signal.SIG_IGN:
             signal.signal(each, _interrupt)
     try:
@@ -41,7 +43,7 @@ def main() -> int:
         _write("", sys.stdout, end="")
         raise
     except KeyboardInterrupt as interrupt:
-        # An orderly exit would wait for collectives that never end.
+        # A normal exit would wait for collectives that never end.
         os._exit(128 + interrupt.args[0])
 
 
@@ -59,29 +61,27 @@ def _signals_ignored() -> Iterator[None]:
 
 def _run() -> int:
     placement = read_placement(os.environ)
-    rank = 0 if placement is None else placement.rank
     request = problem = None
     try:
-        request = parse(None, is_first=rank == 0)
+        request = parse(None, is_first=placement is None or placement.rank == 0)
     except UsageError as error:
         problem = str(error)
-        if placement is None:
-            return _complain(problem)
     init()
     world = current_world()
-    # Ranks may differ in what is installed, and rank 0 alone writes files: all go on, or none.
+    # A problem may exist on one rank only: ranks may have different packages, and only rank 0 checks the files. All
+    # ranks must continue, or none.
     problems = world.group.all_gather_json(problem, "start of the benchmark")
     problem = next((each for each in problems if each is not None), None)
-    if problem is None:
-        assert request is not None, "there is no problem"
+    if request is not None and problem is None:
         try:
             return _measure(request, world)
         except UsageError as error:
             problem = f"{PROGRAM} {request.command.name}: {error}"
-    code = _complain(problem) if rank == 0 else _USAGE
-    # If a rank ended before rank 0 has written, the launcher would end that one too.
+    if world.group.rank == 0:
+        _write(problem or "", sys.stderr)
+    # No rank may exit before rank 0 has written: the launcher would kill rank 0.
     world.group.all_gather_json(None, "end of the benchmark")
-    return code
+    return _USAGE
 
 
 def _measure(request: Request, world: World) -> int:
@@ -94,7 +94,7 @@ def _measure(request: Request, world: World) -> int:
         complete = True
     except RuntimeError as error:
         if says_peer_lost(error):
-            # On Ctrl-C other ranks may end before the signal arrives here.
+            # On Ctrl-C other ranks may end before this rank gets the signal: give it time to arrive.
             time.sleep(1)
         raise
     finally:
@@ -107,17 +107,13 @@ def _measure(request: Request, world: World) -> int:
 
 
 def _report(request: Request, ranks: Ranks, complete: bool) -> int:
-    """Print the report and write the files; returns the exit code."""
-    try:
-        own_version = version("hvdlite")
-    except PackageNotFoundError:
-        own_version = "of a source tree"
+    """Prints the report, writes the files, and returns the exit code."""
     name, report, code = request.command.name, request.command.report(), 0
-    about: dict[str, Any] = {
+    about = {
         "command": name,
-        "options": request.options,
+        "options": {name: str(value) for name, value in request.given.items() if value is not None},
         "complete": complete,
-        "hvdlite": own_version,
+        "hvdlite": _version(),
         "torch": torch.__version__,
         "ranks": ranks.size,
         "hosts": sorted(set(ranks.group.hosts)),
@@ -125,30 +121,34 @@ def _report(request: Request, ranks: Ranks, complete: bool) -> int:
         "threads_per_rank": torch.get_num_threads(),
     }
     try:
-        _write(str(report) + ("" if complete else "\n\ninterrupted: this is what was measured by then"), sys.stdout)
+        _write(report.text + ("" if complete else "\n\ninterrupted: this was measured so far"), sys.stdout)
     except OSError as error:
-        code = _complain(f"{PROGRAM} {name}: standard output cannot be written: {error.strerror}", 1)
+        _write(f"{PROGRAM} {name}: standard output cannot be written: {error.strerror}", sys.stderr)
+        code = 1
     try:
-        for path in request.files.write(report, about):
+        for path in request.common.write_files(report, about):
             _write(f"{PROGRAM}: wrote {path}", sys.stderr)
     except OSError as error:
-        code = _complain(f"{PROGRAM} {name}: {error}", 1)
+        _write(f"{PROGRAM} {name}: {error}", sys.stderr)
+        code = 1
     return code
 
 
-def _complain(what: str, code: int = _USAGE) -> int:
-    _write(what, sys.stderr)
-    return code
+def _version() -> str:
+    try:
+        return version("hvdlite")
+    except PackageNotFoundError:
+        return "of a source tree"
 
 
 def _write(text: str, stream: TextIO | None, end: str = "\n") -> None:
-    """Write and flush. Where nobody reads any more (``| head``), this and later text is dropped."""
+    """Writes and flushes the text. If the reader of a pipe has ended (``| head``), drops this and all later text."""
     if stream is None:
         return
     try:
         print(text, file=stream, end=end, flush=True)
     except OSError as error:
-        # What is left in the stream would raise again as the interpreter ends.
+        # The interpreter flushes the stream again as it exits, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         if not isinstance(error, BrokenPipeError):
             raise

@@ -1,13 +1,14 @@
 """
-`allreduce`: an all-reduce of one tensor by hvdlite and by torch's own backend, beside a copy of the same bytes.
+`allreduce`: measures an all-reduce of one tensor by hvdlite and by torch's own backend, and a copy of the same bytes.
 
-    bus bandwidth = 2 (n - 1) / n × bytes / time        as NCCL's tests define it
+    bus bandwidth = 2 (n - 1) / n × bytes / time        as in NCCL's tests, for n ranks
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from ..comm.group import Group
 from ..errors import HvdliteError
-from .arguments import Flag, count_flag, read_sizes, some_of
+from .arguments import count_flag, flag, read_sizes, some_of
 from .plot import Chart, Line, Lines, is_own
 from .ranks import Ranks
-from .report import Case, Columns, Command, Quartiles, Row, grouped, ratio_of
+from .report import Case, Columns, Comparison, Row, grouped, ratio_of
 from .units import show_bandwidth, show_ratio, show_round_time, show_size, show_time
 
 # 4 B to 256 MB, by factors of 4.
@@ -33,26 +34,21 @@ RIVALS = ("gloo", "nccl")
 LIMITS = ("link", "copy", "memcpy")
 _BLOCK_S = 0.02
 _MOST_REPEATS = 1000
-# Two tensors, one to copy to, and what gloo and hvdlite allocate.
+# Tensors' worth of memory per case: two tensors, the target of the copy, and the buffers of gloo and hvdlite.
 _TENSORS = 5
+_SIZES = flag("BYTES,…", read_sizes, "such as 4,64,4K,1M,100M (4 to 256M by factors of 4)")
+_DTYPES = flag("NAME,…", some_of(DTYPES, "a dtype that can be summed"), f"of {', '.join(DTYPES)} (float32)")
 
 
-class AllReduce(Command):
-    """The command. Each size in each dtype is a case, in which all that is measured takes turns."""
+@dataclass
+class AllReduce(Comparison):
+    """The command `allreduce`. Each size in each dtype is one case, in which the actions take turns."""
 
     name = "allreduce"
     help = "time and bandwidth of an all-reduce, beside gloo or NCCL and a copy of the same bytes"
-    flags = (
-        Flag("--sizes", read_sizes, "BYTES,…", "such as 4,64,4K,1M,100M (4 to 256M by factors of 4)", DEFAULT_SIZES),
-        Flag(
-            "--dtypes",
-            some_of(DTYPES, "a dtype that is summed"),
-            "NAME,…",
-            f"of {', '.join(DTYPES)} (float32)",
-            ("float32",),
-        ),
-        count_flag("--rounds", 15, "turns of each"),
-    )
+    sizes: Sequence[int] = field(default=DEFAULT_SIZES, metadata=_SIZES)
+    dtypes: Sequence[str] = field(default=("float32",), metadata=_DTYPES)
+    rounds: int = field(default=15, metadata=count_flag("repetitions of each"))
 
     columns: ClassVar[Columns] = {
         "size": lambda row: show_size(row["bytes"]),
@@ -65,16 +61,15 @@ class AllReduce(Command):
         "× rival": lambda row: show_ratio(row["times_faster_than_rival"]),
         "× limit": lambda row: show_ratio(row["times_the_limit"]),
     }
-    words = 3
+    text_columns = 3
     notes = (
         "× rival: how many times faster than gloo or nccl by itself. × limit: how many times as long as a copy of "
         "the same bytes (memcpy, copy on the GPU, link to the next GPU), which all ranks make at once.",
     )
 
-    def __init__(self, sizes: Sequence[int], dtypes: Sequence[str], rounds: int) -> None:
-        self._rounds = rounds
-        self.cases = [case_of(size, dtype) for dtype in dtypes for size in sizes]
-        self.turns = len(self.cases) * rounds
+    def __post_init__(self) -> None:
+        self.cases = [case_of(size, dtype) for dtype in self.dtypes for size in self.sizes]
+        self.turns = len(self.cases) * self.rounds
 
     def run(self, ranks: Ranks) -> None:
         self.job = ranks.job
@@ -84,25 +79,28 @@ class AllReduce(Command):
                 shared_bytes = nbytes if ranks.shares_memory(group) else 0
                 case.skipped = ranks.why_too_large(_TENSORS * nbytes, shared_bytes)
                 if case.skipped is not None:
-                    ranks.progress(what, self._rounds)
+                    ranks.progress(what, self.rounds)
                     continue
-                blocks = {name: block_of(ranks, action) for name, action in _actions(ranks, group, case).items()}
+                blocks = {name: block_of(ranks, action) for name, action in self.actions(ranks, group, case).items()}
                 case.samples = {name: [] for name in blocks}
-                ranks.take_turns(what, blocks, self._rounds, case.samples)
+                ranks.take_turns(what, blocks, self.rounds, case.samples)
+
+    def actions(self, ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], object]]:
+        """Returns the actions that take turns, by name. Every rank must call it."""
+        return {**own_all_reduces(ranks, group, case), **_rivals(ranks, case)}
 
     def title(self) -> str:
         return f"all-reduce between {self.job}"
 
-    def describe(self, case: Case, name: str, found: Mapping[str, Quartiles]) -> Row:
-        rival = next((found[each] for each in RIVALS if each in found), None)
-        limit = next((found[each] for each in LIMITS if each in found), None)
-        is_copy, algorithm = name in LIMITS, case.about["bytes"] / found[name].median
+    def describe(self, case: Case, name: str, medians: Mapping[str, float]) -> Row:
+        rival, limit = (next((medians[each] for each in names if each in medians), None) for names in (RIVALS, LIMITS))
+        is_copy, algorithm = name in LIMITS, case.about["bytes"] / medians[name]
         return {
             "what": name,
             "algorithm_Bps": algorithm,
             "bus_Bps": None if is_copy else algorithm * bus_factor(self.job.ranks),
-            "times_faster_than_rival": None if is_copy else ratio_of(rival, found[name]),
-            "times_the_limit": ratio_of(found[name], limit),
+            "times_faster_than_rival": None if is_copy else ratio_of(rival, medians[name]),
+            "times_the_limit": ratio_of(medians[name], limit),
         }
 
     def chart(self, rows: Sequence[Row]) -> Chart:
@@ -118,14 +116,14 @@ class AllReduce(Command):
 
 
 def case_of(nbytes: int, dtype: str) -> Case:
-    """The case of a size, rounded down to whole elements, of which there is at least one."""
+    """Returns the case of a size, which is rounded down to whole elements, but to at least one."""
     itemsize = DTYPES[dtype].itemsize
     nbytes = max(1, nbytes // itemsize) * itemsize
     return Case(f"{show_size(nbytes)} {dtype}", {"bytes": nbytes, "dtype": dtype})
 
 
-def hvdlite_actions(ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], object]]:
-    """hvdlite's all-reduces of a case: of a tensor in its shared memory, where there is some, and of any other."""
+def own_all_reduces(ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], object]]:
+    """Returns hvdlite's all-reduces of a case: of an ordinary tensor, and of one in shared memory if there is any."""
     dtype = DTYPES[case.about["dtype"]]
     numel = case.about["bytes"] // dtype.itemsize
     tensors = {"hvdlite": torch.zeros(numel, dtype=dtype, device=ranks.device)}
@@ -139,14 +137,14 @@ def hvdlite_actions(ranks: Ranks, group: Group, case: Case) -> dict[str, Callabl
     return {name: _checked(ranks, name, tensor, all_reduce) for name, tensor in tensors.items()}
 
 
-def _actions(ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], object]]:
-    actions = hvdlite_actions(ranks, group, case)
-    dtype, device, rival = DTYPES[case.about["dtype"]], ranks.device, ranks.rival()
+def _rivals(ranks: Ranks, case: Case) -> dict[str, Callable[[], object]]:
+    """Returns the all-reduce of torch's own backend, and copies of the same bytes, by name."""
+    dtype, device, rival = DTYPES[case.about["dtype"]], ranks.device, ranks.rival_name
     tensor, target = (torch.zeros(case.about["bytes"] // dtype.itemsize, dtype=dtype, device=device) for _ in range(2))
-    actions[ranks.rival_name] = _checked(ranks, ranks.rival_name, tensor, partial(dist.all_reduce, group=rival))
+    actions = {rival: _checked(ranks, rival, tensor, partial(dist.all_reduce, group=ranks.rival()))}
     actions["memcpy" if device.type == "cpu" else "copy"] = lambda: target.copy_(tensor)
     if device.type == "cuda" and torch.cuda.device_count() > 1:
-        # The links that a ring uses, all at once.
+        # All ranks copy to the next GPU at once, so the copies use the same links as a ring.
         neighbour = (device.index + 1) % torch.cuda.device_count()
         beyond = torch.zeros_like(tensor, device=torch.device("cuda", neighbour))
         actions["link"] = lambda: beyond.copy_(tensor, non_blocking=True)
@@ -154,10 +152,10 @@ def _actions(ranks: Ranks, group: Group, case: Case) -> dict[str, Callable[[], o
 
 
 def _checked(ranks: Ranks, name: str, tensor: Tensor, reduce: Callable[[Tensor], object]) -> Callable[[], object]:
-    """The reduction of the tensor, which has summed ones rightly. The tensor is zero before and after."""
+    """Returns ``reduce`` as an action on zeros. Raises HvdliteError if it does not sum ones over the ranks."""
     tensor.fill_(1)
     reduce(tensor)
-    # Integers wrap around, and 16 bits round.
+    # Converted to the dtype, in which small integers wrap around and 16-bit floats round.
     expected = torch.tensor(ranks.size).to(tensor.dtype)
     if not torch.allclose(tensor.double(), expected.double(), rtol=0.01):
         raise HvdliteError(f"{name}: the sum of ones over {ranks.size} ranks is wrong on rank {ranks.rank}: {tensor}")
@@ -166,7 +164,7 @@ def _checked(ranks: Ranks, name: str, tensor: Tensor, reduce: Callable[[Tensor],
 
 
 def block_of(ranks: Ranks, action: Callable[[], object]) -> Callable[[], float]:
-    """The action repeated for about 20 ms, as often on each rank. Every rank must call it."""
+    """Returns a block that repeats the action for about 20 ms, equally often on each rank. Every rank must call it."""
     ranks.barrier()
     seconds = ranks.slowest(ranks.timed(action, 2))
     repeats = max(1, min(_MOST_REPEATS, int(_BLOCK_S / max(seconds, 1e-9))))
@@ -174,5 +172,5 @@ def block_of(ranks: Ranks, action: Callable[[], object]) -> Callable[[], float]:
 
 
 def bus_factor(ranks: int) -> float:
-    """The ratio of bus bandwidth to algorithm bandwidth: how many tensors each rank sends in a ring's all-reduce."""
+    """Returns bus bandwidth / algorithm bandwidth: the number of tensors that each rank sends in a ring all-reduce."""
     return 2 * (ranks - 1) / ranks

@@ -1,5 +1,5 @@
 """
-Types for the flags that commands define, and the readers of their arguments.
+Command-line flags, declared as fields of the commands' dataclasses, and the functions that parse their values.
 """
 
 from __future__ import annotations
@@ -8,27 +8,27 @@ import argparse
 import re
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from .units import UNITS
 
 
 class UsageError(argparse.ArgumentTypeError):
-    """The command line asks for what cannot be done: told in one line before anything is measured, exit code 2."""
+    """The command line asks for something impossible. Reported in one line before any measurement, with exit code 2."""
 
 
-class Flag(NamedTuple):
-    """A flag of a command; ``read`` turns its text into a value, or raises UsageError."""
+def flag(metavar: str, read: Callable[[str], Any], what: str) -> dict[str, Any]:
+    """Returns the metadata of a field that is a flag. ``read`` turns its text into a value, or raises UsageError."""
+    return {"metavar": metavar, "type": read, "help": what}
 
-    name: str
-    read: Callable[[str], Any]
-    metavar: str
-    help: str
-    default: Any = None
+
+def count_flag(what: str) -> dict[str, Any]:
+    """Returns the metadata of a flag that sets how often something is measured."""
+    return flag("COUNT", read_count, f"{what} (%(default)s)")
 
 
 def read_sizes(text: str) -> tuple[int, ...]:
-    """Sizes such as ``4,64B,4K,100M`` in bytes, each once, smallest first."""
+    """Returns sizes such as ``4,64B,4K,100M`` in bytes, without duplicates, smallest first."""
     return tuple(sorted({_read_size(item.strip()) for item in text.split(",")}))
 
 
@@ -41,14 +41,14 @@ def _read_size(text: str) -> int:
 
 
 def read_count(text: str) -> int:
-    """A whole number from 1."""
+    """Returns the text as a whole number of at least 1."""
     if not (text.isascii() and text.isdigit() and int(text)):
         raise UsageError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def read_share(text: str) -> float:
-    """A number between 0 and 1."""
+    """Returns the text as a number between 0 and 1, both excluded."""
     with suppress(ValueError):
         if 0 < float(text) < 1:
             return float(text)
@@ -56,45 +56,26 @@ def read_share(text: str) -> float:
 
 
 def some_of(known: Iterable[str], what: str) -> Callable[[str], tuple[str, ...]]:
-    """Reads a list with commas of known names, each once; ``what`` says what one of them is, for the message."""
+    """Returns a reader of comma-separated known names, which drops duplicates. ``what`` is a noun for the message."""
     choices = list(known)
 
     def read(text: str) -> tuple[str, ...]:
         found = tuple(dict.fromkeys(item.strip() for item in text.split(",")))
         for each in found:
             if each not in choices:
-                raise UsageError(f"{each!r} is not {what}: these are {', '.join(choices)}")
+                raise UsageError(f"{each!r} is not {what}: choose from {', '.join(choices)}")
         return found
 
     return read
 
 
 def one_of(known: Iterable[str], what: str) -> Callable[[str], str]:
-    """Reads one of some known names."""
-    read_all = some_of(known, what)
+    """Returns a reader of one of some known names."""
 
     def read(text: str) -> str:
-        found = read_all(text)
+        found = some_of(known, what)(text)
         if len(found) > 1:
-            raise UsageError(f"one at a time, and not {','.join(found)}")
+            raise UsageError(f"takes one value, not {','.join(found)}")
         return found[0]
 
     return read
-
-
-def count_flag(flag: str, default: int, what: str) -> Flag:
-    """A flag that says how often something is measured."""
-    return Flag(flag, read_count, "COUNT", f"{what} ({default})", default)
-
-
-def variants_flag(known: Iterable[str], usual: Iterable[str]) -> Flag:
-    """``--variants``; ``usual`` are those that are measured without it."""
-    unusual = ", ".join(each for each in known if each not in usual)
-    return Flag("--variants", some_of(known, "a variant"), "NAME,…", f"of {', '.join(known)} (all but {unusual})")
-
-
-BATCH = Flag("--batch", read_count, "ROWS", "of each rank (the model's own)")
-DEVICE = Flag(
-    "--device", one_of(("auto", "cpu", "cuda"), "a device"), "auto|cpu|cuda",
-    "where tensors are; auto is cuda where there is one", "auto",
-)  # fmt: skip

@@ -1,5 +1,7 @@
 """
-The command line of `python -m hvdlite.bench`: its help, and the command that it asks for.
+The command line of `python -m hvdlite.bench`: its parser and help, and the files that a report is written to.
+
+`__main__` calls `parse`, which creates one of the commands.
 """
 
 from __future__ import annotations
@@ -7,47 +9,93 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-from collections.abc import Sequence
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from .allreduce import AllReduce
-from .arguments import DEVICE, Flag, UsageError
+from .arguments import UsageError, flag, one_of
 from .memory import Memory
-from .report import Command, Files
+from .plot import SUFFIXES, draw, require_matplotlib
+from .report import Command, Report
 from .scale import Scale
 from .step import Step
 
 PROGRAM = "hvdlite.bench"
 _EPILOG = """\
-Run it where you train, by any launcher, and alone for a single rank:
+Start it with the launcher that you train with, or by itself for a single rank:
 
   hvdlite-run -np 2 python -m hvdlite.bench allreduce
   hvdlite-run --hostfile hosts python -m hvdlite.bench step --models mlp,gpt --json step.json --plot step.png
   torchrun --nproc-per-node 4 -m hvdlite.bench memory
 
-What is compared takes turns in one process; tables are of medians with quartiles, of the slowest rank. Ctrl-C keeps
-what has been measured by then. hvdlite/bench/README.md says what each figure means.
+Whatever is compared takes turns in one process. Tables show medians and quartiles, of the slowest rank. Ctrl-C keeps
+what has been measured so far. docs/measuring.md, in the sources, explains each figure.
 """
-_COMMANDS: tuple[type[Command], ...] = (AllReduce, Step, Memory, Scale)
-# Of every command.
-_FLAGS = (
-    DEVICE,
-    Flag("--json", Path, "FILE", "write all figures and samples there"),
-    Flag("--plot", Path, "FILE.png", "draw them there (needs matplotlib)"),
-)
+_COMMANDS: dict[str, type[Command]] = {each.name: each for each in (AllReduce, Step, Memory, Scale)}
+_DEVICES = one_of(("auto", "cpu", "cuda"), "a device")
+_DEVICE = flag("auto|cpu|cuda", _DEVICES, "where the tensors are; auto: cuda if there is a GPU")
+
+
+@dataclass(frozen=True)
+class CommonFlags:
+    """The flags that every command has: the device of tensors, and the files to write a report to."""
+
+    device: str = field(default="auto", metadata=_DEVICE)
+    json: Path | None = field(default=None, metadata=flag("FILE", Path, "write all figures and samples to this file"))
+    plot: Path | None = field(
+        default=None, metadata=flag("FILE.png", Path, "plot them to this file (needs matplotlib)")
+    )
+
+    def device_type(self) -> str:
+        """Returns ``cpu`` or ``cuda``. Raises UsageError if ``cuda`` is requested and there is no GPU or no NCCL."""
+        has_cuda = torch.cuda.is_available() and dist.is_nccl_available()
+        if self.device == "cuda" and not has_cuda:
+            raise UsageError("--device cuda: there is no CUDA device here, or torch has no NCCL")
+        return ("cuda" if has_cuda else "cpu") if self.device == "auto" else self.device
+
+    def check_files(self) -> None:
+        """Raises UsageError if a file cannot be written. Creates no file."""
+        if self.plot is not None:
+            if self.plot.suffix.lower() not in SUFFIXES:
+                raise UsageError(f"--plot: {str(self.plot)!r} does not end in {', '.join(SUFFIXES)}")
+            require_matplotlib()
+        for name, path in (("--json", self.json), ("--plot", self.plot)):
+            if path is None:
+                continue
+            if path.is_dir():
+                raise UsageError(f"{name}: {str(path)!r} is a directory")
+            if not path.parent.is_dir():
+                why = f"there is no directory {str(path.parent)!r}"
+            elif not os.access(path if path.exists() else path.parent, os.W_OK):
+                why = "permission denied"
+            else:
+                continue
+            raise UsageError(f"{name}: {str(path)!r} cannot be written: {why}")
+
+    def write_files(self, report: Report, about: Mapping[str, Any]) -> Iterator[Path]:
+        """Writes the requested files, and yields the path of each. ``about`` describes the run, in the JSON file."""
+        if self.json is not None:
+            self.json.write_text(json.dumps({**about, **report.data}, indent=1) + "\n")
+            yield self.json.absolute()
+        if self.plot is not None:
+            draw(report.chart, self.plot)
+            yield self.plot.absolute()
 
 
 class Request(NamedTuple):
-    """What the command line asks for. ``device_type`` is cpu or cuda, ``options`` are the flags for JSON."""
+    """The parsed command line. ``device_type`` is cpu or cuda; ``given`` has the values of all flags."""
 
     command: Command
-    files: Files
+    common: CommonFlags
     device_type: str
-    options: dict[str, str]
+    given: dict[str, Any]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,36 +104,35 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(words: Sequence[str] | None, *, is_first: bool) -> Request:
-    """What the command line asks for; raises UsageError. The first rank alone prints help, and checks its files."""
+    """Parses the command line. Raises UsageError. Only the first rank prints help and checks the files."""
     parser = _Parser(
         prog=PROGRAM,
-        description="How fast hvdlite is on this cluster, beside what else there is.",
+        description="How fast hvdlite is on this cluster, compared with DDP, Horovod, gloo and NCCL.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=_Parser)
-    for each in _COMMANDS:
-        command = parsers.add_parser(each.name, help=each.help, description=each.help, allow_abbrev=False)
-        command.set_defaults(make=each)
-        for flag in (*each.flags, *_FLAGS):
-            command.add_argument(flag.name, type=flag.read, default=flag.default, metavar=flag.metavar, help=flag.help)
+    parsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, kind in _COMMANDS.items():
+        command = parsers.add_parser(name, help=kind.help, description=kind.help, allow_abbrev=False)
+        for each in (*_flags_of(kind), *_flags_of(CommonFlags)):
+            command.add_argument(f"--{each.name}", default=each.default, **each.metadata)
     with contextlib.nullcontext() if is_first else contextlib.redirect_stdout(io.StringIO()):
         given = vars(parser.parse_args(words))
-    options = {name: str(value) for name, value in given.items() if value is not None and name != "make"}
-    make, name, files = given.pop("make"), given.pop("command"), Files(given.pop("json"), given.pop("plot"))
+
+    def made(kind: type[Any]) -> Any:
+        return kind(**{each.name: given[each.name] for each in _flags_of(kind)})
+
     try:
-        device_type = _device_type(given.pop("device"))
-        command = make(**given)
+        common: CommonFlags = made(CommonFlags)
+        device_type = common.device_type()
+        request = Request(made(_COMMANDS[given["command"]]), common, device_type, given)
         if is_first:
-            files.check()
+            common.check_files()
     except UsageError as error:
-        raise UsageError(f"{PROGRAM} {name}: {error}") from None
-    return Request(command, files, device_type, options)
+        raise UsageError(f"{PROGRAM} {given['command']}: {error}") from None
+    return request
 
 
-def _device_type(device: str) -> str:
-    has_cuda = torch.cuda.is_available() and dist.is_nccl_available()
-    if device == "cuda" and not has_cuda:
-        raise UsageError("--device cuda: there is no CUDA device here, or torch has no NCCL")
-    return ("cuda" if has_cuda else "cpu") if device == "auto" else device
+def _flags_of(kind: type[Any]) -> list[Field[Any]]:
+    return [each for each in fields(kind) if each.metadata]

@@ -1,8 +1,8 @@
 """
-`memory`: the most memory that training takes above its model, in several ways that take turns.
+`memory`: measures the peak memory of training above its model, in several variants that take turns.
 
-On a GPU PyTorch's allocator counts it. On a CPU it is Linux's peak of resident memory, less libraries, and less the
-part of shared memory that belongs to the other processes which have it too (as in a proportional set size).
+On a GPU, PyTorch's allocator counts it. On a CPU it is Linux's peak of resident memory, without libraries, and with
+only this process's share of shared memory (as in a proportional set size).
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ import ctypes
 import gc
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 
-from .arguments import BATCH, count_flag, variants_flag
-from .plot import Bar, Bars, Chart
+from .arguments import count_flag
+from .plot import Bars, Chart
 from .ranks import Ranks
-from .report import Case, Columns, Command, Quartiles, Row, ratio_of
+from .report import Case, Columns, Comparison, Row, ratio_of
 from .units import show_difference, show_ratio, show_size
-from .variants import VARIANTS
-from .workloads import MODEL, WORKLOADS, bytes_of
+from .variants import VARIANTS, variants_flag
+from .workloads import BATCH, MODEL, bytes_of, training_bytes, workload_of
 
 REFERENCE = "ddp-view"
 _USUAL = ("none", "ddp", "ddp-view", "ddp-fp16", "hvdlite", "hvdlite-fp16", "hvdlite-bf16")
+_VARIANTS = [name for name in VARIANTS if name != "horovod"]
 _STEPS = 4
-# A parameter, its gradient, a bucket and a wire.
-_COPIES = 4
 _CLEAR_REFS, _STATUS, _ROLLUP = (Path("/proc/self", name) for name in ("clear_refs", "status", "smaps_rollup"))
 _RESET_PEAK = "5"
 _M_MMAP_THRESHOLD, _THRESHOLD_BYTES = -3, 64 * 2**10
 
 
 def _problem(device: torch.device) -> str | None:
-    """Why memory cannot be measured here, if it cannot."""
+    """Returns why memory cannot be measured here, or None if it can."""
     if device.type == "cuda":
         return None
     if not sys.platform.startswith("linux") or not _ROLLUP.exists() or "Pss_Shmem:" not in _ROLLUP.read_text():
@@ -48,7 +48,7 @@ def _problem(device: torch.device) -> str | None:
 
 
 def reset_peak(device: torch.device) -> int:
-    """Begin to count the most memory of this process anew; returns the bytes in use now."""
+    """Resets the peak memory of this process, and returns the bytes in use now."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -60,11 +60,11 @@ def reset_peak(device: torch.device) -> int:
 
 
 def peak(device: torch.device) -> int:
-    """The most bytes since `reset_peak`. Call it while all shared memory made since is still there."""
+    """Returns the peak bytes since `reset_peak`. Call it before any shared memory created since then is freed."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)
-    # The share of libraries depends on what else the machine runs, so they are left out.
+    # Libraries (RssFile) are left out, since their resident part depends on what else the machine runs.
     of_others = _kilobytes(_STATUS, "RssShmem") - _kilobytes(_ROLLUP, "Pss_Shmem")
     return (_kilobytes(_STATUS, "VmHWM") - _kilobytes(_STATUS, "RssFile") - of_others) * 1024
 
@@ -74,17 +74,16 @@ def _kilobytes(path: Path, field: str) -> int:
     return int(line.split()[1])
 
 
-class Memory(Command):
-    """The command, of one case. Samples are bytes per rank, as the mean over ranks, by variant."""
+@dataclass
+class Memory(Comparison):
+    """The command `memory`, with one case. Samples are bytes per rank, the mean over ranks, by variant."""
 
     name = "memory"
-    help = "the most memory that training takes above the model, beside DDP's"
-    flags = (
-        MODEL,
-        variants_flag([name for name in VARIANTS if name != "horovod"], _USUAL),
-        BATCH,
-        count_flag("--rounds", 3, "turns of each"),
-    )
+    help = "peak memory of training beyond the model's own, compared with DDP"
+    model: str | None = field(default=None, metadata=MODEL)
+    variants: Sequence[str] | None = field(default=None, metadata=variants_flag(_VARIANTS, _USUAL))
+    batch: int | None = field(default=None, metadata=BATCH)
+    rounds: int = field(default=3, metadata=count_flag("repetitions of each"))
 
     columns: ClassVar[Columns] = {
         "variant": lambda row: row["variant"],
@@ -95,35 +94,36 @@ class Memory(Command):
         f"× {REFERENCE}": lambda row: show_ratio(row["times_reference"]),
         "times": lambda row: str(row["count"]),
     }
-    unit, words = "bytes", 1
+    unit, text_columns = "bytes", 1
     notes = ("Gradients, buckets, wires and activations; shared memory is counted once among the ranks of a host.",)
 
-    def __init__(self, model: str | None, variants: Sequence[str] | None, batch: int | None, rounds: int) -> None:
-        self._workload = WORKLOADS[model or "mlp"]
-        self._rounds = rounds
-        about = {"model": self._workload.name, "batch": batch or self._workload.rows, "model_bytes": 0}
-        self._case = Case(self._workload.name, about, {name: [] for name in variants or _USUAL})
+    def __post_init__(self) -> None:
+        self._workload = workload_of(self.model)
+        about = {"model": self._workload.name, "batch": self.batch or self._workload.rows, "model_bytes": 0}
+        self._case = Case(self._workload.name, about, {name: [] for name in self.variants or _USUAL})
         self.cases = [self._case]
-        self.turns = rounds * len(self._case.samples)
+        self.turns = self.rounds * len(self._case.samples)
 
     def prepare(self, ranks: Ranks) -> None:
         ranks.require(_problem(ranks.device))
         if ranks.device.type == "cpu":
-            # Large blocks go back to the system as soon as they are freed, so that what is resident is in use; but not
-            # those that were allocated earlier than this.
+            # malloc returns large blocks to the system as soon as they are freed, so that resident memory is memory in
+            # use. Blocks that were allocated before this call are not affected.
             ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
 
     def run(self, ranks: Ranks) -> None:
         self.job = ranks.job
-        model_bytes = self._case.about["model_bytes"] = bytes_of(self._workload.make(ranks.device))
-        self._case.skipped = ranks.why_too_large(_COPIES * model_bytes)
+        model = self._workload.make(ranks.device)
+        self._case.about["model_bytes"] = bytes_of(model)
+        self._case.skipped = ranks.why_too_large(training_bytes(model))
+        del model
         if self._case.skipped is not None:
             return
-        # What a process allocates once, however it trains, is allocated by then.
+        # Run each variant once unmeasured, so that one-time allocations of the process are not counted.
         for name in self._case.samples:
             ranks.progress(f"{name}, once before")
             self._peak_above_model(name, ranks)
-        for _ in range(self._rounds):
+        for _ in range(self.rounds):
             for name, samples in self._case.samples.items():
                 ranks.progress(name)
                 samples.append(ranks.mean(self._peak_above_model(name, ranks)))
@@ -150,19 +150,16 @@ class Memory(Command):
         model, batch, nbytes = (self._case.about[key] for key in ("model", "batch", "model_bytes"))
         return f"peak memory of each of {self.job}, {model} of {show_size(nbytes)}, batch {batch}"
 
-    def describe(self, case: Case, name: str, found: Mapping[str, Quartiles]) -> Row:
-        most, reference, model_bytes = found[name], found.get(REFERENCE), case.about["model_bytes"]
+    def describe(self, case: Case, name: str, medians: Mapping[str, float]) -> Row:
+        most, reference = medians[name], medians.get(REFERENCE)
         return {
             "variant": name,
-            "in_models": most.median / model_bytes if model_bytes else None,
-            "above_reference_bytes": None if reference is None else most.median - reference.median,
+            "in_models": ratio_of(most, case.about["model_bytes"]),
+            "above_reference_bytes": None if reference is None else most - reference,
             "times_reference": ratio_of(most, reference),
         }
 
     def chart(self, rows: Sequence[Row]) -> Chart:
-        bars = []
-        for row in rows:
-            median, low, high = (row[f"{key}_bytes"] / 2**20 for key in ("median", "low", "high"))
-            bars.append(Bar(row["variant"], median, low, high, show_size(row["median_bytes"])))
+        bars = Bars("", "MB", rows, "bytes", 2**20, [show_size(row["median_bytes"]) for row in rows])
         caption = f"{self.title()}. Medians; whiskers are quartiles."
-        return Chart("The most memory that training takes above the model", caption, [Bars("", "MB", bars)])
+        return Chart("The most memory that training takes above the model", caption, [bars])

@@ -1,7 +1,8 @@
 """
-The ranks that measure together: their devices, barriers, timing, progress bar and free memory.
+`Ranks`: the ranks that measure together, with their devices, barriers, timing, progress bar and free memory.
 
-What is compared runs in turns, block by block in one process, so that other load on the machine hits all of it alike.
+All commands use it. The things compared take turns, block by block in one process, so that other load on the machine
+affects all of them alike.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -27,40 +29,42 @@ from torch._C._distributed_c10d import HashStore
 from ..comm.engine import HasMemory
 from ..comm.group import Group
 from ..comm.reduce_op import Max
-from ..environment import told_by_launcher
+from ..environment import launcher_variable
 from ..optim.optimizer import DEFAULT_BUCKET_CAP_BYTES
 from ..runtime.bootstrap import World
 from .arguments import UsageError
-from .units import show_ranks, show_size
+from .units import show_count, show_size
 
-# Seconds, or bytes of memory, by the name of what was measured.
+# Seconds, or bytes of memory, by name of the variant or action.
 Samples = dict[str, list[float]]
 _SHARED_MEMORY = "/dev/shm"
-# The rest of what is free is left to other programs.
+# The share of free memory that a benchmark may use. The rest is left to other programs.
 _USABLE_SHARE = 0.9
-# Under hvdlite-run each redrawing of the progress bar is a line.
+# Under hvdlite-run each update of the progress bar prints a line.
 _SECONDS_PER_LINE = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The size of the job and what carries its tensors, shown as ``4 ranks on 2 hosts, over gloo``."""
+    """The size of the job and the transport of its tensors, shown as ``4 ranks on 2 hosts, over gloo``."""
 
     ranks: int = 1
     hosts: int = 1
     wire: str = ""
 
     def __str__(self) -> str:
-        if self.ranks == 1:
-            return show_ranks(1)
-        return f"{show_ranks(self.ranks)} on {self.hosts} host{'s'[: self.hosts - 1]}, over {self.wire}"
+        ranks = show_count(self.ranks, "rank")
+        return ranks if self.ranks == 1 else f"{ranks} on {show_count(self.hosts, 'host')}, over {self.wire}"
 
 
 class Ranks:
-    """All ranks of the job, each on its device. Barriers and results travel over a group of their own."""
+    """All ranks of the job, each on its device. Barriers and results use a separate group."""
 
     def __init__(self, world: World, device_type: str) -> None:
-        """``device_type`` is cpu or cuda. Raises UsageError where a rank has no GPU of its own, or another device."""
+        """``device_type`` is cpu or cuda. Every rank must call it.
+
+        Raises UsageError on all ranks if one has no GPU of its own, or a different device type.
+        """
         self.group = world.group
         self.rank, self.size = world.group.rank, world.group.size
         self._bar: Any = None
@@ -77,10 +81,10 @@ class Ranks:
         first_type = self._control.all_gather_json(device_type, "devices of the benchmark")[0]
         if device_type != first_type:
             problem = f"rank 0 would measure on {first_type} and rank {self.rank} ({host}) on {device_type}: "
-            problem += "pass --device cpu, or start ranks where there are GPUs alone"
+            problem += "pass --device cpu, or start ranks only on hosts with GPUs"
         elif device_type == "cuda" and local_rank >= torch.cuda.device_count():
             problem = f"--device cuda: rank {self.rank} has no GPU of its own; {host} has "
-            problem += f"{torch.cuda.device_count()}: start as many ranks there"
+            problem += f"{torch.cuda.device_count()}: start at most as many ranks there"
         self.require(problem)
         if device_type == "cpu":
             return torch.device("cpu"), "gloo"
@@ -89,7 +93,7 @@ class Ranks:
 
     @property
     def job(self) -> Job:
-        """The size of the job, and what carries its tensors."""
+        """The size of the job, and the transport of its tensors."""
         hosts = len(set(self.group.hosts))
         wire = "NCCL" if self.device.type == "cuda" else "gloo"
         if self.shares_memory(self.group):
@@ -97,45 +101,44 @@ class Ranks:
         return Job(self.size, hosts, wire if self.size > 1 else "")
 
     def shares_memory(self, group: Group) -> bool:
-        """Whether the group's engine reduces tensors of the CPU in shared memory, as it does with gradients."""
+        """Whether the group's engine reduces CPU tensors in shared memory, as it does for gradients."""
         return self.device.type == "cpu" and isinstance(group.engine, HasMemory)
 
     def synchronize(self) -> None:
-        """Wait until this rank's GPU is idle."""
+        """Waits until this rank's GPU is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def barrier(self) -> None:
-        """Wait until all ranks are here and their GPUs are idle."""
+        """Waits until all ranks call it and their GPUs are idle."""
         self.synchronize()
         self._control.all_reduce(torch.zeros(1), "barrier of the benchmark").wait()
 
     def slowest(self, seconds: float) -> float:
-        """The largest value of all ranks."""
+        """Returns the largest value of all ranks. Every rank must call it."""
         value = torch.tensor([seconds], dtype=torch.float64)
         self._control.all_reduce(value, "times of the benchmark", Max).wait()
         return float(value.item())
 
     def mean(self, value: float) -> float:
-        """The mean over ranks."""
-        values = self._control.all_gather_json(value, "results of the benchmark")
-        return float(sum(values) / len(values))
+        """Returns the mean over all ranks. Every rank must call it."""
+        return fmean(self._control.all_gather_json(value, "results of the benchmark"))
 
     def first(self, value: str | None) -> str | None:
-        """The value of the first rank that has one other than None."""
+        """Returns the first rank's value that is not None, or None. Every rank must call it."""
         values = self._control.all_gather_json(value, "results of the benchmark")
         return next((each for each in values if each is not None), None)
 
     def require(self, problem: str | None) -> None:
-        """Raise a UsageError on all ranks where one of them has a problem. Every rank must call it."""
+        """Raises UsageError on all ranks if one of them has a problem. Every rank must call it."""
         problem = self.first(problem)
         if problem is not None:
             raise UsageError(problem)
 
     def show_progress(self, turns: int) -> None:
-        """Have rank 0 draw a progress bar on stderr, where tqdm is installed and somebody would see it."""
+        """Shows a progress bar on rank 0's stderr, if tqdm is installed, on a terminal or under a launcher."""
         is_terminal = sys.stderr.isatty()
-        if self.rank > 0 or not (is_terminal or told_by_launcher("RANK", os.environ)):
+        if self.rank > 0 or not (is_terminal or launcher_variable("RANK", os.environ)):
             return
         with suppress(ImportError):
             tqdm = importlib.import_module("tqdm").tqdm
@@ -143,18 +146,18 @@ class Ranks:
             self._bar = tqdm(total=turns, unit="turn", **style)
 
     def progress(self, what: str, turns: int = 0) -> None:
-        """Tell the progress bar what is measured now, and how many turns more are done."""
+        """Updates the progress bar: ``what`` is measured now, and ``turns`` more are done."""
         if self._bar is not None:
             self._bar.set_description(what, refresh=False)
             self._bar.update(turns)
 
     def hide_progress(self) -> None:
-        """Remove the progress bar, or end its line."""
+        """Removes the progress bar, or ends its line."""
         if self._bar is not None:
             self._bar.close()
 
     def timed(self, action: Callable[[], object], repeats: int = 1) -> float:
-        """The seconds that an action takes on this rank and its device, as the mean of ``repeats``."""
+        """Returns the mean seconds of ``repeats`` runs of an action, until this rank's device is idle."""
         begun = time.perf_counter()
         for _ in range(repeats):
             action()
@@ -162,10 +165,10 @@ class Ranks:
         return (time.perf_counter() - begun) / repeats
 
     def take_turns(self, what: str, blocks: Mapping[str, Callable[[], float]], rounds: int, samples: Samples) -> None:
-        """Run each block once a round, and append its time on the slowest rank to ``samples``.
+        """Runs each block once per round, and appends its time on the slowest rank to ``samples``.
 
-        All ranks must call it with the same blocks; they begin each block together. The order changes with each round.
-        ``what`` is shown at the progress bar.
+        All ranks must call it with the same blocks, and begin each block together. The order of blocks changes with
+        each round. ``what`` is the label of the progress bar.
         """
         self.progress(what)
         names = list(blocks)
@@ -178,10 +181,10 @@ class Ranks:
             self.progress(what, 1)
 
     def rival(self) -> dist.ProcessGroup:
-        """A gloo or NCCL process group of torch's between all ranks. Every rank must make the first call."""
+        """Returns torch's own gloo or NCCL process group of all ranks. The first call must be made on every rank."""
         if self._rival is None:
             if not dist.is_initialized():
-                # A single rank: hvdlite needs no process group there, and DDP does.
+                # On a single rank hvdlite creates no process group, but DDP needs one.
                 dist.init_process_group(self.rival_name, store=HashStore(), rank=0, world_size=1)
                 self._owns_default = True
             group = dist.new_group(backend=self.rival_name)
@@ -190,43 +193,43 @@ class Ranks:
         return self._rival
 
     def close(self) -> None:
-        """Destroy the process groups that were made here."""
+        """Drops the group of `rival`, and destroys the default process group if `rival` created it."""
         self._rival = None
         if self._owns_default:
             dist.destroy_process_group()
 
     def why_too_large(self, bytes_per_rank: int, shared_per_rank: int = 0) -> str | None:
-        """Why so much memory is not free on some host, in the words of the first such rank; None where it is.
+        """Returns the first rank's reason why its host has too little free memory, or None. Every rank must call it.
 
-        ``bytes_per_rank`` are of the device's memory, ``shared_per_rank`` of /dev/shm. All ranks must call it.
+        ``bytes_per_rank`` is memory of the device, ``shared_per_rank`` memory in /dev/shm.
         """
+        needs: list[tuple[int, float, str]] = []
         if self.device.type == "cuda":
-            why = _shortage(bytes_per_rank, torch.cuda.mem_get_info(self.device)[0], "of the GPU's memory are free")
+            needs.append((bytes_per_rank, torch.cuda.mem_get_info(self.device)[0], "the GPU's memory"))
         else:
             free = min(psutil.virtual_memory().available, free_in_cgroup())
-            why = _shortage((bytes_per_rank + shared_per_rank) * self._local_size, free, "of memory are free")
-            if why is None and shared_per_rank and os.path.isdir(_SHARED_MEMORY):
+            needs.append(((bytes_per_rank + shared_per_rank) * self._local_size, free, "memory"))
+            if shared_per_rank and os.path.isdir(_SHARED_MEMORY):
                 free = shutil.disk_usage(_SHARED_MEMORY).free
-                why = _shortage(shared_per_rank * self._local_size, free, f"of {_SHARED_MEMORY} are free")
-        # All ranks ask at once: none of them counts what another has taken since.
-        return self.first(why and f"{why} on {self.group.hosts[self.rank]}")
-
-
-def _shortage(needed: int, free: float, where: str) -> str | None:
-    if needed <= free * _USABLE_SHARE:
-        return None
-    return f"needs {show_size(needed)}, and {show_size(free)} {where}"
+                needs.append((shared_per_rank * self._local_size, free, _SHARED_MEMORY))
+        why = [
+            f"needs {show_size(needed)}, and {show_size(free)} of {of_what} are free on {self.group.hosts[self.rank]}"
+            for needed, free, of_what in needs
+            if needed > free * _USABLE_SHARE
+        ]
+        # This waits for all ranks, so none of them allocates before all have read their free memory.
+        return self.first(why[0] if why else None)
 
 
 def free_in_cgroup(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
-    """The memory that Slurm, a container or systemd leaves to this process; infinite where none sets a limit."""
+    """Returns the free bytes within this process's cgroup v2 limits (set by Slurm, a container or systemd), or inf."""
     free = math.inf
     with suppress(OSError, StopIteration):
         group = root / next(line[4:] for line in own.read_text().splitlines() if line.startswith("0::/"))
         for each in [group, *group.parents]:
             with suppress(OSError, ValueError, StopIteration):
                 limit, taken = (int((each / f"memory.{name}").read_text()) for name in ("max", "current"))
-                # Cached files are dropped when memory is needed.
+                # Linux frees cached files when memory is needed, so they count as free.
                 cached = re.search(r"^inactive_file (\d+)", (each / "memory.stat").read_text(), re.MULTILINE)
                 free = min(free, limit - taken + (int(cached[1]) if cached else 0))
     return free

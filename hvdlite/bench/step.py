@@ -1,44 +1,43 @@
 """
-`step`: whole training steps of some models, each trained in several ways that take turns step by step.
+`step`: measures whole training steps of some models, each with several `variants`, which take turns step by step.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar
 
 from torch import nn
 
-from .arguments import BATCH, Flag, UsageError, count_flag, some_of, variants_flag
-from .plot import Bar, Bars, Chart
+from .arguments import UsageError, count_flag, flag, some_of
+from .plot import Bars, Chart
 from .ranks import Ranks
-from .report import Case, Columns, Command, Quartiles, Row, grouped, ratio_of
+from .report import Case, Columns, Comparison, Row, grouped, ratio_of
 from .units import show_ratio, show_time
-from .variants import VARIANTS, horovod_problem
-from .workloads import WORKLOADS, bytes_of
+from .variants import VARIANTS, Training, horovod_problem, variants_flag
+from .workloads import BATCH, WORKLOADS, Batch, training_bytes
 
-# After these autograd and the allocators have settled, and DDP has rebuilt its buckets.
+# Unmeasured steps, after which autograd and the allocators have settled, and DDP has rebuilt its buckets.
 WARM_UPS = 3
 _USUAL = tuple(name for name in VARIANTS if name not in ("hvdlite-tuned", "hvdlite-arrival"))
-# A parameter, its gradient, a bucket and a wire.
-_COPIES = 4
+_MODELS = flag("NAME,…", some_of(WORKLOADS, "a model"), f"of {', '.join(WORKLOADS)} (all)")
 
 
-class Step(Command):
-    """The command. Each model is a case. What is not named by a flag is left out where it cannot be measured."""
+@dataclass
+class Step(Comparison):
+    """The command `step`. Each model is a case. Models and variants not named by a flag are skipped if unavailable."""
 
     name = "step"
     help = "a training step with hvdlite, DDP, Horovod, and without any communication"
-    flags = (
-        Flag("--models", some_of(WORKLOADS, "a model"), "NAME,…", f"of {', '.join(WORKLOADS)} (all)"),
-        variants_flag(VARIANTS, _USUAL),
-        BATCH,
-        count_flag("--steps", 20, "steps of each"),
-    )
+    models: Sequence[str] | None = field(default=None, metadata=_MODELS)
+    variants: Sequence[str] | None = field(default=None, metadata=variants_flag(VARIANTS, _USUAL))
+    batch: int | None = field(default=None, metadata=BATCH)
+    steps: int = field(default=20, metadata=count_flag("steps of each"))
 
     columns: ClassVar[Columns] = {
         "model": lambda row: row["model"],
@@ -50,45 +49,40 @@ class Step(Command):
         "× ddp": lambda row: show_ratio(row["times_ddp"]),
         "steps": lambda row: str(row["count"]),
     }
-    words = 2
+    text_columns = 2
 
-    def __init__(
-        self, models: Sequence[str] | None, variants: Sequence[str] | None, batch: int | None, steps: int
-    ) -> None:
+    def __post_init__(self) -> None:
+        self._variants = list(self.variants or _USUAL)
+        self.notes = ["× none, × ddp: how many times as long as that variant's step; below 1 is faster."]
         self.cases = [
-            Case(name, {"model": name, "batch": batch or WORKLOADS[name].rows})
-            for name in (WORKLOADS if models is None else models)
+            Case(name, {"model": name, "batch": self.batch or WORKLOADS[name].rows}, skipped=WORKLOADS[name].missing())
+            for name in (WORKLOADS if self.models is None else self.models)
         ]
-        self._variants = list(variants or _USUAL)
-        self._named_variants = variants is not None
-        self._steps = steps
-        self.notes: list[str] = ["× none, × ddp: how many times as long as that variant's step; below 1 is faster."]
-        self.turns = len(self.cases) * steps
-        for case in self.cases:
-            case.skipped = WORKLOADS[case.about["model"]].missing()
-            if models is not None and case.skipped is not None:
-                raise UsageError(f"--models: {case.skipped}")
+        self.turns = len(self.cases) * self.steps
+        missing = [case.skipped for case in self.cases if case.skipped]
+        if self.models is not None and missing:
+            raise UsageError(f"--models: {missing[0]}")
 
     def prepare(self, ranks: Ranks) -> None:
         problem = horovod_problem(ranks) if "horovod" in self._variants else None
         if problem is not None:
-            if self._named_variants:
+            if self.variants is not None:
                 raise UsageError(f"--variants: {problem}")
             self._variants.remove("horovod")
-            self.notes.insert(0, f"left out: {problem}")
+            self.notes = [f"left out: {problem}", *self.notes]
 
     def run(self, ranks: Ranks) -> None:
         self.job = ranks.job
         for case in self.cases:
-            # torchvision may be missing on one host alone.
+            # torchvision may be missing on only some hosts.
             case.skipped = ranks.first(case.skipped)
             if case.skipped is None:
                 model = WORKLOADS[case.about["model"]].make(ranks.device)
-                case.skipped = ranks.why_too_large(_COPIES * len(self._variants) * bytes_of(model))
+                case.skipped = ranks.why_too_large(len(self._variants) * training_bytes(model))
             if case.skipped is None:
                 self._measure(case, model, ranks)
             else:
-                ranks.progress(case.about["model"], self._steps)
+                ranks.progress(case.about["model"], self.steps)
             gc.collect()
 
     def _measure(self, case: Case, model: nn.Module, ranks: Ranks) -> None:
@@ -102,32 +96,31 @@ class Step(Command):
                 stack.callback(training.close)
                 for _ in range(WARM_UPS):
                     training.step(batch)
-                blocks[variant] = partial(ranks.timed, partial(training.step, batch))
+                blocks[variant] = self.block(ranks, variant, training, batch)
             case.samples = {variant: [] for variant in blocks}
-            ranks.take_turns(name, blocks, self._steps, case.samples)
+            ranks.take_turns(name, blocks, self.steps, case.samples)
+
+    def block(self, ranks: Ranks, variant: str, training: Training, batch: Batch) -> Callable[[], float]:
+        """Returns the block of a variant: it takes a step, and returns its seconds on this rank."""
+        return partial(ranks.timed, partial(training.step, batch))
 
     def title(self) -> str:
         return f"a training step on {self.job}, of the slowest rank"
 
-    def describe(self, case: Case, name: str, found: Mapping[str, Quartiles]) -> Row:
-        return {
-            "variant": name,
-            "times_none": ratio_of(found[name], found.get("none")),
-            "times_ddp": ratio_of(found[name], found.get("ddp")),
-        }
+    def describe(self, case: Case, name: str, medians: Mapping[str, float]) -> Row:
+        times = {f"times_{each}": ratio_of(medians[name], medians.get(each)) for each in ("none", "ddp")}
+        return {"variant": name, **times}
 
     def chart(self, rows: Sequence[Row]) -> Chart:
-        """Ratios to "none", or milliseconds where it was not measured with every model."""
+        """Returns a chart of ratios to the variant "none", or of milliseconds if some model has no such samples."""
         in_ratios = all(row["times_none"] for row in rows)
         label = "× the step without communication" if in_ratios else "ms"
         panels = []
         for model, of_model in grouped(rows, "model").items():
-            bars = []
-            for row in of_model:
-                unit = row["median_s"] / row["times_none"] if in_ratios else 1e-3
-                text = show_ratio(row["times_none"]) if in_ratios else show_time(row["median_s"])
-                median, low, high = (row[f"{key}_s"] / unit for key in ("median", "low", "high"))
-                bars.append(Bar(row["variant"], median, low, high, text))
-            panels.append(Bars(f"{model}, batch {of_model[0]['batch']} of each rank", label, bars, float(in_ratios)))
+            first = of_model[0]
+            one = first["median_s"] / first["times_none"] if in_ratios else 1e-3
+            texts = [show_ratio(row["times_none"]) if in_ratios else show_time(row["median_s"]) for row in of_model]
+            title = f"{model}, batch {first['batch']} of each rank"
+            panels.append(Bars(title, label, of_model, "s", one, texts, base=float(in_ratios)))
         caption = f"{self.job}. Medians, of the slowest rank; whiskers are quartiles."
-        return Chart("How long a training step takes", caption, panels)
+        return Chart("How long a training step takes", caption, panels, shares_x=in_ratios)

@@ -1,14 +1,15 @@
 """
-The ways to train that are compared. Each has a model and an optimizer of its own, and takes whole steps.
+The variants of training that `step` and `memory` compare: hvdlite, DDP, Horovod, and training without communication.
 
-README.md has a table of them; to add one, add a function that makes its `Training`, and its name to `VARIANTS`.
+docs/measuring.md has a table of them. To add one, write a function that returns its `Training`, with a model and an
+optimizer of its own, and add it to `VARIANTS`.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..compression.casts import Compression
 from ..optim.optimizer import DistributedOptimizer
+from .arguments import flag, some_of
 from .ranks import Ranks
 from .workloads import Batch
 
@@ -33,7 +35,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class Training:
-    """A model and its optimizer. ``average`` averages the gradients after backward where neither of the two does."""
+    """A model and its optimizer. ``average`` averages gradients after backward, if model and optimizer do not."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -41,7 +43,7 @@ class Training:
     close: Callable[[], None] = _nothing
 
     def step(self, batch: Batch, on_part: Callable[[], object] = _nothing) -> None:
-        """One training step; ``on_part`` is called before each of forward, backward and update, and at the end."""
+        """Takes a training step. Calls ``on_part`` before each of forward, backward and update, and at the end."""
         inputs, targets = batch
         self.optimizer.zero_grad()
         on_part()
@@ -87,28 +89,27 @@ def _hvdlite(ranks: Ranks, model: nn.Module, **options: Any) -> Training:
 
 
 def _horovod(ranks: Ranks, model: nn.Module) -> Training:
-    return Training(
-        model, horovod_module().DistributedOptimizer(_sgd(model), named_parameters=model.named_parameters())
-    )
+    optimizer = horovod_module().DistributedOptimizer(_sgd(model), named_parameters=model.named_parameters())
+    return Training(model, optimizer)
 
 
 def horovod_module() -> Any:
-    """Horovod itself, initialised. Raises ImportError where it is missing; hvdlite under its name does not count."""
+    """Returns ``horovod.torch``, initialized. Raises ImportError if there is none, or if that name is hvdlite's."""
     spec = importlib.util.find_spec("horovod")
     if spec is None or Path(spec.origin or "/").is_relative_to(Path(__file__).parents[1]):
-        raise ImportError("there is no Horovod here")
+        raise ImportError("Horovod is not installed")
     module = importlib.import_module("horovod.torch")
     module.init()
     return module
 
 
 def horovod_problem(ranks: Ranks) -> str | None:
-    """Why Horovod cannot be measured, if it cannot. Every rank must call it."""
+    """Returns why Horovod cannot be measured, or None if it can. Every rank must call it."""
     problem = None
     try:
         size = horovod_module().size()
         if size != ranks.size:
-            problem = f"it sees {size} ranks and hvdlite {ranks.size}: start both by mpirun"
+            problem = f"it has {size} ranks, and hvdlite {ranks.size}: start the benchmark with mpirun"
     except (ImportError, ValueError, RuntimeError) as error:
         problem = str(error).partition("\n")[0]
     return ranks.first(problem and f"horovod cannot be measured: {problem}")
@@ -127,3 +128,9 @@ VARIANTS: dict[str, Callable[[Ranks, nn.Module], Training]] = {
     "hvdlite-arrival": partial(_hvdlite, step_on_arrival=True),
     "horovod": _horovod,
 }
+
+
+def variants_flag(known: Collection[str], usual: Collection[str]) -> dict[str, Any]:
+    """Returns the metadata of the flag ``--variants``. Without the flag, the variants in ``usual`` are measured."""
+    unusual = ", ".join(each for each in known if each not in usual)
+    return flag("NAME,…", some_of(known, "a variant"), f"of {', '.join(known)} (all but {unusual})")

@@ -1,5 +1,5 @@
 """
-The models whose training is measured, with a batch of random data for each. README.md has a table of them.
+The models whose training `step`, `memory` and `scale` measure, with random data. docs/measuring.md has a table of them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .arguments import Flag, one_of
+from .arguments import UsageError, flag, one_of, read_count
 
 # Inputs and targets.
 Batch = tuple[Tensor, Tensor]
@@ -31,7 +31,7 @@ class Gpt(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (batch × time, vocabulary) of tokens (batch, time)."""
+        """Returns logits (batch × time, vocabulary) of tokens (batch, time)."""
         time = x.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(time, device=x.device)
         embedded = self.tokens(x) + self.positions(torch.arange(time, device=x.device))
@@ -50,7 +50,7 @@ class Residual(nn.Module):
         self.shortcut = nn.Identity() if stride == 1 else nn.Sequential(*_convolution(channels, width, 1, stride))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, channels, height, width) to (batch, width, height / stride, width / stride)."""
+        """Maps (batch, channels, height, width) to (batch, width, height / stride, width / stride)."""
         return functional.relu(self.convolutions(x) + self.shortcut(x))
 
 
@@ -59,7 +59,7 @@ def _convolution(channels: int, width: int, kernel: int, stride: int = 1) -> lis
 
 
 def small_resnet(blocks: int = 18) -> nn.Module:
-    """A ResNet for 32 × 32 images, of 6 × blocks + 2 layers in three widths."""
+    """Returns a ResNet for 32 × 32 images, with 6 × ``blocks`` + 2 layers in three widths."""
     layers: list[nn.Module] = [*_convolution(3, 16, 3), nn.ReLU()]
     channels = 16
     for width in (16, 32, 64):
@@ -79,10 +79,6 @@ def _resnet50() -> nn.Module:
     return model
 
 
-def _images(rows: int) -> Tensor:
-    return torch.randn(rows, 3, 224, 224)
-
-
 def _missing_torchvision() -> str | None:
     try:
         importlib.import_module("torchvision.models")
@@ -94,7 +90,7 @@ def _missing_torchvision() -> str | None:
 
 @dataclass(frozen=True)
 class Workload:
-    """A model and its data. ``rows`` is the batch of each rank, unless the user gives one."""
+    """A model and its data. ``rows`` is the default batch size of each rank."""
 
     name: str
     rows: int
@@ -103,23 +99,28 @@ class Workload:
     classes: int
     targets_per_row: int = 1
     missing: Callable[[], str | None] = lambda: None
-    """What the model needs and is not installed here."""
+    """Returns a message about a package that the model needs and that is not installed, or None."""
 
     def batch(self, rows: int, seed: int, device: torch.device) -> Batch:
-        """Random inputs and targets."""
+        """Returns random inputs and targets on ``device``."""
         torch.manual_seed(seed)
         targets = torch.randint(self.classes, (rows * self.targets_per_row,))
         return self.inputs(rows).to(device), targets.to(device)
 
     def make(self, device: torch.device) -> nn.Module:
-        """The model, with the same parameters on every rank."""
+        """Returns the model on ``device``, with the same parameters on every rank."""
         torch.manual_seed(0)
         return self.build().to(device)
 
 
 def bytes_of(model: nn.Module) -> int:
-    """The bytes of a model's parameters."""
-    return sum(param.numel() * param.dtype.itemsize for param in model.parameters())
+    """Returns the bytes of a model's parameters."""
+    return sum(param.nbytes for param in model.parameters())
+
+
+def training_bytes(model: nn.Module) -> int:
+    """Returns a rough number of bytes for training: parameters, gradients, buckets and wires."""
+    return 4 * bytes_of(model)
 
 
 WORKLOADS = {
@@ -133,4 +134,14 @@ WORKLOADS = {
         ),
     )
 }
-MODEL = Flag("--model", one_of(WORKLOADS, "a model"), "NAME", f"one of {', '.join(WORKLOADS)} (mlp)")
+MODEL = flag("NAME", one_of(WORKLOADS, "a model"), f"one of {', '.join(WORKLOADS)} (mlp)")
+BATCH = flag("ROWS", read_count, "of each rank (the model's own)")
+
+
+def workload_of(model: str | None) -> Workload:
+    """Returns the workload that ``--model`` names, or the MLP. Raises UsageError if a package for it is missing."""
+    workload = WORKLOADS[model or "mlp"]
+    missing = workload.missing()
+    if missing is not None:
+        raise UsageError(f"--model: {missing}")
+    return workload

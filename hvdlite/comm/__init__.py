@@ -1,10 +1,12 @@
 """
-Groups of ranks, their collectives, and the engines underneath: gloo, NCCL, and hierarchical ones.
+Groups of ranks with their collectives, and the engines (gloo, NCCL, hierarchical) that run them.
 
-    EngineFactory ── Engine ── Group ── Work, which a Watch is told of; beside them a Recorder, for timelines
+An `EngineFactory` opens an `Engine` for each `Group`. A collective of the group starts an operation of the engine and
+returns a `Work` to wait for. `CollectiveWatch` records which collectives this rank has begun and waits for. `Recorder`
+writes this rank's events to its part of a timeline.
 
 Modules import only what stands before them:
 
-    gloo < flat_bytes < engine_state < torch_engine < engine < host_groups < hierarchy < gpu_clock < recorder
-        < reduce_op < work < deferred_close < group < engine_selection
+    gloo < flat_bytes < engine_state < deferred_close < torch_engine < engine < host_groups < hierarchy < gpu_clock
+        < recorder < reduce_op < work < group < hierarchy_selection
 """

@@ -1,30 +1,43 @@
 """
-Closes, on a thread of its own, what the garbage collector has found.
+Closes objects that the garbage collector has found, on a background thread; and keeps objects in use until they end.
 
-    finalizer ── close_later ── a queue that can be added to at any point ── this thread ── close
+    finalizer ── close_later ── queue ── the background thread calls close
 
-The collector comes in whatever thread, in the middle of whatever that does: of a collective of the very engine that is
-to be closed, holding the locks that closing needs. So a finalizer does no more than to add to this queue.
+The garbage collector may run a finalizer in any thread at any point, for example inside a collective of the engine that
+is to be closed, while that thread holds the locks that closing needs. So a finalizer only adds to the queue, by calling
+`close_later`. `optim.gradient_hooks` has such a finalizer, and `runtime.world` calls `finish` when the program ends.
+
+A destructor may wait: that of a gloo process group waits for the group's operations. `keep_until` holds a reference
+until there are none, so that the thread that drops its own reference does not wait.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 
 from ..log import log
 
-# Its put may interrupt its own put or get, in the same thread, unlike that of any other queue.
+# How often `keep_until` looks.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5
+
+# SimpleQueue.put is reentrant, unlike Queue.put: a finalizer may call it while the same thread is inside put or get.
 _found: SimpleQueue[Callable[[], None]] = SimpleQueue()
 _starting = threading.Lock()
+# Held while `keep_until` drops a reference; never released after the end of the program.
+_dropping = threading.Lock()
 _running_in: int | None = None
 
 
 def prepare() -> None:
-    """To be called before anything is made whose finalizer calls `close_later`; not by a finalizer."""
-    global _running_in  # noqa: PLW0603 - one thread for the process, as there is one collector
+    """Start this process's background thread, if it does not run yet.
+
+    Call it before making an object whose finalizer calls `close_later`, and never from a finalizer.
+    """
+    global _running_in  # noqa: PLW0603 - one thread per process, as there is one garbage collector
     with _starting:
         if _running_in != os.getpid():
             _running_in = os.getpid()
@@ -32,16 +45,42 @@ def prepare() -> None:
 
 
 def close_later(close: Callable[[], None]) -> None:
-    """Have it called soon. By any thread, at any point."""
+    """Queue ``close`` for the background thread, and return at once. Any thread may call it at any point."""
     _found.put(close)
 
 
-def wait_until_closed() -> None:
-    """Return when all that has been found so far is closed. Not by a finalizer."""
+def wait_until_closed(timeout_s: float | None = None) -> None:
+    """Wait until everything queued so far is closed, for at most ``timeout_s``. Never call it from a finalizer."""
     prepare()
     done = threading.Event()
     _found.put(done.set)
-    done.wait()
+    done.wait(timeout_s)
+
+
+def keep_until(is_over: Callable[[], bool], kept: object) -> None:
+    """Keep a reference to ``kept`` until ``is_over()``. If the program ends before, its destructor never runs."""
+    threading.Thread(target=_keep, args=(is_over, [kept]), name="hvdlite-kept", daemon=True).start()
+
+
+def _keep(is_over: Callable[[], bool], kept: list[object]) -> None:
+    # Only this frame refers to it, and the frame of a daemon thread outlives the interpreter: so at the end of the
+    # program nothing waits in a destructor.
+    pause_s = _FIRST_PAUSE_S
+    while not is_over():
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    with _dropping:
+        kept.clear()
+
+
+def finish(timeout_s: float) -> None:
+    """Wait for the queue at the end of the program: closing an engine while the interpreter ends would abort it.
+
+    From now on `keep_until` keeps everything.
+    """
+    _dropping.acquire(timeout=timeout_s)
+    if _running_in == os.getpid():
+        wait_until_closed(timeout_s)
 
 
 def _run() -> None:
@@ -49,7 +88,7 @@ def _run() -> None:
         close = _found.get()
         try:
             close()
-        except Exception as error:  # noqa: BLE001 - nobody waits for it, and others are to be closed
-            log.warning("what was no longer referred to could not be closed: %s", error)
-        # Else the last one found would live until the next is.
+        except Exception as error:  # noqa: BLE001 - no caller waits for it, and the thread has to close the others
+            log.warning("could not close an object that is no longer referenced: %s", error)
+        # The variable would keep the last object alive until the next one arrives.
         del close

@@ -1,10 +1,9 @@
 """
-The `Engine` interface (a subset of c10d's ProcessGroup), and factories of torch's engines and of a single rank's.
+The `Engine` interface (a subset of c10d's ProcessGroup), and the factories that open engines on gloo and NCCL.
 
-    EngineFactory ── open ── Engine (all-reduce, broadcast, ...) ── EngineWork (under way)
-
-What is sent through an engine, and which ranks take part, is in `group`.
-hvdlite's own engine, through memory that ranks of a host share, is in `shm`.
+An `EngineFactory` opens an `Engine`, whose operations return an `EngineWork` at once. `SingleRankEngine` serves a rank
+that has no others, and `ClosedEngine` a group that has been closed. `group.Group` calls the engines; the engine over
+process groups is in `torch_engine`, and the one over shared memory in `shm`.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from torch._C._distributed_c10d import AllToAllOptions, PrefixStore, Store
 
 from ..errors import PeerLostError
 from .engine_state import EngineState
-from .gloo import ConnectingRanks, Connections, open_proven, wait_for_all
+from .gloo import ConnectingRanks, Connections, make_gloo, open_proven, wait_for_all
 from .torch_engine import TorchEngine
 
 
 class PeerGoneError(PeerLostError):
-    """Raised by an engine that knows which rank is gone: `group_rank`."""
+    """Raised by an engine that knows which rank it has lost: ``group_rank``."""
 
     def __init__(self, message: str, group_rank: int) -> None:
-        """``group_rank`` is the rank's within the engine."""
+        """``group_rank`` is the lost rank's number within the engine."""
         super().__init__(message)
         self.group_rank = group_rank
 
 
 class EngineWork(Protocol):
-    """What an engine returns at once for an operation that it has begun."""
+    """An operation in progress, as the engine returns it."""
 
     def wait(self) -> object: ...
     def is_completed(self) -> bool: ...
@@ -44,7 +43,7 @@ class EngineWork(Protocol):
 
 
 class Engine(Protocol):
-    """The part of `torch.distributed.ProcessGroup` that hvdlite is built on."""
+    """The part of `torch.distributed.ProcessGroup` that hvdlite uses."""
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork: ...
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> EngineWork: ...
@@ -55,72 +54,81 @@ class Engine(Protocol):
     def reduce_scatter_base(
         self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
     ) -> EngineWork:
-        """Leave in ``output`` the combination of all ranks' parts for this one.
+        """Reduce all ranks' parts for this rank into ``output``.
 
-        ``input`` is flat, of shape ``(sum(counts),)``: a part for each rank, one after the other, of the ``counts``
-        elements that all ranks name alike.
+        ``input`` is flat, of shape ``(sum(counts),)``: one part for each rank, in rank order. ``counts`` are the parts'
+        numbers of elements, and must be equal on all ranks.
         """
         ...
 
     def revoke(self, reason: str, /) -> None:
-        """End every wait, now and later, with a RevokedError of this reason, and begin nothing more.
+        """Make every wait, now and later, raise a RevokedError with this reason, and refuse new operations.
 
-        The first reason counts. Waits for nobody, and may be called by any thread. Other ranks of shared memory get
-        the same error; those of gloo and NCCL lose a connection.
+        The first reason counts. It does not block, and any thread may call it. Over shared memory the other ranks get
+        the same error; over gloo and NCCL they lose a connection.
         """
         ...
 
     def quiesce(self, reason: str, /) -> None:
-        """Begin nothing more, which is a RevokedError of this reason; return when what is under way is over."""
+        """Refuse new operations with a RevokedError of this reason, and wait until those in progress have ended."""
+        ...
+
+
+@runtime_checkable
+class KnowsWhoBegan(Protocol):
+    """An operation in progress that can report which ranks have not begun it."""
+
+    def not_begun(self) -> list[int]:
+        """Returns the group ranks that have not begun it, or an operation before it. It does not block."""
         ...
 
 
 @runtime_checkable
 class HasMemory(Protocol):
-    """An engine that reduces tensors in memory of its own where they lie."""
+    """An engine that has memory of its own, in which it reduces tensors in place."""
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A flat tensor of zeros there, on the CPU; None if there is no more."""
+        """Returns a flat CPU tensor of zeros in the engine's memory, or None if that is full."""
         ...
 
 
 @runtime_checkable
 class OnePassEngine(Protocol):
-    """An engine whose all-reduce of CPU tensors divides for an average, and can leave its result in other memory.
+    """An engine whose all-reduce of CPU tensors can average, and can write its result to another tensor.
 
-    So a tensor that is to stay as it is need not be copied before, and an average takes no pass over it afterwards.
-    Its `allreduce` knows AVG of floats, too: the sum, divided by the number of ranks.
+    So the caller needs no copy of a tensor that has to stay unchanged, and no second pass to divide. Its `allreduce`
+    also takes AVG of floats: the sum, divided by the number of ranks.
     """
 
     def allreduce_into(self, output: Tensor, input: Tensor, opts: dist.AllreduceOptions, /) -> EngineWork:
-        """Leave in ``output`` the combination of all ranks' ``input``; both are contiguous, of one dtype and size.
+        """Reduce all ranks' ``input`` into ``output``; both are contiguous, of the same dtype and number of elements.
 
-        Pairs up with `Engine.allreduce` on other ranks.
+        It pairs with `Engine.allreduce` on other ranks.
         """
         ...
 
 
 class EngineFactory(Protocol):
-    """Opens engines among a fixed set of ranks; each is a communicator of its own."""
+    """Opens engines between a fixed set of ranks. Each engine is a separate communicator."""
 
     def open(self) -> Engine:
-        """A new engine; every rank of the group must call it."""
+        """Open a new engine. Every rank of the set must call it."""
         ...
 
     def close(self, engine: Engine, /) -> None:
-        """Give one back; waits for nobody."""
+        """Close one of its engines. It does not block."""
         ...
 
     def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
-        """A factory of engines among some of the ranks; only they call it, and each is rank ``group_rank`` of them.
+        """Returns a factory of engines between some of the ranks, in which this rank is ``group_rank``.
 
-        ``token`` names their meeting place: equal on these ranks, and never used before.
+        Only these ranks call it. ``token`` is their prefix in the store: equal on all of them, and never used before.
         """
         ...
 
 
 class SingleRankEngine:
-    """The engine of a rank that has no others: every collective is done as it begins."""
+    """The engine of a rank that has no others: every collective is complete when it returns."""
 
     def __init__(self) -> None:
         self._state = EngineState()
@@ -161,7 +169,7 @@ class SingleRankEngine:
 
 
 class ClosedEngine:
-    """The engine of a group that has been left."""
+    """Replaces the engine of a closed group: every operation raises an error."""
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
         raise self.error()
@@ -189,15 +197,15 @@ class ClosedEngine:
         return
 
     def error(self) -> RuntimeError:
-        """What every operation raises."""
+        """Returns the error that every operation raises."""
         return RuntimeError(
-            "hvd.shutdown(), remove_process_set() or close() was called before: after shutdown() call "
-            "hvd.init(), otherwise make the optimizer anew"
+            "hvd.shutdown(), hvd.remove_process_set() or the optimizer's close() was called before: call hvd.init() "
+            "again after a shutdown, else make a new optimizer"
         )
 
 
 class SingleRankFactory:
-    """Engines for a rank that has no others."""
+    """Opens engines for a rank that has no others."""
 
     def open(self) -> Engine:
         return SingleRankEngine()
@@ -213,7 +221,7 @@ _BACKEND_TYPES = {"gloo": dist.ProcessGroup.BackendType.GLOO, "nccl": dist.Proce
 
 
 class Done:
-    """A work that is complete when it is returned."""
+    """An operation that is already complete."""
 
     def wait(self) -> None:
         return
@@ -228,63 +236,48 @@ class Done:
 
 
 def allow_collectives(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let collectives on the CPU take so long; connecting, which is over, may have been given less."""
+    """Set the timeout of the CPU collectives of ``group``; connecting, which is over, may have had a shorter one."""
     group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
 
 
 class TorchEngineFactory:
-    """Process groups of all ranks: first the default one if it is ours, then further ones beside it."""
+    """Opens engines between all ranks: first on the default process group if hvdlite made it, then on new groups."""
 
     def __init__(
         self, backend: str, ranks: ConnectingRanks, unused_default: tuple[dist.ProcessGroup, Connections] | None = None
     ) -> None:
+        """``backend`` is ``gloo``, or a map such as ``cpu:gloo,cuda:nccl``; a RuntimeError for another backend in the
+        map.
+
+        ``unused_default`` is the default process group that hvdlite has made, with its connections.
+        """
         self.backend = backend
-        self._ranks = ranks
         self._unused_default = unused_default
-        self._opened = itertools.count()
-        self._open: list[tuple[TorchEngine, Connections]] = []
+        self._further = SubsetEngineFactory(ranks, backend, range(ranks.size))
 
     def open(self) -> Engine:
-        if self._unused_default is not None:
-            (default, connections), self._unused_default = self._unused_default, None
-            return TorchEngine(default, has_nccl=_has_nccl(self.backend), cut=connections.cut)
-        label = f"group{next(self._opened)}"
-        wait_for_all(self._ranks, label)
-        group, connections = open_proven(self._make, dist.destroy_process_group, self._ranks, label)
-        engine = TorchEngine(group, has_nccl=_has_nccl(self.backend), cut=connections.cut)
-        self._open.append((engine, connections))
-        return engine
-
-    def _make(self) -> dist.ProcessGroup:
-        group = dist.new_group(backend=self.backend, timeout=self._ranks.init_timeout.left())
-        assert isinstance(group, dist.ProcessGroup), "every rank is a member of it"
-        allow_collectives(group, self._ranks.init_timeout.timeout)
-        return group
+        if self._unused_default is None:
+            return self._further.open()
+        (default, connections), self._unused_default = self._unused_default, None
+        return TorchEngine(default, has_nccl=_has_nccl(self.backend), cut=connections.cut)
 
     def close(self, engine: Engine, /) -> None:
-        _forget_works(engine)
-        # Gone already where the default group has been destroyed, and all others with it.
-        for opened, connections in [each for each in list(self._open) if each[0] is engine]:
-            self._open.remove((opened, connections))
-            connections.cut()
-            if dist.is_initialized():
-                dist.destroy_process_group(opened.process_group)
+        self._further.close(engine)
 
     def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
-        if len(group_ranks) == 1:
-            return SingleRankFactory()
-        return SubsetEngineFactory(self._ranks.among(group_ranks, group_rank, token), self.backend, group_ranks)
+        return self._further.among(group_ranks, group_rank, token)
 
 
 class SubsetEngineFactory:
-    """Opens process groups among a subset of ranks, which meet in a store; the others take no part in it.
+    """Opens process groups between some of the ranks, or all, over a store of their own.
 
-    `dist.new_group` is not used: every rank of the job would have to call it for each engine, or else it tells groups
-    apart by how many a rank has made.
+    It does not use `dist.new_group`, which every rank of the job would have to call for each engine, in one order with
+    the program's own calls, since torch numbers groups by how many a rank has made. So the program may call
+    `dist.new_group` at any time, whatever other threads open here.
     """
 
     def __init__(self, ranks: ConnectingRanks, backend: str, global_ranks: Sequence[int]) -> None:
-        """``global_ranks`` are what NCCL calls these ranks when it watches over a collective."""
+        """``global_ranks`` are the ranks' numbers in the job, which NCCL's watchdog reports."""
         self._ranks = ranks
         self._backend = backend
         self._backend_of = _backend_by_device(backend)
@@ -295,19 +288,18 @@ class SubsetEngineFactory:
     def open(self) -> Engine:
         label = f"channel{next(self._opened)}"
         wait_for_all(self._ranks, label)
-        make = partial(self._make, label)
-        group, connections = open_proven(make, lambda group: group.shutdown(), self._ranks, label)
+        group, connections = open_proven(partial(self._make, label), lambda group: group.shutdown(), self._ranks, label)
         engine = TorchEngine(group, has_nccl=self._backend_of["cuda"] == "nccl", cut=connections.cut)
         self._open.append((engine, connections))
         return engine
 
-    def _make(self, label: str) -> dist.ProcessGroup:
+    def _make(self, label: str, connections: Connections) -> dist.ProcessGroup:
         store = PrefixStore(label, self._ranks.store)
         group = dist.ProcessGroup(store, self._ranks.rank, self._ranks.size)
         made: dict[str, Any] = {}
         for device, name in self._backend_of.items():
             if name not in made:
-                made[name] = self._make_backend(name, PrefixStore(device, store))
+                made[name] = self._make_backend(name, PrefixStore(device, store), connections)
             group._register_backend(torch.device(device), _BACKEND_TYPES[name], made[name])
         group._set_default_backend(_BACKEND_TYPES[self._backend_of["cpu"]])
         return group
@@ -316,7 +308,7 @@ class SubsetEngineFactory:
         _forget_works(engine)
         for opened, connections in [each for each in list(self._open) if each[0] is engine]:
             self._open.remove((opened, connections))
-            connections.cut()
+            connections.shut_down()
             opened.process_group.shutdown()
 
     def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
@@ -325,10 +317,10 @@ class SubsetEngineFactory:
         ranks = self._ranks.among(group_ranks, group_rank, token)
         return SubsetEngineFactory(ranks, self._backend, [self._global_ranks[each] for each in group_ranks])
 
-    def _make_backend(self, name: str, store: Store) -> Any:
+    def _make_backend(self, name: str, store: Store, connections: Connections) -> Any:
         rank, size, init_timeout = self._ranks.rank, self._ranks.size, self._ranks.init_timeout
         if name == "gloo":
-            gloo = dist.ProcessGroupGloo(store, rank, size, timeout=init_timeout.left())
+            gloo = make_gloo(store, rank, size, init_timeout.left(), connections)
             gloo._set_default_timeout(init_timeout.timeout)
             return gloo
         options = dist.ProcessGroupNCCL.Options()
@@ -347,14 +339,14 @@ def _has_nccl(backend: str) -> bool:
 
 
 def _backend_by_device(backend: str) -> dict[str, str]:
-    """What carries CPU and CUDA tensors: of ``gloo``, or of ``cpu:gloo,cuda:nccl``."""
+    """Returns the backend of CPU and of CUDA tensors, from ``gloo`` or from ``cpu:gloo,cuda:nccl``."""
     if ":" not in backend:
         return {"cpu": backend, "cuda": backend}
     backend_of = dict(item.split(":") for item in backend.split(","))
     unknown = sorted(set(backend_of.values()) - _BACKEND_TYPES.keys())
     if unknown:
         raise RuntimeError(
-            f"the program chose {unknown[0]} in torch.distributed.init_process_group, and process sets communicate "
-            "over gloo and nccl alone: choose one of these, or leave the call to hvd.init()"
+            f"torch.distributed.init_process_group was called with the backend {unknown[0]}, and hvdlite supports only "
+            "gloo and nccl: choose one of these, or let hvd.init() call init_process_group"
         )
     return backend_of

@@ -1,10 +1,11 @@
 """
-The state of an engine: open, quiesced (nothing more may begin), or revoked (waits end, too).
+The state of an engine: open, quiesced (it refuses new operations) or revoked (its waits fail, too).
 
-    quiesce(reason) ── nothing begins any more; what is under way comes to its end
-    revoke(reason)  ── ... and neither does anything that is under way: each wait ends with that reason
+- After ``quiesce(reason)`` the engine refuses new operations, and those in progress finish.
+- After ``revoke(reason)`` it also ends the operations in progress: each wait raises a RevokedError.
 
-The first reason counts, whoever comes with another later.
+The first reason counts, and later ones are ignored. The engines (`engine`, `torch_engine`, `hierarchy`, `shm`) keep an
+`EngineState` and check it before they begin or wait.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from ..errors import CommunicationError
 
 
 class RevokedError(CommunicationError):
-    """Raised by an engine that was quiesced or revoked; the message says by whom and why."""
+    """Raised by an engine that was quiesced or revoked. The message says by whom and why."""
 
 
 class EngineState:
-    """Says whether operations may begin, and waits go on; engines ask it. Any thread may call all of it."""
+    """One engine's state: whether operations may begin, and whether waits may go on. Every method is thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,12 +28,12 @@ class EngineState:
         self._revocation: str | None = None
 
     def require_open(self) -> None:
-        """Raise a RevokedError if nothing may begin."""
+        """Raise a RevokedError if the engine refuses new operations."""
         if self._refusal is not None:
             raise RevokedError(self._refusal)
 
     def require_not_revoked(self) -> None:
-        """Raise a RevokedError if nothing is to be waited for."""
+        """Raise a RevokedError if the engine was revoked."""
         if self._revocation is not None:
             raise RevokedError(self._revocation)
 
@@ -41,17 +42,17 @@ class EngineState:
         return self._revocation is not None
 
     def reason_of(self, error: RuntimeError) -> RuntimeError:
-        """Why an operation ended with this error: the revocation, if there was one before."""
+        """Returns the error to raise for an operation that failed with ``error``: the revocation, if there was one."""
         return error if self._revocation is None else RevokedError(self._revocation)
 
     def quiesce(self, reason: str) -> None:
-        """Let nothing begin any more."""
+        """Refuse new operations from now on."""
         with self._lock:
             if self._refusal is None:
                 self._refusal = reason
 
     def revoke(self, reason: str) -> bool:
-        """Let nothing begin and nothing be waited for; False if it was revoked before."""
+        """Refuse new operations, and fail all waits; returns False if the engine was revoked before."""
         with self._lock:
             if self._revocation is not None:
                 return False

@@ -1,7 +1,8 @@
 """
-Notes on the host's clock when a GPU reaches a point of its stream, by a thread that waits for it.
+Reads the host's clock when a GPU reaches a point of its stream.
 
-No polling and no arithmetic between clocks; exact to the few microseconds that it takes to wake a thread.
+A thread waits for each CUDA event, so there is no polling, and no conversion between clocks. The times are exact to the
+few microseconds that it takes to wake a thread. `Recorder.gpu` is a `GpuClock`, which `optim.step_trace` uses.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ _SETTLE_S = 5.0
 
 
 class Point(Protocol):
-    """A `torch.cuda.Event` that has been recorded, with ``blocking=True`` so that waiting burns no core."""
+    """A `torch.cuda.Event` that has been recorded, with ``blocking=True`` so that waiting uses no CPU."""
 
     def synchronize(self) -> object: ...
 
 
 class GpuClock:
-    """Waits for points in the order in which they are handed in."""
+    """Waits for pairs of points on one thread, in the order of the calls to `see`."""
 
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], object]] = SimpleQueue()
@@ -30,7 +31,10 @@ class GpuClock:
         self._thread: threading.Thread | None = None
 
     def see(self, began: Point, ended: Point, then: Callable[[int, int], object]) -> None:
-        """Call ``then`` with the times (ns) at which the GPU came to both, when it has. Returns at once."""
+        """Call ``then`` with the times (ns) at which the GPU reached both points; returns at once.
+
+        The clock's thread makes the call, once the GPU has reached them.
+        """
         with self._starting:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hvdlite-gpu-watch", daemon=True)
@@ -38,7 +42,7 @@ class GpuClock:
         self._jobs.put(lambda: then(_reached_ns(began), _reached_ns(ended)))
 
     def settle(self) -> None:
-        """Wait, a few seconds at most, until all that was handed in has been seen."""
+        """Wait, for at most a few seconds, until ``then`` has been called for all points passed to `see` so far."""
         if self._thread is not None:
             settled = threading.Event()
             self._jobs.put(settled.set)

@@ -1,27 +1,36 @@
 """
-`Group`: a communicator among some ranks, with its collectives (all-reduce, broadcast, all-gather, all-to-all, ...).
+`Group`: a communicator among some ranks, with the collectives that `ops` and `optim` are built on.
 
-    Group (rank, size, hosts) ── an operation on its engine ── Work (wait, or what went wrong)
+Each collective starts an operation on the group's engine, and returns a `Work` or waits for it. Errors of the engine
+are raised as hvdlite's own, with the rank, the host and the collective's name.
 
-Transport alone: who is in the group, its engine, and groups made of it. A group is handed to whoever communicates;
-`runtime.world` knows which one is the whole job's. Errors of the engine leave here as hvdlite's own, with the rank,
-the host and what was under way.
+This module only communicates: `ops`, `optim`, `control` and `timeline` are given the group to use, and `runtime.world`
+knows which one is the whole job's.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
-from ..errors import CommunicationError, PeerLostError, WrongTypeError, says_peer_lost
+from ..errors import (
+    LOOK_THERE,
+    UNKNOWN_END,
+    CommunicationError,
+    PeerLostError,
+    WrongTypeError,
+    describe_end,
+    says_peer_lost,
+)
 from ..signing import TAG_BYTES, Signer, digest
 from ..values import shown, whole_number
 from .engine import (
@@ -38,10 +47,10 @@ from .engine import (
 from .engine_state import RevokedError
 from .flat_bytes import as_bytes, pieces_of
 from .reduce_op import OP_OF_ENGINE, Average, ReduceOp, Sum
-from .work import Watch, Work
+from .work import CollectiveWatch, Work
 
 MAX_JSON_BYTES = 64 << 20
-"""What one rank may tell the others of itself at most, as JSON."""
+"""The most bytes of JSON that one rank may give to `Group.all_gather_json`."""
 
 _LENGTH_BYTES = 8
 
@@ -49,8 +58,8 @@ _LENGTH_BYTES = 8
 class Group:
     """Ranks that call the same collectives in the same order.
 
-    Every method must be called by all ranks of the group; those that return a `Work` return at once,
-    the others wait for all ranks.
+    All ranks of the group must call every method that communicates. The methods that return a `Work` return at once,
+    and the others wait for all ranks.
     """
 
     def __init__(
@@ -61,16 +70,16 @@ class Group:
         hosts: Sequence[str],
         *,
         signer: Signer,
-        watch: Watch | None = None,
+        watch: CollectiveWatch | None = None,
         set_id: int = 0,
         ranks: Sequence[int] | None = None,
         label: str = "all",
     ) -> None:
-        """``rank`` and ``hosts`` are by rank in this group; ``ranks`` are the global ranks, all if not given.
+        """``rank`` and the order of ``hosts`` are within this group; ``ranks`` are the global ranks, by default all.
 
-        ``signer`` has a key that these ranks have in common, and no other group. ``watch`` is told of every collective,
-        as is that of all groups made of this one; one of its own if not given. ``set_id`` is the number of the process
-        set that these ranks are, 0 of all. ``label`` is equal on all of them, and no other group's.
+        ``signer`` has a key that only these ranks share. ``watch`` records the collectives of this group and of every
+        group made from it; by default it is a new one. ``set_id`` is the number of the process set, 0 for all ranks.
+        ``label`` is equal on all ranks of the group, and different for every group.
         """
         self.label = label
         self.signer = signer
@@ -78,7 +87,7 @@ class Group:
         self._duplicate_count = 0
         self._engine_factory = engine_factory
         self.engine: Engine = engine_factory.open()
-        # Those that have not been closed. Not by weak references, which go when the collector comes.
+        # The open duplicates. Not weak references, which the garbage collector may clear at any time.
         self._duplicates: set[Group] = set()
         self._duplicate_of: Group | None = None
         self._closing = threading.RLock()
@@ -87,13 +96,13 @@ class Group:
         self.hosts = tuple(hosts)
         self.set_id = set_id
         self.ranks = tuple(range(size)) if ranks is None else tuple(ranks)
-        self._watch = Watch() if watch is None else watch
+        self._watch = CollectiveWatch() if watch is None else watch
 
     def duplicate(self) -> Group:
-        """The same ranks over an engine of its own (as MPI's Comm_dup). Every rank must call it.
+        """Returns a group of the same ranks over an engine of its own, as MPI's Comm_dup. Every rank must call it.
 
-        Collectives pair up by their order within an engine alone. Whoever launches them at times that may
-        differ by rank, as a `Reducer` does, needs one that nobody else uses.
+        Collectives pair up by their order within an engine. So code that starts them at times that may differ by rank,
+        as a `Reducer` does, needs an engine that nothing else uses.
         """
         self._duplicate_count += 1
         signer = self.signer.derive("duplicate", self._duplicate_count)
@@ -113,9 +122,9 @@ class Group:
         return group
 
     def among(self, ranks: Sequence[int], *, set_id: int, token: str) -> Group:
-        """Some of the ranks, this one among them, over engines of their own. Only these ranks must call it.
+        """Returns a group of some of the ranks, this one included, over engines of their own. Only these ranks call it.
 
-        ``token`` names their meeting place: equal on these ranks, and never used before.
+        ``token`` is their prefix in the store: equal on these ranks, and never used before.
         """
         group_ranks = [self.ranks.index(rank) for rank in ranks]
         engine_factory = self._engine_factory.among(group_ranks, group_ranks.index(self.rank), token)
@@ -134,30 +143,30 @@ class Group:
         )
 
     def part(self, group_ranks: Sequence[int], *, token: str) -> Group:
-        """Like `among`, by their ranks in this group, for as long as this group is open: it is closed with it."""
+        """Like `among`, but by ranks within this group; closing this group closes the part, too."""
         group = self.among([self.ranks[group_rank] for group_rank in group_ranks], set_id=self.set_id, token=token)
         group._duplicate_of = self
         self._duplicates.add(group)
         return group
 
     def change_engines(self, engine_factory: EngineFactory, engine: Engine) -> None:
-        """From now on communicate over another engine of the same ranks, and open further ones where that is from."""
+        """Use ``engine`` (of the same ranks) from now on, and open further engines with ``engine_factory``."""
         self._engine_factory, self.engine = engine_factory, engine
 
     def alone(self) -> Group:
-        """This rank by itself."""
+        """Returns a group of this rank alone."""
         signer = self.signer.derive("alone", self.rank)
         ranks, hosts = [self.ranks[self.rank]], [self.hosts[self.rank]]
         return Group(SingleRankFactory(), 0, 1, hosts, signer=signer, watch=self._watch, ranks=ranks, label="alone")
 
     def close(self) -> None:
-        """Give the engine back, and those of the duplicates. Waits for nobody.
+        """Close the group's engine and its duplicates. It does not block.
 
-        No reference to an engine may outlive this: gloo aborts if the interpreter goes before its threads.
+        No reference to an engine may outlive this: gloo aborts if the interpreter ends before gloo's threads.
         """
         for duplicate in list(self._duplicates):
             duplicate.close()
-        # Of two threads that close, one closes the engine, and the other returns when that is done.
+        # If two threads close at once, one closes the engine, and the other waits for it.
         with self._closing:
             engine, self.engine = self.engine, ClosedEngine()
             if not isinstance(engine, ClosedEngine):
@@ -167,18 +176,20 @@ class Group:
             self._duplicate_of._duplicates.discard(self)
 
     def revoke(self, reason: str) -> None:
-        """End every wait of these ranks on this one, now and later, its duplicates' too, with a RevokedError.
+        """Make every wait in this group and its duplicates, now and later, raise a RevokedError.
 
-        The first reason counts. Waits for nobody; any thread may call it.
+        The first reason counts. It does not block, and any thread may call it. `Engine.revoke` says what the other
+        ranks see.
         """
         self.engine.revoke(reason)
         for duplicate in list(self._duplicates):
             duplicate.revoke(reason)
 
     def quiesce(self, reason: str) -> None:
-        """Begin nothing more, which is a RevokedError of this reason; return when what is under way is over.
+        """Refuse new collectives, and wait until those in progress have ended; the same for the duplicates.
 
-        So with its duplicates. It ends where the other ranks have begun the same; or where the group is revoked.
+        New ones raise a RevokedError with ``reason``. Those in progress end once the other ranks have begun them, too,
+        or once the group is revoked.
         """
         self.engine.quiesce(reason)
         for duplicate in list(self._duplicates):
@@ -186,16 +197,16 @@ class Group:
 
     @property
     def is_closed(self) -> bool:
-        """Whether this rank has left the group."""
+        """Whether this rank has closed the group."""
         return isinstance(self.engine, ClosedEngine)
 
     def require_open(self, what: str) -> None:
-        """Raise a CommunicationError if the group has been left, where no collective would say so."""
+        """Raise a CommunicationError if the group is closed, for code paths that call no collective."""
         if isinstance(self.engine, ClosedEngine):
             raise self.error_of(what, self.engine.error())
 
     def zeros(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A flat tensor for what travels often: in memory of the engine's, where it has some. Waits for nobody."""
+        """Returns a flat tensor of zeros to be sent often, in the engine's memory if it has some. It does not block."""
         if device.type == "cpu" and isinstance(self.engine, HasMemory):
             memory = self.engine.empty(numel, dtype)
             if memory is not None:
@@ -203,18 +214,18 @@ class Group:
         return torch.zeros(numel, dtype=dtype, device=device)
 
     def describe_rank(self, rank: int) -> str:
-        """The global rank of the group's ``rank``, and its host, such as ``rank 3 (node2)``."""
+        """Returns the global number and the host of the group's ``rank``, such as ``rank 3 (node2)``."""
         return f"rank {self.ranks[rank]} ({self.hosts[rank]})"
 
     def error_of(self, what: str, error: BaseException) -> CommunicationError:
-        """The engine's error as hvdlite's own."""
+        """Converts an engine's error to hvdlite's own."""
         where = f"{what} failed on {self.describe_rank(self.rank)}"
         if isinstance(error, RevokedError):
             return RevokedError(f"{where}: {error}")
         if "timed out" in str(error).lower():
             return CommunicationError(
-                f"{where} because another rank did not take part in time: it hangs, or the ranks call different "
-                f"things; raise hvd.init(timeout_s=...) if it is only slow. ({_first_line(error)})"
+                f"{where} because another rank did not take part within the timeout: it hangs, or the ranks call "
+                f"different collectives; if it is only slow, raise hvd.init(timeout_s=...). ({_first_line(error)})"
             )
         if isinstance(error, PeerGoneError):
             return self._error_of_end(where, _first_line(error), self.ranks[error.group_rank])
@@ -223,7 +234,7 @@ class Group:
         return CommunicationError(f"{where}: {_first_line(error)}")
 
     def group_rank_of_root(self, root_rank: object, what: str) -> int:
-        """The rank in this group of a root that a user named by its global rank; a ValueError if it has none."""
+        """Returns the rank in this group of a root given by its global rank; a ValueError if it is not a member."""
         root = whole_number(root_rank)
         if root not in self.ranks:
             if self.set_id == 0:
@@ -235,33 +246,30 @@ class Group:
         return self.ranks.index(root)
 
     def _error_of_end(self, where: str, words: str, seen: int | None = None) -> CommunicationError:
-        """A rank has left: the global rank ``seen``, if the engine says which."""
-        rank, by_itself = self._watch.first_end() or (seen, False)
+        """Returns the error for a lost rank; ``seen`` is its global rank, if the engine reports it."""
+        rank, ended_normally = self._watch.first_end() or (seen, False)
         if rank is None or rank not in self.ranks:
-            who = "another rank"
-        else:
-            who = self.describe_rank(self.ranks.index(rank))
-            if by_itself:
-                return CommunicationError(
-                    f"{where} because {who} has ended: every rank must take as many steps, and call collectives as "
-                    f"often; see hvd.join() for ranks with fewer batches. ({words})"
-                )
-        return PeerLostError(
-            f"{where} because {who} has gone; what ended that rank is the cause, look for its own error. ({words})"
-        )
+            return PeerLostError(f"{where} because {UNKNOWN_END}: {LOOK_THERE}. ({words})")
+        end = describe_end(self.describe_rank(self.ranks.index(rank)), ended_normally)
+        if ended_normally:
+            return CommunicationError(
+                f"{where} because {end}: every rank must take the same number of steps and call the same collectives; "
+                f"for ranks with fewer batches see hvd.join(). If it called sys.exit(), look at its output. ({words})"
+            )
+        return PeerLostError(f"{where} because {end}: {LOOK_THERE}. ({words})")
 
     def _begun(self, work: EngineWork, what: str) -> Work:
-        # So ranks can tell which of them have not begun what others wait for.
+        # The counts let ranks report which collectives of others they have not begun.
         watch = self._watch
         number = watch.begun[self.label] = watch.begun.get(self.label, 0) + 1
         watch.beginners.add(threading.get_ident())
-        return Work(work, what, watch, self.error_of, (self.label, number, self.ranks))
+        return Work(work, what, watch, self.error_of, (self.label, number, self.ranks), self.describe_rank)
 
     def all_reduce(self, tensor: Tensor, what: str, op: ReduceOp = Sum) -> Work:
-        """Combine a contiguous tensor over all ranks, in place; of a dtype and an op that engines know.
+        """Reduce a contiguous tensor over all ranks, in place, with a dtype and an op that the engine supports.
 
-        These are Sum, Min, Max and Product, of integers (not int16) and floats; others are `reduction`'s. Average of
-        floats, too, where the engine `reduces_in_one_pass`.
+        These are Sum, Min, Max and Product of integers (not int16) and floats, and Average of floats where the engine
+        `reduces_in_one_pass`. `ops.reduction` builds the others.
         """
         try:
             work = self.engine.allreduce([tensor], _all_reduce_options(op))
@@ -270,20 +278,20 @@ class Group:
         return self._begun(work, what)
 
     def all_reduce_into(self, output: Tensor, tensor: Tensor, what: str, op: ReduceOp = Sum) -> Work:
-        """As `all_reduce`, and the tensor stays as it is; where the engine `reduces_in_one_pass`."""
-        assert isinstance(self.engine, OnePassEngine), "the caller has asked"
+        """Like `all_reduce`, but leave ``tensor`` unchanged; only where the engine `reduces_in_one_pass`."""
+        engine = cast(OnePassEngine, self.engine)  # the caller has checked `reduces_in_one_pass`
         try:
-            work = self.engine.allreduce_into(output, tensor, _all_reduce_options(op))
+            work = engine.allreduce_into(output, tensor, _all_reduce_options(op))
         except RuntimeError as error:
             raise self.error_of(what, error) from error
         return self._begun(work, what)
 
     def reduces_in_one_pass(self, tensor: Tensor) -> bool:
-        """Whether the engine has `all_reduce_into` for such a tensor, and Average of floats; equal on all ranks."""
-        return tensor.device.type == "cpu" and isinstance(self.engine, OnePassEngine)
+        """Whether the engine has `all_reduce_into` and Average of floats for such a tensor; equal on all ranks."""
+        return tensor.is_cpu and _is_one_pass(type(self.engine))
 
     def broadcast(self, tensor: Tensor, root_rank: int, what: str) -> Work:
-        """Overwrite a contiguous tensor with the root's; any dtype, since it travels as bytes."""
+        """Overwrite a contiguous tensor of any dtype (sent as bytes) with the tensor of group rank ``root_rank``."""
         options = dist.BroadcastOptions()
         options.rootRank = root_rank
         options.rootTensor = 0
@@ -294,9 +302,10 @@ class Group:
         return self._begun(work, what)
 
     def all_gather(self, tensor: Tensor, what: str, counts: Sequence[int] | None = None) -> list[Tensor]:
-        """The flat bytes of every rank's contiguous tensor, in rank order; sizes may differ.
+        """Returns the flat bytes of every rank's contiguous tensor, in rank order; the sizes may differ.
 
-        ``counts`` are their bytes, where all ranks know them already; else they are exchanged first.
+        ``counts`` are the sizes in bytes, if all ranks know them already. Without them the ranks exchange the sizes
+        first.
         """
         if counts is None:
             sizes = self._all_gather_even(torch.tensor([tensor.nbytes], dtype=torch.int64), what)
@@ -306,9 +315,10 @@ class Group:
         return parts
 
     def begin_all_gather(self, tensor: Tensor, what: str, counts: Sequence[int]) -> tuple[list[Tensor], Work]:
-        """The flat bytes of every rank's contiguous tensor, in rank order, to be read when the work is done.
+        """Begin an all-gather; returns every rank's flat bytes, in rank order, which are valid once the work is done.
 
-        ``counts`` are their sizes in bytes, equal on all ranks. They travel padded to the longest.
+        ``tensor`` is contiguous. ``counts`` are the sizes in bytes, equal on all ranks. The tensors are padded to the
+        longest.
         """
         mine, longest = as_bytes(tensor), max(counts)
         if longest == 0:
@@ -323,9 +333,9 @@ class Group:
     def all_to_all(
         self, tensor: Tensor, sent_bytes: Sequence[int], received_bytes: Sequence[int], what: str
     ) -> list[Tensor]:
-        """Give each rank its part of a flat tensor of bytes; what each rank gave this one, in rank order.
+        """Send each rank its part of a flat tensor of bytes; returns the parts received, in rank order.
 
-        ``sent_bytes`` are the parts' sizes by rank, and ``received_bytes`` those that the others send here.
+        ``sent_bytes`` and ``received_bytes`` are the sizes of the parts sent to, and received from, each rank.
         """
         output = tensor.new_empty(sum(received_bytes))
         options = AllToAllOptions()
@@ -339,9 +349,9 @@ class Group:
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, counts: Sequence[int], what: str, op: ReduceOp = Sum
     ) -> Work:
-        """Leave in ``output`` the combination over all ranks of this rank's part of a flat tensor.
+        """Reduce all ranks' parts for this rank of a flat tensor into ``output``.
 
-        ``counts`` are the elements of each rank's part, equal on all ranks; dtypes and ops are as of `all_reduce`.
+        ``counts`` are the elements of each rank's part, equal on all ranks; dtypes and ops are as in `all_reduce`.
         """
         options = dist.ReduceScatterOptions()
         options.reduceOp = OP_OF_ENGINE[op]
@@ -352,18 +362,18 @@ class Group:
         return self._begun(work, what)
 
     def all_gather_json(self, value: object, what: str) -> list[Any]:
-        """Every rank's value, made of JSON's types, in rank order; tuples arrive as lists.
+        """Returns every rank's JSON value, in rank order; tuples arrive as lists.
 
-        Checked as by `all_gather_signed`.
+        It checks the senders as `all_gather_signed` does.
         """
         data = json.dumps(value).encode()
         return [json.loads(each) for each in self.all_gather_signed(data, what, at_most_bytes=MAX_JSON_BYTES)]
 
     def all_gather_signed(self, data: bytes, what: str, *, at_most_bytes: int | None = None) -> list[bytes]:
-        """The bytes of every rank, in rank order, each checked to come from that rank in this very call.
+        """Returns the bytes of every rank, in rank order, after checking that each rank sent its own in this very call.
 
-        A CommunicationError names the rank whose bytes are not signed with the job's key, or are more than
-        ``at_most_bytes``. Lengths are believed, and memory taken for them, once they are known to be signed.
+        A CommunicationError names a rank whose bytes are not signed with the job's key, or are more than
+        ``at_most_bytes``. Memory is allocated for a length only after its signature is checked.
         """
         self._signed_count += 1
         header = self._sign_header(data, self.rank, what)
@@ -372,8 +382,8 @@ class Group:
         for group_rank, (length, _) in enumerate(read):
             if at_most_bytes is not None and length > at_most_bytes:
                 raise CommunicationError(
-                    f"{what} failed on {self.describe_rank(self.rank)}: {self.describe_rank(group_rank)} has {length} "
-                    f"bytes to tell, more than the {at_most_bytes} that are taken"
+                    f"{what} failed on {self.describe_rank(self.rank)}: {self.describe_rank(group_rank)} sends "
+                    f"{length} bytes, more than the limit of {at_most_bytes}"
                 )
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         parts = self.all_gather(mine, what, [length for length, _ in read])
@@ -381,7 +391,10 @@ class Group:
         return [self._checked(parts[rank], digests[rank], rank, what) for rank in range(self.size)]
 
     def broadcast_signed(self, data: bytes | None, root: int, what: str) -> bytes:
-        """The bytes of rank ``root`` of this group, checked to come from it in this very call; others give None."""
+        """Returns the bytes of rank ``root`` of this group, after checking that it sent them in this very call.
+
+        The other ranks pass None.
+        """
         self._signed_count += 1
         header_bytes = _LENGTH_BYTES + 2 * TAG_BYTES
         header = torch.empty(header_bytes, dtype=torch.uint8)
@@ -398,13 +411,13 @@ class Group:
         return self._checked(wire, expected, root, what)
 
     def _sign_header(self, data: bytes, group_rank: int, what: str) -> bytes:
-        """What travels before the data: its length, its digest, and the signature of both by whom, in which call."""
+        """Returns the header sent before the data: length, digest, and a signature of both, the rank and the call."""
         length, own_digest = len(data), digest(data)
         tag = self.signer.sign(what, self._signed_count, group_rank, length, own_digest)
         return length.to_bytes(_LENGTH_BYTES, "big") + own_digest + tag
 
     def _read_header(self, header: bytes, group_rank: int, what: str) -> tuple[int, bytes]:
-        """The length and the digest of what rank ``group_rank`` is about to send."""
+        """Returns the length and digest in the header of rank ``group_rank``, after checking its signature."""
         length = int.from_bytes(header[:_LENGTH_BYTES], "big")
         its_digest, tag = header[_LENGTH_BYTES:-TAG_BYTES], header[-TAG_BYTES:]
         if not self.signer.is_signed(tag, what, self._signed_count, group_rank, length, its_digest):
@@ -412,7 +425,7 @@ class Group:
         return length, its_digest
 
     def _checked(self, part: Tensor, expected: bytes, group_rank: int, what: str) -> bytes:
-        # Without numpy, which torch does not require, and without a Python int per byte.
+        # Not with numpy, which torch does not require, nor with a Python int for each byte.
         data = ctypes.string_at(part.data_ptr(), part.numel()) if part.numel() else b""
         if digest(data) != expected:
             raise self._forged(group_rank, what)
@@ -420,15 +433,15 @@ class Group:
 
     def _forged(self, group_rank: int, what: str) -> CommunicationError:
         return CommunicationError(
-            f"{what} failed on {self.describe_rank(self.rank)}: what came in the name of "
-            f"{self.describe_rank(group_rank)} is not signed with this job's key, or not for this call: something on "
-            "the way between the two has changed or replaced it"
+            f"{what} failed on {self.describe_rank(self.rank)}: the data received from "
+            f"{self.describe_rank(group_rank)} are not signed with this job's key for this call: something on the "
+            "network between the two has changed or replaced them"
         )
 
     def agree(self, value: object, what: str) -> list[Any] | None:
-        """None if every rank passed an equal value (by its repr; made of JSON's types), else all values in rank order.
+        """Returns None if every rank passed an equal value, else all values in rank order.
 
-        Costs 32 bytes per rank where all agree, which is always but for a mistake.
+        The values are JSON, compared by their repr. The usual case, in which they agree, costs 32 bytes per rank.
         """
         own = digest(repr(value).encode())
         parts = self._all_gather_even(torch.frombuffer(bytearray(own), dtype=torch.uint8), what)
@@ -450,6 +463,13 @@ class Group:
         return outputs, self._begun(work, what)
 
 
+@functools.cache
+def _is_one_pass(kind: type[Engine]) -> bool:
+    # Cached: issubclass looks up each method by name, which takes longer than a small all-reduce.
+    return issubclass(kind, OnePassEngine)
+
+
+@functools.cache
 def _all_reduce_options(op: ReduceOp) -> dist.AllreduceOptions:
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG) if op is Average else OP_OF_ENGINE[op]

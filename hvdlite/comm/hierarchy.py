@@ -1,12 +1,14 @@
 """
-All-reduces in three steps where hosts have several ranks: within each host, between the hosts, within each host.
-Reduce-scatters are the first two.
+Hierarchical collectives: all-reduces in three steps, within each host, between hosts, and within each host.
 
-    tensor ── reduce-scatter among a host's ranks ── shard ── all-reduce among the ranks that have the same shard,
-           one on each host ── all-gather among the host's ranks ── tensor
+    tensor ── reduce-scatter within the host ── shard ── all-reduce between the ranks with the same local rank,
+           one on each host ── all-gather within the host ── tensor
 
-So a host sends over the network what one rank would, and every local rank carries its share of that. For networks
-slower than what joins the ranks of a host; which way is the faster is found out in `engine_selection`.
+A reduce-scatter is one within the host, and then one between hosts. Together the ranks of a host send over the network
+only as much data as one rank would, and each sends a share of it. This pays where the network between hosts is slower
+than the connections within a host.
+
+`hierarchy_selection` makes a `HierarchicalEngine`, and times it against the flat engine.
 """
 
 from __future__ import annotations
@@ -28,25 +30,25 @@ from .engine_state import EngineState
 from .flat_bytes import pieces_of
 from .host_groups import HostGroups
 
-# For less than this one step takes less time than three, whatever the network.
+# Smaller tensors take one step, which is faster than three on any network.
 LEAST_BYTES = 64 * 2**10
 
 _CLOSING_S = 1.0
 
-# Of shards' memory that waits for the next ones; a step's buckets, shared out, are less.
+# The most memory kept for later shards; the shards of one step's buckets need less.
 _MOST_KEPT_BYTES = 256 * 2**20
 
 
 class HostEngine(Engine, Protocol):
-    """What is needed of an engine between the ranks of a host: a process group has it."""
+    """An engine between the ranks of one host; it needs `_allgather_base`, which process groups have."""
 
     def _allgather_base(self, output: Tensor, input: Tensor, /) -> EngineWork: ...
 
 
 class HierarchicalEngine:
-    """Reduces large tensors in two levels, within hosts and between them; all else goes through a flat engine.
+    """Reduces large tensors in two levels, within hosts and between them; all else uses a flat engine.
 
-    Floats of 16 bits are rounded in each step.
+    16-bit floats are rounded in each step.
     """
 
     def __init__(
@@ -58,10 +60,11 @@ class HierarchicalEngine:
         host_groups: HostGroups,
         devices: set[str],
     ) -> None:
-        """``scatter`` and ``gather`` are between the ranks of a host, ``across`` between those of the same local rank.
+        """``scatter`` and ``gather`` are between a host's ranks, ``across`` between ranks with the same local rank.
 
-        Each is to be an engine of its own: so one tensor's second step does not wait for the next one's first.
-        ``host_groups`` are those in the flat engine; ``devices`` types of device, such as ``cuda``.
+        All four engines must be different, so that the second step of one tensor does not wait for the first of the
+        next. ``host_groups`` have ranks of the flat engine. ``devices`` are the device types that use two levels, such
+        as ``cuda``.
         """
         self.flat = flat
         self.parts = (scatter, across, gather)
@@ -72,7 +75,7 @@ class HierarchicalEngine:
         self.devices = frozenset(devices)
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._shards = _Shards()
-        self._follower: _Follower | None = None
+        self._step_threads: _StepThreads | None = None
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return self._scatter.empty(numel, dtype) if isinstance(self._scatter, HasMemory) else None
@@ -84,10 +87,11 @@ class HierarchicalEngine:
             return self.flat.allreduce(tensors, opts)
         whole = tensor.view(-1)
         even = whole.numel() - whole.numel() % self._local_size
-        # The few elements that cannot be shared out take the flat way meanwhile.
+        # The flat engine reduces the few elements that do not divide by the local size, at the same time.
         rest = self.flat.allreduce([whole[even:]], opts) if even < whole.numel() else None
-        return self._go(
-            _AllReduceWay(self._across, self._gather, whole[:even], self._local_size, rest, opts, self._shards), tensor
+        return self._run(
+            _AllReduceSteps(self._across, self._gather, whole[:even], self._local_size, rest, opts, self._shards),
+            tensor,
         )
 
     def reduce_scatter_base(
@@ -96,23 +100,23 @@ class HierarchicalEngine:
         self._state.require_open()
         if not self._takes(input):
             return self.flat.reduce_scatter_base(output, input, counts, opts)
-        return self._go(
-            _ReduceScatterWay(self._across, output, input, counts, self._host_groups, opts, self._shards), input
+        return self._run(
+            _ReduceScatterSteps(self._across, output, input, counts, self._host_groups, opts, self._shards), input
         )
 
     def _takes(self, tensor: Tensor) -> bool:
         return tensor.device.type in self.devices and tensor.numel() * tensor.element_size() >= LEAST_BYTES
 
-    def _go(self, way: _Way, tensor: Tensor) -> EngineWork:
-        way.begin(self._scatter)
+    def _run(self, steps: _Steps, tensor: Tensor) -> EngineWork:
+        steps.begin(self._scatter)
         if tensor.is_cuda:
-            # The wait of a CUDA engine holds up the stream that it is called in: not the program's, but this one.
+            # Waits of a CUDA engine block the current stream: make that this engine's own stream, not the program's.
             with torch.cuda.stream(self._stream(tensor.device)):
-                way.cross()
-                return _Holding(way.gather(), way)
-        if self._follower is None:
-            self._follower = _Follower(self._host_groups.within)
-        return self._follower.follow(way)
+                steps.cross()
+                return _Holding(steps.gather(), steps)
+        if self._step_threads is None:
+            self._step_threads = _StepThreads(self._host_groups.within)
+        return self._step_threads.run(steps)
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         if device not in self._streams:
@@ -137,39 +141,39 @@ class HierarchicalEngine:
 
     def quiesce(self, reason: str, /) -> None:
         self._state.quiesce(reason)
-        if self._follower is not None:
-            self._follower.settle()
+        if self._step_threads is not None:
+            self._step_threads.wait_until_idle()
         for engine in (self.flat, *self.parts):
             engine.quiesce(reason)
 
     def close(self) -> None:
-        """Follow nothing further; the engines themselves belong to who made them."""
-        if self._follower is not None:
-            self._follower.close()
-            self._follower = None
+        """Stop the threads that carry on the steps. The caller closes the engines."""
+        if self._step_threads is not None:
+            self._step_threads.close()
+            self._step_threads = None
 
 
-class _Way(Protocol):
-    """One tensor's steps, each of which begins when the one before is over."""
+class _Steps(Protocol):
+    """The steps of one tensor's collective; each begins when the one before is over."""
 
     def begin(self, scatter: HostEngine, /) -> None:
         """Begin the first step, within the host."""
         ...
 
     def cross(self) -> None:
-        """Begin the second step, between hosts; waits for the first, or has the current stream wait for it."""
+        """Wait for the first step (on CUDA the current stream waits), and begin the second, between hosts."""
         ...
 
     def gather(self) -> EngineWork:
-        """Wait in the same manner for the second step, and begin the third; the one whose end is the end of all."""
+        """Wait likewise for the second step, begin the third, and return it: its end is the end of the collective."""
         ...
 
     def finish(self) -> None:
-        """All steps are over: memory may be used again."""
+        """Release the shard's memory. All steps must be over."""
         ...
 
 
-class _AllReduceWay:
+class _AllReduceSteps:
     """Reduce-scatter within the host, all-reduce of the shard between hosts, all-gather within the host."""
 
     def __init__(
@@ -214,8 +218,11 @@ class _AllReduceWay:
         self._shards.give_back(self._shard)
 
 
-class _ReduceScatterWay:
-    """Reduce-scatter within the host of what the ranks of each local rank are to get, and then among those."""
+class _ReduceScatterSteps:
+    """Reduce-scatter within the host, then reduce-scatter between hosts.
+
+    The first step gives each rank the parts of all ranks with its local rank, and the second leaves its own part.
+    """
 
     def __init__(
         self,
@@ -231,7 +238,7 @@ class _ReduceScatterWay:
         self._output = output
         self._opts = opts
         self._shards = shards
-        # By local rank, the ranks that have it.
+        # For each local rank, the ranks that have it.
         columns = list(zip(*host_groups.hosts, strict=True))
         parts = pieces_of(input, counts)
         self._sent = torch.cat([parts[rank] for column in columns for rank in column])
@@ -258,32 +265,32 @@ class _ReduceScatterWay:
 
 
 class _Shards:
-    """Memory for the shards of a host's ranks, which is used again: fresh pages cost as much as a copy of them.
+    """A pool of CPU memory for shards, reused because fresh pages cost as much as copying them.
 
-    There are at most as many pieces as shards were under way at once. Those of GPUs are the allocator's of PyTorch,
-    which does the same, and knows of streams.
+    It never has more pieces than shards were in use at once. GPU shards use PyTorch's allocator, which also reuses
+    memory, and takes streams into account.
     """
 
     def __init__(self) -> None:
-        # Flat bytes, ascending by how many.
+        # Flat byte tensors, in ascending order of size.
         self._free: list[Tensor] = []
         self._lock = threading.Lock()
 
     def take(self, numel: int, like: Tensor) -> Tensor:
-        """Room for so many elements, of the dtype and on the device of ``like``; what lies there is anything."""
+        """Returns uninitialized memory for ``numel`` elements, of the dtype and on the device of ``like``."""
         if like.device.type != "cpu":
             return like.new_empty(numel)
         nbytes = numel * like.element_size()
         with self._lock:
             at = bisect_left(self._free, nbytes, key=torch.numel)
-            # One that is too small goes, and a larger one comes for it.
+            # Drop a piece that is too small: a larger one replaces it.
             memory = self._free.pop(min(at, len(self._free) - 1)) if self._free else None
         if memory is None or memory.numel() < nbytes:
             memory = torch.empty(nbytes, dtype=torch.uint8)
         return memory[:nbytes].view(like.dtype)
 
     def give_back(self, shard: Tensor) -> None:
-        """Whose way is over."""
+        """Return a shard's memory to the pool, once all its steps are over."""
         if shard.device.type != "cpu":
             return
         memory = shard.view(torch.uint8).as_strided((shard.untyped_storage().nbytes(),), (1,))
@@ -293,7 +300,7 @@ class _Shards:
 
 
 class _Holding:
-    """A CUDA engine's work, and the memory that it needs until it has been waited for."""
+    """A CUDA engine's work that keeps ``memory`` alive as long as itself."""
 
     def __init__(self, work: EngineWork, memory: object) -> None:
         self._work = work
@@ -309,34 +316,38 @@ class _Holding:
         return self._work.get_future()
 
 
-class _Follower:
-    """Two threads that take one tensor after the other from step to step, as the program may be anywhere meanwhile.
+class _StepThreads:
+    """Carries tensors from step to step on two threads, because the program may be busy elsewhere.
 
-    One for the first two steps, and one for the third, so that the network does not wait for that.
+    One thread runs the first two steps and the other the third, so that the network does not wait for the third.
     """
 
     def __init__(self, within: Sequence[int]) -> None:
-        """``within`` are the host's ranks in the group, for an engine of theirs says who has gone by its own."""
+        """``within`` are this host's ranks in the flat engine; the host's engine numbers ranks by their index in it."""
         self._within = within
-        self._scattered: SimpleQueue[_Step | None] = SimpleQueue()
-        self._crossed: SimpleQueue[_Step | None] = SimpleQueue()
+        self._scattered: SimpleQueue[_QueuedSteps | None] = SimpleQueue()
+        self._crossed: SimpleQueue[_QueuedSteps | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=run, name="hvdlite hierarchy", daemon=True) for run in (self._cross, self._gather)
         ]
         for thread in self._threads:
             thread.start()
 
-    def follow(self, way: _Way) -> EngineWork:
+    def run(self, steps: _Steps) -> EngineWork:
+        """Queue the remaining steps; the first has begun. Returns at once."""
         done: torch.futures.Future[None] = torch.futures.Future()
-        self._scattered.put((way, done))
-        return _Followed(done)
+        self._scattered.put((steps, done))
+        return _StepsWork(done)
 
-    def settle(self) -> None:
-        """Return when all that was followed by now is over, whether it has failed or not."""
-        self.follow(_NoWay()).wait()
+    def wait_until_idle(self) -> None:
+        """Wait until everything queued so far has ended or failed."""
+        self.run(_NoSteps()).wait()
 
     def close(self) -> None:
-        """Let the threads end, and with them their hold on engines: at once, unless a rank has gone in midst of it."""
+        """End the threads, which then drop their references to engines.
+
+        Waits for at most a second per thread: a thread may be blocked in a step because a rank has crashed.
+        """
         self._scattered.put(None)
         for thread in self._threads:
             thread.join(_CLOSING_S)
@@ -346,7 +357,7 @@ class _Follower:
             with self._failing(item[1]):
                 item[0].cross()
                 self._crossed.put(item)
-            # Or its engines and memory would be kept until the next.
+            # The variable would keep the engines and memory alive until the next item.
             del item
         self._crossed.put(None)
 
@@ -360,19 +371,19 @@ class _Follower:
 
     @contextlib.contextmanager
     def _failing(self, done: torch.futures.Future[None]) -> Iterator[None]:
-        """What is raised inside is raised where the program waits."""
+        """Pass an exception of the block to ``done``, so that the program's wait raises it."""
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - whatever it is
+        except Exception as error:  # noqa: BLE001 - the waiting thread gets it, whatever it is
             if isinstance(error, PeerGoneError):
                 error = PeerGoneError(str(error), self._within[error.group_rank])
-            done.set_exception(error)  # type: ignore[arg-type]  # torch's own says that it takes a result
+            done.set_exception(error)  # type: ignore[arg-type]  # torch's stub asks for a result
 
 
-_Step: TypeAlias = tuple[_Way, "torch.futures.Future[None]"]
+_QueuedSteps: TypeAlias = tuple[_Steps, "torch.futures.Future[None]"]
 
 
-class _NoWay:
+class _NoSteps:
     """Steps that do nothing: they end once all steps queued before them have ended."""
 
     def begin(self, scatter: HostEngine) -> None:
@@ -388,7 +399,9 @@ class _NoWay:
         return
 
 
-class _Followed:
+class _StepsWork:
+    """A collective whose steps `_StepThreads` runs; ``done`` is set after the last."""
+
     def __init__(self, done: torch.futures.Future[None]) -> None:
         self._done = done
 

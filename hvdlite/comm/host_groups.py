@@ -1,5 +1,8 @@
 """
-Splits ranks for hierarchical collectives: those of one host, and those of different hosts with one local rank.
+Computes the lists of ranks for hierarchical collectives: the ranks of each host, and those with the same local rank.
+
+Only numbers: `hierarchy_selection` and `optim.exchange` call `host_groups_of` and open groups of these ranks, and
+`hierarchy` runs collectives on them.
 """
 
 from __future__ import annotations
@@ -10,9 +13,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostGroups:
-    """Who is on this rank's host, and who, one on each host, has the same local rank; in the order of ranks.
+    """One rank's groups, each in the order of ranks.
 
-    ``hosts`` are the ranks of each host.
+    ``within`` are the ranks on this rank's host. ``across`` are the ranks with its local rank, one on each host.
+    ``hosts`` are the ranks of every host.
     """
 
     within: tuple[int, ...]
@@ -21,9 +25,9 @@ class HostGroups:
 
 
 def host_groups_of(rank: int, nodes: Sequence[Hashable]) -> HostGroups | None:
-    """The host groups of ``rank``, given each rank's host.
+    """Returns the host groups of ``rank``; ``nodes`` are the hosts by rank.
 
-    None where there are no two levels: of one host, of one rank on each, and of hosts that have not as many.
+    None where there are no two levels: one host, one rank per host, or hosts with different numbers of ranks.
     """
     members: dict[Hashable, list[int]] = {}
     for other, node in enumerate(nodes):

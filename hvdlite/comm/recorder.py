@@ -1,10 +1,10 @@
 """
-Records one rank's timeline: spans of time in rows, written to a file as training goes on.
+Records one rank's timeline: spans of time in rows, written to a file while training runs.
 
-    note(row, name, start, stop) ── queue ── a thread of its own, after each step ── the rank's part of a timeline
+    Recorder.note ── queue ── the writer's thread, after each step ── this rank's part of the timeline
 
-Written as it goes, and not at the end, so that the part of a rank that is killed tells what it did. How the parts of
-all ranks become one file is in `timeline`; what is noted of gradients is in `optim.step_trace`.
+It writes during training, and not at the end, so that the part of a rank that is killed shows what the rank did.
+`control.executor` and `optim.step_trace` note the spans; `timeline` merges the parts of all ranks into one file.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from ..log import log
 from .gpu_clock import GpuClock
 
 MOST_EVENTS = 1_000_000
-# How long what belongs to no step may wait to be written.
+# The longest that events of no step wait to be written.
 _FLUSH_S = 0.5
 
 
 class Row(NamedTuple):
-    """Where spans are drawn one after the other, or one within the other. Rows are sorted by number."""
+    """A row of the timeline, in which spans follow or contain each other. Rows are sorted by number."""
 
     number: int
     name: str
 
 
-# What all ranks carry out together by name, on the controller's thread.
+# The controller's thread runs these operations, which all ranks start by name.
 OPERATIONS = Row(0, "operations")
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """One rank's part of a timeline that is to be at ``path``.
+    """One rank's part of the timeline whose merged file will be ``path``.
 
-    ``process`` is what the rank is called there. The common clock is rank 0's, and begins at 0 when this process's
-    reads ``zero_ns``; this one was ``ahead_ns`` of it then. ``since_ns`` is when it begins, by this clock.
+    ``process`` is the rank's name there. Times are on a common clock, which is rank 0's: it is 0 when this process's
+    clock reads ``zero_ns``, and this process's clock was ``ahead_ns`` ahead of it at the start. ``since_ns`` is the
+    start of the recording, on this process's clock.
     """
 
     path: Path
@@ -57,7 +58,7 @@ class Recording:
 
 
 class Recorder:
-    """Notes spans while it is on. All methods may be called by any thread, those that note at any time."""
+    """Notes spans while it is on. Every method is thread-safe, and spans may be noted at any time."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -70,11 +71,11 @@ class Recorder:
         self._left = 0
 
     def next_family(self) -> int:
-        """A number that nobody else here has, for rows that belong together."""
+        """Returns a number not used before in this recorder, for rows that belong together."""
         return next(self._families)
 
     def begin(self, recording: Recording) -> None:
-        """Write what is noted from now on into the recording's file, which belongs to the recorder until `forget`."""
+        """Write what is noted from now on to the recording's file, which the recorder owns until `forget`."""
         assert self.recording is None, "who begins has asked before"
         self.recording = recording
         self._left = MOST_EVENTS
@@ -83,7 +84,7 @@ class Recorder:
         self.is_on = True
 
     def end(self) -> None:
-        """Note nothing any more; what was noted is in the file. Does nothing where that is so already."""
+        """Stop noting, and write all that was noted to the file. Does nothing if already ended."""
         self.gpu.settle()
         self.is_on = False
         writer, self._writer = self._writer, None
@@ -91,32 +92,32 @@ class Recorder:
             writer.end()
 
     def forget(self) -> None:
-        """`end`, close the file, and be as new."""
+        """Call `end`, close the file, and reset the recorder for another recording."""
         self.end()
         recording, self.recording = self.recording, None
         if recording is not None:
             recording.file.close()
 
     def note(self, row: Row, name: str, start_ns: int, stop_ns: int, detail: dict[str, Any] | None = None) -> None:
-        """A span by `time.monotonic_ns`; nothing when off, or when there are too many. ``detail`` is for JSON.
+        """Note a span, by `time.monotonic_ns`; does nothing when off, or when the part is full.
 
-        What began before the recording did begins with it.
+        ``detail`` must be JSON. A span that began before the recording is cut to begin with it.
         """
         self._put(("X", row, name, max(start_ns, self._since_ns), stop_ns, detail))
 
     def write_soon(self) -> None:
-        """Bring what was noted into the file now, without waiting for it: a step has ended."""
+        """Wake the writer at the end of a step, without waiting for it."""
         writer = self._writer
         if writer is not None:
             writer.wake()
 
     def note_waiting(self, name: str, start_ns: int, stop_ns: int) -> None:
-        """A span that may overlap with others of its kind, in as many rows as that takes."""
+        """Note the time that an operation waited before it ran; such spans may overlap, in as many rows as needed."""
         self._put(("b", OPERATIONS, name, max(start_ns, self._since_ns), stop_ns, next(self._waits)))
 
     @contextlib.contextmanager
     def span(self, row: Row, name: str, detail: dict[str, Any] | None = None) -> Iterator[None]:
-        """Note how long what is inside takes, also where that raises; nothing when off."""
+        """Note the time that the block takes, even if it raises; does nothing when off."""
         if not self.is_on:
             yield
             return
@@ -145,12 +146,12 @@ class Recorder:
         writer.events.append(event)
 
 
-# kind, row, name, start, stop, detail or the number of a wait
+# kind, row, name, start_ns, stop_ns, and the span's detail or the number of a waiting span
 _Event = tuple[str, Row, str, int, int, Any]
 
 
 class _Writer:
-    """One file, and the thread that brings events there."""
+    """The file of one recording, and the thread that writes events to it."""
 
     def __init__(self, recording: Recording) -> None:
         self.events: deque[_Event] = deque()
@@ -177,7 +178,7 @@ class _Writer:
     def _run(self) -> None:
         while not self._is_ending:
             self._waking.wait(_FLUSH_S)
-            # Before the events are looked at: what is noted after that wakes this thread again.
+            # Clear before the flush: an event noted after this point wakes the thread again.
             self._waking.clear()
             self._flush()
 
@@ -193,7 +194,7 @@ class _Writer:
             self._write(lines)
 
     def _lines(self, kind: str, row: Row, name: str, start_ns: int, stop_ns: int, extra: Any) -> list[str]:
-        # By hand: json.dumps of the whole would take three times as long.
+        # Built by hand: json.dumps of the whole line would take three times as long.
         rank, zero_ns = self._to.rank, self._to.zero_ns
         start, stop = (start_ns - zero_ns) / 1000, (stop_ns - zero_ns) / 1000
         common = f'"pid":{rank},"tid":{row.number},"name":{json.dumps(name)}'
@@ -212,12 +213,14 @@ class _Writer:
         return json.dumps({"ph": "M", "pid": self._to.rank, **fields})
 
     def _write(self, lines: list[str], before: str = "") -> None:
-        # A comma ends every line, and no bracket the file: so it is of use however suddenly it ends.
+        # Every line ends with a comma, and no bracket closes the file: so the file is readable wherever it is cut off.
         left = memoryview((before + "".join(f"{line},\n" for line in lines)).encode())
         try:
             while left and not self.has_failed:
-                # The file has no buffer, and a disk that is nearly full takes a part of what it is given.
+                # The file is unbuffered, and a nearly full disk may take only a part of the data.
                 left = left[self._to.file.write(left) :]
         except OSError as error:
             self.has_failed = True
-            log.warning("the timeline %s ends here for this rank: its part cannot be written: %s", self._to.path, error)
+            log.warning(
+                "the timeline %s gets no more events of this rank: its part cannot be written: %s", self._to.path, error
+            )

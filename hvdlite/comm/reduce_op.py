@@ -1,7 +1,7 @@
 """
-`ReduceOp`: `Average`, `Sum` and the others, in Horovod's numbers.
+`ReduceOp`: `Average`, `Sum` and the others, with Horovod's numbers.
 
-`OP_OF_ENGINE` has those that engines do by themselves; the rest is built from them, in `ops.reduction`.
+All engines provide the ops in `OP_OF_ENGINE`, and one-pass engines also average floats. `ops` builds the rest.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 class ReduceOp(IntEnum):
-    """How an all-reduce combines the ranks; the numbers are Horovod's."""
+    """The operation by which an all-reduce combines the ranks' values; the numbers are Horovod's."""
 
     Average = 0
     Sum = 1
@@ -29,7 +29,7 @@ Min = ReduceOp.Min
 Max = ReduceOp.Max
 Product = ReduceOp.Product
 
-# What engines can do by themselves; the rest is made of it.
+# The ops that engines provide.
 OP_OF_ENGINE = {
     Sum: dist.ReduceOp(dist.ReduceOp.SUM),
     Min: dist.ReduceOp(dist.ReduceOp.MIN),

@@ -1,15 +1,16 @@
 """
-Process groups of `torch.distributed` as engines: gloo for tensors of the CPU, NCCL for those of GPUs.
+`TorchEngine`: an engine over a process group of `torch.distributed`: gloo for CPU tensors, NCCL or gloo for GPUs.
 
-    a call ── open? ── the process group's own operation ── TorchWork ── waits that a revocation ends, too
-
-Where process groups come from is in `engine`.
+Each call checks that the engine is open, starts an operation of the process group, and returns a `TorchWork`, whose
+waits end if the engine is revoked. (Over gloo a reduce-scatter is an all-to-all and local sums.) `engine` makes these
+engines and opens their process groups, except the default one, which `runtime.bootstrap` opens.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,16 +20,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllToAllOptions
 
+from .deferred_close import keep_until
 from .engine_state import EngineState
 from .flat_bytes import pieces_of
 
-# How often a wait that takes long looks whether the engine was revoked.
-_LOOK = timedelta(seconds=0.1)
+# How often a long wait checks whether the engine was revoked. Usually the operation itself ends in that case.
+_LOOK = timedelta(seconds=0.02)
 
-# c10d's words for a wait that is over before the operation is.
+# How long `quiesce` waits for operations of gloo that were revoked: see `Connections.cut`.
+_ENDING_S = 1.0
+
+# c10d's message when a wait times out before the operation is complete.
 _NOT_DONE_YET = "Operation timed out!"
 
-# Works that nobody has waited for are looked through when there are so many.
+# Completed works that nobody has waited for are dropped when there are more than this.
 _MOST_PENDING = 64
 
 _COMBINE: dict[Any, Callable[..., Tensor]] = {
@@ -40,10 +45,10 @@ _COMBINE: dict[Any, Callable[..., Tensor]] = {
 
 
 class TorchEngine:
-    """One process group, whose waits and operations can be brought to an end."""
+    """Runs collectives on one process group, and can end its waits and operations early."""
 
     def __init__(self, process_group: Any, *, has_nccl: bool = False, cut: Callable[[], None] = lambda: None) -> None:
-        """``has_nccl``: tensors of GPUs take NCCL, and not gloo; ``cut`` ends gloo's connections."""
+        """``has_nccl``: GPU tensors use NCCL, and not gloo. ``cut`` shuts down gloo's connections."""
         self.process_group = process_group
         self._has_nccl = has_nccl
         self._cut = cut
@@ -75,10 +80,10 @@ class TorchEngine:
     def reduce_scatter_base(
         self, output: Tensor, input: Tensor, counts: list[int], opts: dist.ReduceScatterOptions, /
     ) -> TorchWork | _CombinedHere:
-        """NCCL's own on GPUs; over gloo an all-to-all, and what comes is combined here, in rank order.
+        """Use NCCL's own on GPUs; over gloo do an all-to-all, and combine the received parts here in rank order.
 
-        Gloo's own takes twice as long as that (in PyTorch 2.13, 2 and 4 ranks of one host, 4 MB), and older ones have
-        none. Floats of 16 bits are added up in float32 here, and rounded once.
+        Gloo's own takes twice as long (PyTorch 2.13, 2 and 4 ranks of one host, 4 MB), and older versions have none.
+        16-bit floats are added in float32 here, and rounded once.
         """
         self._state.require_open()
         if input.is_cuda and self._has_nccl:
@@ -86,7 +91,7 @@ class TorchEngine:
                 return self._begun(self.process_group._reduce_scatter_base(output, input, opts), input)
             parts = pieces_of(input, counts)
             return self._begun(self.process_group.reduce_scatter([output], [parts], opts), input)
-        op: Any = opts.reduceOp  # torch's own stubs know only some of it
+        op: Any = opts.reduceOp  # torch's stubs lack some attributes
         size = len(counts)
         received = input.new_empty(size * output.numel())
         sent = self.alltoall_base(received, input, [output.numel()] * size, counts, AllToAllOptions())
@@ -97,19 +102,31 @@ class TorchEngine:
         if self._state.revoke(reason):
             self._cut()
             if self._has_nccl:
-                # Where a GPU waits for another rank nothing else reaches it.
+                # Nothing else ends a wait of the GPU for another rank.
                 with contextlib.suppress(RuntimeError):
                     self.process_group._get_backend(torch.device("cuda")).abort()
 
     def quiesce(self, reason: str, /) -> None:
+        """Refuse new operations, and wait until those in progress have ended.
+
+        Once the engine is revoked it waits for at most a second. An operation that gloo has not ended by then transfers
+        nothing more, but is blocked until its timeout, and may read and write this rank's tensors until then.
+        """
         self._state.quiesce(reason)
         for work in list(self._pending):
-            with contextlib.suppress(RuntimeError):
-                work.wait_on_host()
+            work.wait_until_ended()
 
     def forget(self) -> None:
-        """Keep no work under way: it would keep the process group."""
+        """End the works in progress, and drop them, since they would keep the process group alive.
+
+        The process group outlives the engine until they have ended, since its destructor would wait for them.
+        """
+        works = [work for work in list(self._pending) if not (work.is_on_gpu and self._has_nccl)]
+        left = [work for work in works if not work.has_ended]
         self._pending.clear()
+        if left:
+            self._cut()
+            keep_until(lambda: all(work.has_ended for work in left), self.process_group)
 
     def _begun(self, work: Any, tensor: Tensor) -> TorchWork:
         made = TorchWork(work, tensor, self._state, self._pending)
@@ -119,25 +136,28 @@ class TorchEngine:
 
 
 class TorchWork:
-    """An operation of a process group under way; any number of threads may wait for it."""
+    """An operation of a process group in progress. Any number of threads may wait for it."""
 
     def __init__(self, work: Any, tensor: Tensor, state: EngineState, pending: set[TorchWork]) -> None:
-        """It is one of ``pending`` until somebody has waited for it."""
+        """Adds itself to ``pending``, from which `wait` removes it once the operation is over."""
         self._work = work
         self._device = tensor.device
+        self.is_on_gpu = tensor.device.type == "cuda"
         self._state = state
         self._pending = pending
         pending.add(self)
 
     def wait(self) -> object:
-        """Return when its tensors may be read, or raise why they never may; on a GPU have the current stream wait."""
+        """Block until the operation is over, or raise its error; on a GPU only the current stream waits."""
         try:
-            # A CUDA engine's wait is over at once: it is the stream that waits.
-            return self._work.wait() if self._device.type == "cuda" else self._wait_on_cpu()
+            # On CUDA this returns at once: the current stream waits, and not the host.
+            return self._work.wait() if self.is_on_gpu else self._wait_on_cpu()
         except RuntimeError as error:
             raise self._state.reason_of(error) from error
         finally:
-            self._pending.discard(self)
+            # A wait that the revocation has ended leaves the operation behind.
+            if self.is_on_gpu or self.has_ended:
+                self._pending.discard(self)
 
     def _wait_on_cpu(self) -> object:
         while True:
@@ -146,18 +166,34 @@ class TorchWork:
             except RuntimeError as error:
                 if _NOT_DONE_YET not in str(error):
                     raise
-            if self._work.is_completed():
+            if self.has_ended:
                 return self._work.wait()
             self._state.require_not_revoked()
 
-    def wait_on_host(self) -> None:
-        """Return when it is over, on a GPU too."""
-        self.wait()
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+    def wait_until_ended(self) -> None:
+        """Block this thread until the operation uses its tensors no more; see `TorchEngine.quiesce`."""
+        if self.is_on_gpu:
+            with contextlib.suppress(RuntimeError):
+                self.wait()
+                torch.cuda.current_stream(self._device).synchronize()
+            return
+        until_s: float | None = None
+        while not self.has_ended:
+            if until_s is None and self._state.is_revoked:
+                until_s = time.monotonic() + _ENDING_S
+            if until_s is not None and time.monotonic() > until_s:
+                return
+            with contextlib.suppress(RuntimeError):
+                self._work.wait(_LOOK)
+        self._pending.discard(self)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the operation itself has ended or failed, which may be later than a revocation."""
+        return bool(self._work.is_completed())
 
     def is_completed(self) -> bool:
-        return self._state.is_revoked or bool(self._work.is_completed())
+        return self._state.is_revoked or self.has_ended
 
     def get_future(self) -> torch.futures.Future[Any]:
         future: torch.futures.Future[Any] = self._work.get_future()
@@ -165,7 +201,7 @@ class TorchWork:
 
 
 class _CombinedHere:
-    """An all-to-all under way, after which this rank combines what has come."""
+    """A reduce-scatter over gloo: an all-to-all in progress, whose parts this rank then combines."""
 
     def __init__(
         self, sent: TorchWork, terms: Sequence[Tensor], combine: Callable[..., Tensor], output: Tensor
@@ -194,7 +230,7 @@ class _CombinedHere:
         return [self._output]
 
     def _finish(self) -> None:
-        # Once, whoever comes first: a thread that waits, or gloo's, for the future.
+        # A waiting thread and gloo's thread that completes the future may both call this: combine once.
         with self._combining:
             if self._is_combined:
                 return

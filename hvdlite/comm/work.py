@@ -1,5 +1,8 @@
 """
-`Work`: a collective under way. `Watch`: a record of the collective that each thread of this process waits for.
+`Work`, a collective in progress, and `CollectiveWatch`, which records the collectives that this rank has begun.
+
+`group` makes each `Work`; `control.generation` has the world's one watch. The controller (`control`) reads the watch to
+report what this rank waits for, and writes to it which rank has ended first.
 """
 
 from __future__ import annotations
@@ -8,110 +11,126 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..errors import CommunicationError, MismatchError, say_where
-from .engine import EngineWork
+from ..errors import CommunicationError, MismatchError, describe_interrupt, list_names
+from .engine import EngineWork, KnowsWhoBegan
 
-# One collective among those of a group: the group's label, its number there, and the global ranks that take part.
+# One collective: the group's label, its number in the group, and the global ranks that take part.
 CollectiveId = tuple[str, int, tuple[int, ...]]
 
-# An engine may know that a rank has gone a little earlier than who tells which.
+# How long to wait for the controller's message about an end, which may arrive a little after the engine's error.
 _WORD_S = 3.0
 
 
-class Watch:
-    """Records the collective that each thread is blocked in, and the first rank known to have ended."""
+class CollectiveWatch:
+    """Records the collectives that this rank has begun, the waits of its threads, and the first rank that ended.
+
+    There is one per generation of the world. All groups of the world record their collectives in it. The controller
+    reports these to rank 0, and records here which other rank has ended.
+    """
 
     def __init__(self) -> None:
-        # By thread, by its ident: an engine's collective, since when (`time.monotonic`), and which it is. Each thread
-        # writes its own entry, on the way of every bucket.
+        # By thread ident: the collective's name, when the wait began (`time.monotonic`), and its id. Each thread writes
+        # only its own entry, since this is on the path of every bucket.
         self.waits: dict[int, tuple[str, float, CollectiveId | None]] = {}
-        # By a group's label: how many of its collectives this rank has begun. And the threads that have.
+        # By group label, the number of its collectives that this rank has begun; and the idents of the threads that
+        # began them.
         self.begun: dict[str, int] = {}
         self.beginners: set[int] = set()
-        # The thread that hears of other ranks' ends, if there is one.
-        self.listener: int | None = None
-        # Lets those know who watch that this rank has lost another, and may end of it.
+        # Ident of the controller's thread that receives reports of other ranks' ends, if there is one.
+        self.listening_thread: int | None = None
+        # Reports to the other ranks that this rank has lost another one, and may fail because of it.
         self.say_lost: Callable[[], None] = lambda: None
         self._heard = threading.Event()
         self._first_end: tuple[int, bool] | None = None
 
     def blocked(self) -> dict[int, tuple[str, float, CollectiveId | None]]:
-        """What each thread is blocked in now, by its ident, since when, and which collective it is."""
-        # In one step of the interpreter's, while other threads change it.
+        """Returns, by thread ident, the name of the collective it is blocked in, the wait's start, and its id."""
+        # dict.copy is atomic, while other threads change the dict.
         return self.waits.copy()
 
-    def hear_of_end(self, rank: int, by_itself: bool) -> None:
-        """This global rank was the first to end, or, unless ``by_itself``, to go."""
+    def record_first_end(self, rank: int, ended_normally: bool) -> None:
+        """Record that global ``rank`` was the first to end: normally, or by a crash or a lost connection."""
         if self._first_end is None:
-            self._first_end = (rank, by_itself)
+            self._first_end = (rank, ended_normally)
         self._heard.set()
 
-    def hear_of_nobody(self) -> None:
-        """Who was the first is not to be known any more."""
+    def record_unknown_end(self) -> None:
+        """Record that the first rank to end cannot be known any more."""
         self._heard.set()
 
     @property
     def known_end(self) -> tuple[int, bool] | None:
-        """Who was the first, as far as that is known now."""
+        """The first rank to end and its ``ended_normally`` (see `record_first_end`), or None if none is known now."""
         return self._first_end
 
     def first_end(self) -> tuple[int, bool] | None:
-        """Who was the first, after a moment in which word of it may still come; None if there is none.
+        """Returns `known_end`, after waiting up to 3 s for the controller's message, if there is a controller's thread.
 
-        To be asked by a rank that has lost another.
+        A rank calls it when it has lost another.
         """
-        # Before anything of this rank is closed: so no other takes its end for the first.
+        # Report it before this rank closes anything, so that no other rank takes this rank's end for the first one.
         self.say_lost()
-        if self.listener not in (None, threading.get_ident()):
+        if self.listening_thread not in (None, threading.get_ident()):
             self._heard.wait(_WORD_S)
         return self._first_end
 
 
 class Work:
-    """A collective under way. `wait` returns when its tensors may be read, or raises what went wrong."""
+    """A collective in progress. `wait` blocks until its tensors may be read, or raises its error."""
 
     def __init__(
         self,
         work: EngineWork,
         what: str,
-        watch: Watch,
+        watch: CollectiveWatch,
         error_of: Callable[[str, BaseException], CommunicationError],
-        place: CollectiveId | None = None,
+        collective: CollectiveId | None = None,
+        describe_rank: Callable[[int], str] = str,
     ) -> None:
-        """``error_of`` makes hvdlite's error of the engine's, which was about ``what``; ``place`` says which it is."""
-        self._place = place
+        """``what`` and ``collective`` name the collective for messages and for the watch.
+
+        ``error_of(what, error)`` converts the engine's error to hvdlite's. ``describe_rank`` names a rank of the group
+        in messages.
+        """
+        self._collective = collective
         self._work = work
         self._what = what
         self._watch = watch
         self._error_of = error_of
+        self._describe_rank = describe_rank
 
     def wait(self) -> None:
-        """Block until done; on a GPU the current stream waits instead of the host."""
+        """Block until done; on a GPU the current stream waits, and not the host."""
         waits, own = self._watch.waits, threading.get_ident()
-        waits[own] = (self._what, time.monotonic(), self._place)
+        waits[own] = (self._what, time.monotonic(), self._collective)
         try:
             self._work.wait()
         except RuntimeError as error:
             if "DataLoader worker" in str(error):
-                # Raised by a signal handler of PyTorch's wherever the program happens to be.
+                # PyTorch's signal handler raises it wherever the program happens to be.
                 raise
             if isinstance(error, MismatchError):
-                # From an engine that sees it, with all there is to say.
+                # The engine's message is already complete.
                 raise
             raise self._error_of(self._what, error) from error
         except KeyboardInterrupt as interrupt:
-            say_where(interrupt, self._what)
+            describe_interrupt(interrupt, self._what, self.waits_for())
             raise
         finally:
             del waits[own]
+
+    def waits_for(self) -> str:
+        """Describes the ranks that have not begun it; empty where the engine does not know. It does not communicate."""
+        ranks = self._work.not_begun() if isinstance(self._work, KnowsWhoBegan) else []
+        return list_names([self._describe_rank(rank) for rank in ranks], len(ranks))
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
         return self._work.is_completed()
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Have it called, by a thread of the engine's, when it is done or has failed; at once where it is.
+        """Call ``callback`` when it is done or has failed, on a thread of the engine; at once if it is done already.
 
-        For NCCL at once in any case, with the current stream being one that waits for it.
+        With NCCL the callback runs at once in any case, on a current stream that waits for the collective.
         """
         self._work.get_future().add_done_callback(lambda _: callback())

@@ -1,5 +1,5 @@
 """
-Compresses gradients for the wire: casts, Horovod's compressors, and those of a user's own.
+Compressions whose wires can be summed: casts, Horovod's compressors, and users' own. `ops` and `optim` use them.
 
 Modules import only what stands before them:
 

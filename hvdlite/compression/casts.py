@@ -1,13 +1,14 @@
 """
-Casts gradients to 16 bits for the wire: `Compression.none`, `.fp16`, `.bf16`, and the `Compressor` interface for a
-user's own. Formats that cannot be summed as they are, such as 4 bits with a scale, are an `optim.exchange.Exchange`.
+Compressions whose wires can be summed: `Compression.none`, `.fp16`, `.bf16`, and the `Compressor` of a user's own.
 
     bucket ── compress (one cast) ── wire ── summed over ranks ── decompress ── bucket
 
-A wire of 16 bits carries what has been scaled before, in the bucket's own precision: an average of values that fit the
-wire does not overflow it, and each value is rounded once. The sum of wider ones is divided. Compressions of a user's
-own are called by `custom`. An `Exchange` can also keep error feedback for each parameter. Parameters and optimizer
-state keep their dtype; only what travels is smaller.
+A *wire* is the tensor that is sent. Values for a 16-bit wire are scaled before the cast, in the bucket's own precision.
+So an average of values that fit the wire does not overflow it, and each value is rounded once. Wider wires are summed,
+and the sum is divided. Parameters and optimizer state keep their dtype.
+
+`optim.builtin_exchanges` (gradients) and `ops.reduction` (operations' tensors) do the casts; `custom` calls a user's
+own compression. A format that cannot be summed, such as int4 with a scale, is an `optim.exchange.Exchange`.
 """
 
 from __future__ import annotations
@@ -26,28 +27,29 @@ from .kernels import scale_cast
 
 @runtime_checkable
 class Compressor(Protocol):
-    """Turns floats into what is summed across ranks, and back.
+    """The interface of a user's own compression: turns floats into a wire, which is summed over the ranks, and back.
 
-    In an optimizer they are the gradients of a bucket, one after the other in a flat buffer, and nothing else; of an
-    operation each tensor alone, in its shape. They are not scaled: the wire is, by its own dtype. An average is the sum
-    of the wires, divided; integers are truncated towards zero, and of 16 bits floats are divided before the sum.
+    An optimizer passes the gradients of a bucket, one after the other in a flat buffer. An operation passes each tensor
+    alone, in its shape. The values are not scaled: hvdlite scales the wire, according to its dtype. An average is the
+    sum of the wires, divided. Averages of integers are truncated towards zero. 16-bit floats are divided before the
+    sum.
     """
 
     def compress(self, buffer: Tensor) -> Tensor:
-        """The wire, perhaps in fewer bytes, of the same dtype and size on every rank; may be ``buffer`` itself."""
+        """Returns the wire, of the same dtype and size on every rank. It may be ``buffer`` itself."""
         ...
 
     def decompress(self, wire: Tensor, out: Tensor) -> None:
-        """Write the wire, summed or averaged, into ``out``, the buffer that ``compress`` was given."""
+        """Writes the wire, summed or averaged, into ``out``, the buffer that ``compress`` was given."""
         ...
 
 
-# What users may pass: one of these, or of Horovod's manner, as its class or an object of it.
+# The types of compression that users may pass; one in Horovod's style as a class or an instance.
 AnyCompression: TypeAlias = Compressor | HorovodCompressor | type[HorovodCompressor]
 
 
 class NoCompression:
-    """The bucket travels as it is; the wire is the bucket's own memory."""
+    """No compression: the wire is the bucket itself."""
 
     def compress(self, buffer: Tensor) -> Tensor:
         return buffer
@@ -56,7 +58,7 @@ class NoCompression:
         assert wire is out, "compress gave the buffer itself"
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which floats of this one travel."""
+        """Returns ``dtype``: floats are sent in their own dtype."""
         return dtype
 
     def __repr__(self) -> str:
@@ -64,18 +66,18 @@ class NoCompression:
 
 
 class CastCompression:
-    """The bucket travels in a narrower floating dtype; buckets that are no wider travel as they are."""
+    """Casts a bucket to a narrower floating dtype. Buckets that are not wider are sent in their own dtype."""
 
     def __init__(self, dtype: torch.dtype, name: str) -> None:
         self.dtype = dtype
         self._name = name
 
     def casts(self, dtype: torch.dtype) -> bool:
-        """Whether buffers of this dtype travel in the narrower one."""
+        """Whether buffers of this dtype are cast."""
         return dtype.itemsize > self.dtype.itemsize
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which floats of this one travel."""
+        """Returns the dtype in which floats of ``dtype`` are sent."""
         return self.dtype if self.casts(dtype) else dtype
 
     def compress(self, buffer: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ class CastCompression:
 
     @staticmethod
     def convert(source: Tensor, factor: float, scaled_numel: int, out: Tensor) -> None:
-        """Cast a buffer into its wire, or that into the buffer, and scale the first elements on the way."""
+        """Casts ``source`` into ``out``, either way, and scales the first ``scaled_numel`` elements by ``factor``."""
         if factor == 1.0:
             out.copy_(source)
         else:
@@ -99,26 +101,26 @@ class CastCompression:
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
-    """Whether floats of it are scaled before they are summed, since the sum of a few may overflow it."""
+    """Whether floats of this dtype must be scaled before they are summed, since the sum of a few may overflow."""
     return dtype.itemsize <= 2
 
 
 class Compression:
-    """The compressions that come with hvdlite; anything with the two methods of `Compressor` will do."""
+    """The built-in compressions. Any object with the two methods of `Compressor` is one too."""
 
     none = NoCompression()
     fp16 = CastCompression(torch.float16, "Compression.fp16")
     bf16 = CastCompression(torch.bfloat16, "Compression.bf16")
 
 
-# How tensors travel, once it is known what the user has passed.
+# A compression after `check_compression`.
 ResolvedCompression: TypeAlias = NoCompression | CastCompression | CustomCompression
 
 
 def check_compression(compression: object) -> ResolvedCompression:
-    """How tensors travel, or a TypeError that lists the ways there are.
+    """Returns hvdlite's own form of the compression that a user has passed. Raises TypeError if it is none.
 
-    Of Horovod's manner (see `horovod_compressors`) is a class, or an object of such a class.
+    A compression in Horovod's style (see `horovod_compressors`) may be a class or an instance of one.
     """
     if type(compression) in (NoCompression, CastCompression):
         return compression  # type: ignore[return-value]  # mypy does not take it from the line above

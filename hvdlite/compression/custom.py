@@ -1,11 +1,11 @@
 """
-Calls a user's own compression, one tensor at a time, and checks the wire that it returns.
+`CustomCompression`: calls a user's own compression, one tensor at a time, and checks the wire that it returns.
 
-    tensor ── compress ── wire, looked at ── ... ── decompress ── tensor
+    tensor ── compress ── wire, checked ── (sent by the caller) ── decompress ── tensor
 
-In hvdlite's manner it is an object with ``compress(buffer)`` and ``decompress(wire, out)``; in Horovod's a class whose
-two static methods pass a context along (see `horovod_compressors`). What goes wrong in it is one error here, with its
-name.
+`ops.packing` calls it. In hvdlite's style a compression is an object with ``compress(buffer)`` and ``decompress(wire,
+out)``. In Horovod's style it is a class whose two static methods pass a context along (see `horovod_compressors`). Any
+exception in it is raised again as a ValueError that names the compression.
 """
 
 from __future__ import annotations
@@ -20,32 +20,34 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Packed:
-    """What travels of one tensor, and what it takes to get that back."""
+    """The wire of one tensor, and the data needed to decompress it."""
 
     wire: Tensor
+    # In Horovod's style: the context that ``compress`` returned.
     context: Any = None
-    # Of one in hvdlite's manner what it was given, which is what it is to write into.
+    # In hvdlite's style: the tensor that ``compress`` was given, and that ``decompress`` must write into.
     given: Tensor | None = None
-    # Whether the compression has nothing to do with it.
+    # Whether the tensor is sent uncompressed.
     is_as_it_was: bool = False
 
 
 class CustomCompression:
-    """Calls a compression of a user's own, in either manner."""
+    """Calls a user's own compression, in hvdlite's or Horovod's style."""
 
     def __init__(self, given: Any, *, takes_each: bool) -> None:
-        """``takes_each`` is whether it is of Horovod's manner, and sees each gradient alone, in its shape."""
+        """``takes_each``: it is in Horovod's style, and gets each gradient alone, in its shape."""
         self._given = given
         self.takes_each = takes_each
 
     def wire_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype by which gradients are scaled: their own, since what it makes of them is known only then."""
+        """Returns the dtype by which gradients are scaled: their own, since the wire's is known only later."""
         return dtype
 
     def pack(self, tensor: Tensor, of: str) -> Packed:
-        """Compress a contiguous tensor; ``of`` are words for it. The wire is contiguous, and may be its memory.
+        """Compresses a contiguous tensor, which messages call ``of``. The wire is contiguous, and may share its memory.
 
-        One of hvdlite's manner is given real floats alone; complex numbers as pairs of them, integers not at all.
+        A compression in hvdlite's style gets real floats only: complex numbers as pairs of floats, and no integers,
+        which are sent uncompressed. Raises TypeError or ValueError for an invalid wire.
         """
         given = None
         if self.takes_each:
@@ -67,13 +69,13 @@ class CustomCompression:
                     f"{hint if is_pair else ''}"
                 )
         self._require_carried(wire, tensor, f"{call} returned", of)
-        # Itself where that can be: what it is `decompress` may know it by.
+        # The same tensor object if possible, since `decompress` may rely on its identity.
         travels = wire.is_contiguous() and not (wire.is_conj() or wire.is_neg() or wire.requires_grad)
         carried = wire if travels else wire.detach().contiguous().resolve_conj().resolve_neg()
         return Packed(carried, context, given)
 
     def unpack(self, packed: Packed, out: Tensor, of: str) -> None:
-        """Write what has come of a wire into ``out``, the tensor that was packed."""
+        """Decompresses the wire, after the ranks' were combined, into ``out``, the tensor that was packed."""
         if packed.is_as_it_was:
             if packed.wire is not out:
                 out.copy_(packed.wire)
@@ -103,7 +105,7 @@ class CustomCompression:
             raise ValueError(f"compression={self!r}: {call} raised {type(error).__name__} for {of}: {error}") from error
 
     def _require_carried(self, result: Tensor, like: Tensor, what: str, of: str) -> None:
-        """A ValueError unless it is a plain tensor on the device of the other."""
+        """Raises ValueError unless ``result`` is a dense tensor on the device of ``like``."""
         is_dense = result.layout is torch.strided and not result.is_quantized and not result.is_nested
         if not is_dense:
             kind = "a quantized" if result.is_quantized else f"a {result.layout}"
@@ -121,12 +123,12 @@ class CustomCompression:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs of real ones, in the same memory."""
+    """Returns the tensor with complex numbers as pairs of real ones, in the same memory."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _words(result: object) -> str:
-    """What an object is, for a message."""
+    """Returns the object's type as text, for a message."""
     if result is None:
         return "None"
     if isinstance(result, tuple):

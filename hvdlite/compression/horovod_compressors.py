@@ -1,10 +1,10 @@
 """
-Compressions in Horovod's manner: a class whose two static methods take one tensor and pass a context along.
+Compressions in Horovod's style: classes whose two static methods take one tensor and pass a context along.
 
     tensor ── compress ── (wire, context) ── ... ── decompress(wire, context) ── tensor
 
-For programs that were written for Horovod, and that wrote such classes themselves or call these methods. Where a
-compression is wanted these classes will do too: see `casts`, and `custom` for those that are not known here.
+They are for programs written for Horovod, which derive from these classes or call their methods. hvdlite accepts them
+wherever it takes a compression: `casts` maps these to its own, and `custom` calls classes that users have derived.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from torch import Tensor
 
 
 class Compressor:
-    """The base of Horovod's compressions; one of your own has these two static methods."""
+    """The base class of Horovod's compressions. Your own overrides these two static methods."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """What travels, and whatever `decompress` needs besides."""
+        """Returns the tensor to send, and a context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """What the tensor would be if it had travelled uncompressed; ``ctx`` is what `compress` gave."""
+        """Returns the decompressed tensor; ``ctx`` is the context that `compress` returned."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Tensors travel as they are."""
+    """Sends tensors uncompressed."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -42,7 +42,7 @@ class NoneCompressor(Compressor):
 
 
 class _CastCompressor(Compressor):
-    """Floating-point tensors travel in a narrower dtype, unless they are no wider; others as they are."""
+    """Casts floating-point tensors that are wider than ``dtype`` to it. Sends other tensors uncompressed."""
 
     dtype: torch.dtype
 
@@ -57,19 +57,19 @@ class _CastCompressor(Compressor):
 
 
 class FP16Compressor(_CastCompressor):
-    """Floating-point tensors travel as float16."""
+    """Casts floating-point tensors to float16."""
 
     dtype = torch.float16
 
 
 class BF16Compressor(_CastCompressor):
-    """Floating-point tensors travel as bfloat16, which Horovod does not have."""
+    """Casts floating-point tensors to bfloat16, which Horovod does not have."""
 
     dtype = torch.bfloat16
 
 
 class Compression:
-    """The compressions there are, under Horovod's names."""
+    """The built-in compressions, under Horovod's names."""
 
     none = NoneCompressor
     fp16 = FP16Compressor

@@ -1,15 +1,15 @@
 """
-Scale and cast over whole flat tensors, each in one pass over memory.
+Scaling, casting and dividing of whole flat tensors, each in one pass over memory.
 
     scale_cast(source, factor, out)     out = source × factor, in out's dtype        bucket → wire, wire → bucket
-    scale_by(tensor, factor)            tensor × factor, which is on the device      an average of those that count
-    divide_by(tensor, divisor)          tensor / divisor, which is on the device     a sum → an average
+    scale_by(tensor, factor)            tensor × factor, a tensor on the device      a sum of scaled terms → an average
+    divide_by(tensor, divisor)          tensor / divisor, a tensor on the device     a sum → an average
 
-A quotient is rounded as such, once: it is no product by 1/divisor, which would be another number where that is rounded.
+`casts`, `optim.settings` and `ops.reduction` call them. A quotient is rounded once. Multiplying by 1/divisor would
+round twice, and could give a different number.
 
-On a GPU these are kernels of cupy's where cupy is installed and gives what PyTorch gives in every bit, tried out once
-for each device and pair of dtypes; everywhere else they are PyTorch's own operations. What is scaled, and when, is not
-known here.
+On a GPU these are cupy kernels, if cupy is installed and its results equal PyTorch's in every bit, which is tested once
+for each device and pair of dtypes. Otherwise they are PyTorch's own operations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..log import log
 
-# A dtype's name in the kernels.
+# The names of dtypes in the kernels.
 _NAMES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32", torch.float64: "f64"}
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -31,8 +31,8 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _THREADS = 256
 _BLOCKS_PER_MULTIPROCESSOR = 8
 
-# PyTorch computes in fp64 where one side is, else in fp32, and rounds once to the nearest, ties to even; so does this.
-# The arithmetic is PTX, since cupy compiles with -ftz=true, under which plain products of tiny numbers are zero.
+# Like PyTorch, these compute in fp64 if one side is fp64, else in fp32, and round once to the nearest, ties to even.
+# The arithmetic is PTX, since cupy compiles with -ftz=true, which flushes plain products of tiny numbers to zero.
 _CODE = r"""
 typedef struct { unsigned short bits; } f16;
 typedef struct { unsigned short bits; } bf16;
@@ -138,10 +138,10 @@ extern "C" __global__ void divide_by(OUT* tensor, const OUT* divisor, long long 
 
 
 def scale_cast(source: Tensor, factor: float, out: Tensor) -> None:
-    """Overwrite ``out`` with ``source`` times ``factor``; flat, contiguous, of as many elements and on one device.
+    """Overwrites ``out`` with ``source`` times ``factor``.
 
-    They are of floating dtypes, equal or of different widths, and do not overlap. The product is made in the wider of
-    them, fp32 at least, and rounded once to ``out``'s.
+    Both are flat and contiguous, of equal length, on one device, and do not overlap. Their floating dtypes are equal or
+    of different widths. The product is computed in the wider one, fp32 at least, and rounded once to ``out``'s.
     """
     kernels = _kernels_for(source, out)
     if kernels is None:
@@ -151,9 +151,9 @@ def scale_cast(source: Tensor, factor: float, out: Tensor) -> None:
 
 
 def scale_by(tensor: Tensor, factor: Tensor) -> None:
-    """Multiply a flat, contiguous tensor, in place, by a scalar of the same dtype and device, which is not waited for.
+    """Multiplies a flat, contiguous tensor, in place, by a scalar tensor of its dtype and device, without waiting.
 
-    With cupy a factor of 1 costs no more than the launch.
+    With cupy a factor of 1 costs only the launch.
     """
     kernels = _kernels_for(tensor, tensor)
     if kernels is None:
@@ -163,20 +163,20 @@ def scale_by(tensor: Tensor, factor: Tensor) -> None:
 
 
 def divide(tensor: Tensor, divisor: float) -> None:
-    """Divide a flat, contiguous tensor of floats, in place, by a number of the program's."""
+    """Divides a flat, contiguous tensor of floats, in place, by a Python number."""
     if divisor == 1:
         return
     if tensor.device.type == "cpu":
         tensor.div_(divisor)
     else:
-        # By a number of the CPU's PyTorch does not divide on a GPU: it multiplies by the number's inverse.
+        # On a GPU PyTorch does not divide by a Python number: it multiplies by the inverse.
         divide_by(tensor, torch.full((), divisor, dtype=tensor.dtype, device=tensor.device))
 
 
 def divide_by(tensor: Tensor, divisor: Tensor) -> None:
-    """Divide a flat, contiguous tensor, in place, by a scalar of the same dtype and device, which is not waited for.
+    """Divides a flat, contiguous tensor, in place, by a scalar tensor of its dtype and device, without waiting.
 
-    With cupy a divisor of 1 costs no more than the launch.
+    With cupy a divisor of 1 costs only the launch.
     """
     kernels = _kernels_for(tensor, tensor)
     if kernels is None:
@@ -186,9 +186,9 @@ def divide_by(tensor: Tensor, divisor: Tensor) -> None:
 
 
 def scale_cast_in_torch(source: Tensor, factor: float, out: Tensor) -> None:
-    """`scale_cast` without cupy: on a GPU one pass too, unless ``out`` is the wider and there is a factor."""
+    """Does `scale_cast` without cupy. On a GPU this too is one pass, unless ``out`` is wider and there is a factor."""
     if source.dtype.itemsize < out.dtype.itemsize:
-        # Its product would be rounded to the source's dtype first.
+        # `torch.mul` would round the product to the source's dtype first.
         out.copy_(source)
         if factor != 1.0:
             out.mul_(factor)
@@ -197,15 +197,15 @@ def scale_cast_in_torch(source: Tensor, factor: float, out: Tensor) -> None:
 
 
 class CupyKernels:
-    """The kernels for one pair of dtypes, on one device."""
+    """The compiled kernels for one pair of dtypes, on one device."""
 
     def __init__(self, cupy: Any, device: torch.device, source: torch.dtype, out: torch.dtype) -> None:
-        """``cupy`` is the module. Compiles, unless cupy has done so before and kept it on disk."""
+        """``cupy`` is the module. Compiles the kernels, unless they are in cupy's cache on disk."""
         self._cupy = cupy
         self._device = device
         self._per = 16 // max(source.itemsize, out.itemsize)
         self._most_blocks = torch.cuda.get_device_properties(device).multi_processor_count * _BLOCKS_PER_MULTIPROCESSOR
-        # cupy compiles for the device that is the current one.
+        # cupy compiles for the current device.
         with torch.cuda.device(device):
             module = cupy.RawModule(code=source_of(source, out))
             self._scale_cast = module.get_function("scale_cast")
@@ -213,29 +213,29 @@ class CupyKernels:
             self._divide_by = module.get_function("divide_by")
 
     def scale_cast(self, source: Tensor, factor: float, out: Tensor) -> None:
-        """As the function."""
+        """Launches the kernel of the function of this name."""
         self._launch(self._scale_cast, out.numel(), (source.data_ptr(), out.data_ptr(), out.numel(), float(factor)))
 
     def scale_by(self, tensor: Tensor, factor: Tensor) -> None:
-        """As the function."""
+        """Launches the kernel of the function of this name."""
         self._launch(self._scale_by, tensor.numel(), (tensor.data_ptr(), factor.data_ptr(), tensor.numel()))
 
     def divide_by(self, tensor: Tensor, divisor: Tensor) -> None:
-        """As the function."""
+        """Launches the kernel of the function of this name."""
         self._launch(self._divide_by, tensor.numel(), (tensor.data_ptr(), divisor.data_ptr(), tensor.numel()))
 
     def _launch(self, kernel: Any, numel: int, arguments: tuple[object, ...]) -> None:
         if numel == 0:
             return
         blocks = min(-(-numel // (_THREADS * self._per)), self._most_blocks)
-        # On PyTorch's stream, in whose order its allocator gives memory back, and which a CUDA graph may be capturing.
+        # PyTorch's current stream: its allocator reuses memory in this stream's order, and a CUDA graph may capture it.
         stream = self._cupy.cuda.Stream.from_external(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), stream:
             kernel((blocks,), (_THREADS,), arguments)
 
 
 def source_of(source: torch.dtype, out: torch.dtype) -> str:
-    """The kernels in CUDA C++, for one pair of dtypes."""
+    """Returns the kernels in CUDA C++, for one pair of dtypes."""
     arithmetic = "f64" if torch.float64 in (source, out) else "f32"
     names = {"SOURCE": _NAMES[source], "OUT": _NAMES[out], "ARITHMETIC": arithmetic}
     return "".join(f"#define {name} {value}\n" for name, value in names.items()) + _CODE
@@ -245,32 +245,33 @@ def _kernels_for(source: Tensor, out: Tensor) -> CupyKernels | None:
     return _cupy_kernels(source.device, source.dtype, out.dtype) if source.is_cuda else None
 
 
-# Nothing but what has been compiled: equal for whoever asks.
+# Global for the process: compiled code does not depend on a world or optimizer.
 @functools.cache
 def _cupy_kernels(device: torch.device, source: torch.dtype, out: torch.dtype) -> CupyKernels | None:
-    """The kernels if they work here, else None, with the reason in the log; waits for the device, once."""
+    """Returns the kernels, or None if they do not work here, and logs why. The first call waits for the device."""
     what = f"{source} to {out} on {device}"
     try:
         import cupy  # noqa: PLC0415 - optional, and slow to import
 
         kernels = CupyKernels(cupy, device, source, out)
         is_equal = gives_what_torch_gives(kernels.scale_cast, device, source, out)
-    except Exception as error:  # noqa: BLE001 - whatever cupy, its compiler or the driver may say: PyTorch does it
-        log.debug("scaling %s by PyTorch, since cupy cannot: %s: %s", what, type(error).__name__, error)
+    except Exception as error:  # noqa: BLE001 - whatever cupy, its compiler or the driver raises: PyTorch is used
+        log.debug("scaling %s with PyTorch, because cupy failed: %s: %s", what, type(error).__name__, error)
         return None
     if not is_equal:
-        log.warning("scaling %s by PyTorch, since cupy's kernel gives other numbers here", what)
+        log.warning("scaling %s with PyTorch, because cupy's kernel gives different numbers on this GPU", what)
         return None
-    log.debug("scaling %s by a kernel of cupy's", what)
+    log.debug("scaling %s with a cupy kernel", what)
     return kernels
 
 
 def gives_what_torch_gives(
     scale: Callable[[Tensor, float, Tensor], None], device: torch.device, source: torch.dtype, out: torch.dtype
 ) -> bool:
-    """Whether it does on a sample: every exponent, both signs, ties, and what is no number."""
+    """Whether ``scale`` equals PyTorch in every bit on a sample with every exponent, both signs, ties and NaNs."""
     values = torch.arange(-(2**16), 2**16 + 3, dtype=torch.int32, device=device)
-    # As the upper bits of fp32, a little below, at and a little above the middle of two 16-bit numbers.
+    # The values are the upper bits of fp32. With these lower bits they are just below, at and just above the middle
+    # between two 16-bit numbers.
     pieces = [((values << 16) + low).view(torch.float32) for low in (0, 0x7FFF, 0x8000, 0x1000, 0x1001)]
     sample = torch.cat([*pieces, torch.randn(1001, device=device)]).to(source)
     for factor in (1.0, 1.0 / 3.0, 1e-4):

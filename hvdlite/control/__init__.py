@@ -1,11 +1,17 @@
 """
-Negotiates operations between ranks: they ask, and rank 0 answers all in one order, or with the reason of a refusal.
+Negotiates operations between ranks: each rank sends its calls to rank 0, which answers all ranks in one order.
+
+Rank 0 answers a call with a go once all ranks have made it, or with the reason why it is refused.
 
     Operation ── Controller (ControlClient ── Coordinator ── Negotiation; Executor) ── Execution ── Handle
+
+`runtime.bootstrap` makes the controller with `connect`; `ops` and `optim` submit operations to it. The operations run
+on `comm.group`.
 
 Modules import only what stands before them:
 
     reducer_registry < generation < handle < operation < controller < mismatch < executor < unchecked < frames
-        < handshake < mailbox < thread_labels < pending < stall < joined_steps < callers < call_sites < heartbeat
-        < endings < voting < negotiation < incoming < acceptor < coordinator < control_client < connect
+        < handshake < mailbox < thread_labels < pending < stall < joined_steps < callers < call_sites
+        < requests < joins < heartbeat < rank0_connection < voting < submission < endings < negotiation < incoming
+        < acceptor < coordinator < control_client < connect
 """

@@ -1,9 +1,9 @@
 """
-Describes where threads of this process are in the user's program, for messages about stalled ranks.
+Describes where this process's threads are in the user's program, for messages about stalled ranks.
 
-    a thread's frames ── the innermost of the user's own code ── "train.py:41 in load_batch (time.sleep)"
+    a thread's frames ── the innermost frame of the user's own code ── "train.py:41 in load_batch (time.sleep)"
 
-No file is read: the program may hang just because a file system does.
+`control_client` and `runtime` call it. It reads no file, since a hanging file system may be the cause of the stall.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from types import FrameType
 import torch
 
 LONGEST = 300
-"""How many characters a place has at most."""
+"""Most characters of a description."""
 
 _MOST_THREADS = 3
 
@@ -37,7 +37,10 @@ _LIBRARIES = tuple(
 
 
 def places_of_threads(idents: Collection[int]) -> str:
-    """Where these threads are, of which some may have ended; where the main thread is if there is none."""
+    """Describes where these threads are; where the main thread is if none of them is alive.
+
+    ``idents`` may name threads that have ended. At most three threads are described, the main thread first.
+    """
     frames = frames_of_threads()
     main = threading.main_thread().ident
     found = sorted((ident for ident in idents if ident in frames), key=lambda ident: ident != main)
@@ -49,15 +52,16 @@ def places_of_threads(idents: Collection[int]) -> str:
         place = place_of(frames[ident])
         places.append(place if not places else f"thread {names.get(ident, ident)!r} at {place}")
     more = f" and {len(found) - _MOST_THREADS} more threads" if len(found) > _MOST_THREADS else ""
-    # How many more there are is told in any case.
+    # The count of further threads is never cut off.
     return ", ".join(places)[: LONGEST - len(more)] + more
 
 
 def frames_of_threads() -> dict[int, FrameType]:
-    """The innermost frame of each thread of this process, by the thread's number.
+    """The innermost frame of each thread of this process, by thread ident.
 
-    The interpreter holds a lock meanwhile that each thread needs which begins or ends. Several versions of Python may
-    collect garbage there (CPython's issue 106883): a finalizer that lets such a thread have its turn stops both.
+    `sys._current_frames` holds a lock that every starting or ending thread needs. Some versions of Python may collect
+    garbage while they hold it (CPython's issue 106883), and a finalizer that lets such a thread run would deadlock
+    both. So the garbage collector is off during the call.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -69,7 +73,7 @@ def frames_of_threads() -> dict[int, FrameType]:
 
 
 def place_of(frame: FrameType) -> str:
-    """Where a thread is whose innermost frame that is: such as ``train.py:41 in load_batch (time.sleep)``."""
+    """Describes the thread whose innermost frame this is, such as ``train.py:41 in load_batch (time.sleep)``."""
     own, inner = _frame_of_user(frame)
     doing = _call_under_way(own) if inner is None else _name_of(inner)
     at = f"{seen_from_here(own.f_code.co_filename)}:{own.f_lineno} in {own.f_code.co_name}"
@@ -77,9 +81,10 @@ def place_of(frame: FrameType) -> str:
 
 
 def _frame_of_user(innermost: FrameType) -> tuple[FrameType, FrameType | None]:
-    """The innermost frame of the user's own code, and the frame of what that calls, if it is in Python.
+    """The innermost frame of the user's own code, and the Python frame that it calls, if any.
 
-    Where there is none, as in a program that is installed, the innermost that is neither hvdlite's nor torch's.
+    For an installed program, which has no frame outside the libraries, it is the innermost frame that belongs neither
+    to hvdlite nor to torch.
     """
     for places in ((_OWN, _TORCH, *_LIBRARIES), (_OWN, _TORCH)):
         inner = None
@@ -99,7 +104,7 @@ def _outwards(innermost: FrameType) -> Iterator[FrameType]:
 
 
 def seen_from_here(path: str) -> str:
-    """The path as the user would write it where the program runs; as it is where that directory is gone."""
+    """The path relative to the working directory if it is inside; unchanged if that directory no longer exists."""
     try:
         return path.removeprefix(os.path.join(os.getcwd(), ""))
     except OSError:
@@ -108,14 +113,14 @@ def seen_from_here(path: str) -> str:
 
 def _name_of(frame: FrameType) -> str:
     module = str(frame.f_globals.get("__name__", "?"))
-    # Public names are the package's own.
+    # Users know hvdlite's functions by their public names.
     module = "hvdlite" if module.startswith("hvdlite.") else module
-    # Not there in Python 3.10.
+    # Python 3.10 has no `co_qualname`.
     return f"{module}.{getattr(frame.f_code, 'co_qualname', frame.f_code.co_name)}"
 
 
 def _call_under_way(frame: FrameType) -> str:
-    """What the frame calls just now that is not in Python, such as ``time.sleep``; empty where that is not known."""
+    """The non-Python function that the frame is calling, such as ``time.sleep``; empty where that is unknown."""
     if sys.version_info < (3, 11):
         return ""
     instructions = list(dis.get_instructions(frame.f_code))
@@ -125,7 +130,7 @@ def _call_under_way(frame: FrameType) -> str:
     begins = _beginning_of(instructions[at])
     names: list[str] = []
     for each in instructions[:at]:
-        # What is called stands where the call begins: a name, and its attributes.
+        # The callee is a name and its attributes, at the position where the call expression begins.
         if each.opname.startswith("LOAD_") and _beginning_of(each) == begins:
             is_attribute = "ATTR" in each.opname or "METHOD" in each.opname
             names = [*names, str(each.argval)] if is_attribute else [str(each.argval)]
@@ -133,6 +138,6 @@ def _call_under_way(frame: FrameType) -> str:
 
 
 def _beginning_of(instruction: dis.Instruction) -> tuple[int | None, int | None]:
-    """Line and column of the expression."""
+    """The line and column where the instruction's expression begins."""
     positions = instruction.positions
     return (None, None) if positions is None else (positions.lineno, positions.col_offset)

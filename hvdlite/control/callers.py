@@ -1,10 +1,11 @@
 """
 Tracks which threads of this process call operations, and whether all of them are blocked.
 
-    called ── a thread that may ask for more ── blocked_in ── all that live are: this rank asks for nothing else
+    called: this thread may request more ── blocked_in (ticket) ── all living callers are blocked: `report` each ticket
 
-Only a rank that asks for nothing else can be part of a circle of waiting ranks: while one thread waits, another may
-still come with what the other ranks wait for.
+`submission` reports the calls, `Handle.wait` the blocked threads, and `control_client` sends the tickets to rank 0. A
+rank can be part of a deadlock only if all its calling threads are blocked: a thread that still runs may request the
+operation that the other ranks wait for.
 """
 
 from __future__ import annotations
@@ -18,25 +19,25 @@ _OWN_PREFIX = "hvdlite"
 
 
 class Callers:
-    """Tells of the operations (by ticket) that this rank is blocked in, once no thread of it can ask for others."""
+    """Reports the operations (by ticket) that this rank is blocked in, once all its calling threads are blocked."""
 
-    def __init__(self, tell: Callable[[int], None], beginners: Set[int] = frozenset()) -> None:
-        """``tell`` is called with a ticket; ``beginners`` are the threads that begin collectives of an engine."""
-        self._tell = tell
+    def __init__(self, report: Callable[[int], None], beginners: Set[int] = frozenset()) -> None:
+        """``report`` is called with a ticket; ``beginners`` are the threads that begin collectives of an engine."""
+        self._report = report
         self._beginners = beginners
         self._lock = threading.Lock()
         self._threads: set[int] = set()
-        # By thread: the ticket, and since when (`time.monotonic`).
+        # By thread: the ticket, and when it began to wait (`time.monotonic`).
         self._blocked: dict[int, tuple[int, float]] = {}
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
     def called(self) -> None:
-        """The current thread calls operations."""
+        """Notes that the current thread calls operations."""
         self._threads.add(threading.get_ident())
 
     @contextmanager
     def blocked_in(self, ticket: int) -> Iterator[None]:
-        """The current thread waits for this operation, inside."""
+        """Marks the current thread as waiting for this operation while the context is open."""
         own = threading.get_ident()
         with self._lock:
             self._blocked[own] = (ticket, time.monotonic())
@@ -46,28 +47,31 @@ class Callers:
         finally:
             with self._lock:
                 del self._blocked[own]
-                self._told.discard(ticket)
+                self._reported.discard(ticket)
 
     def look(self) -> None:
-        """Tell what has not been told; now and then, since a thread that ends asks for nothing any more."""
+        """Reports the tickets not yet reported, if all calling threads are blocked.
+
+        Must also be called now and then, since a thread that ends no longer requests anything.
+        """
         if not self._blocked:
             return
         alive = _living_threads()
         with self._lock:
             if not (self._threads | set(self._beginners)) & alive <= self._blocked.keys():
                 return
-            untold = {ticket for ticket, _ in self._blocked.values()} - self._told
-            self._told |= untold
-        for ticket in untold:
-            self._tell(ticket)
+            unreported = {ticket for ticket, _ in self._blocked.values()} - self._reported
+            self._reported |= unreported
+        for ticket in unreported:
+            self._report(ticket)
 
-    def tell_again(self) -> None:
-        """Tell what has been told once more, at the next look."""
+    def report_again(self) -> None:
+        """Forgets what has been reported, so that the next `look` reports every blocked operation again."""
         with self._lock:
-            self._told.clear()
+            self._reported.clear()
 
     def blocked(self) -> list[tuple[int, float]]:
-        """The operations that threads wait for, by ticket, and since when."""
+        """The operations that threads wait for, each as its ticket and when the wait began."""
         with self._lock:
             return list(self._blocked.values())
 
@@ -75,17 +79,18 @@ class Callers:
         """The idents of threads that have called operations; some may have ended."""
         return frozenset(self._threads)
 
-    def can_ask(self, elsewhere: Set[int]) -> bool:
-        """Whether a thread that calls operations, or begins collectives, is not blocked as ``elsewhere`` are.
+    def can_ask(self, blocked_in_engine: Set[int]) -> bool:
+        """Whether some living thread that calls operations, or begins collectives, is not among ``blocked_in_engine``.
 
-        One that is blocked in an operation counts: it goes on when that is done, which says nothing of the others.
+        A thread that is blocked in an operation, and not in an engine, counts as able to request more: it continues
+        when that operation ends.
         """
         alive = _living_threads()
         with self._lock:
             self._threads &= alive
-            return not (self._threads | (set(self._beginners) & alive)) <= elsewhere
+            return not (self._threads | (set(self._beginners) & alive)) <= blocked_in_engine
 
 
 def _living_threads() -> set[int | None]:
-    """The idents of live threads, without hvdlite's own, which begin only what all ranks have agreed on."""
+    """The idents of living threads, without hvdlite's own, which begin only what all ranks have agreed on."""
     return {thread.ident for thread in threading.enumerate() if not thread.name.startswith(_OWN_PREFIX)}

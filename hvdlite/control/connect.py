@@ -1,11 +1,12 @@
 """
-Makes this rank's controller: connects it to rank 0, and reads the stall rules from the environment.
+Makes this rank's controller: connects it to rank 0, with the stall times of the `Environment`.
 
-    rank 0 listens ── its address, to all by the group ── the others connect ── both prove themselves ── ControlClient
+    rank 0 listens ── shares its address over the group ── the others connect ── both authenticate ── ControlClient
 
-Under hvdlite-run on one host it is a Unix socket in the job's private directory. Else it is a port that the system
-chooses, on loopback where all ranks are on one host, on the address by which gloo is reached where they are not; it is
-closed when all ranks have come. What they prove is that they have the key of the group's signer, see `handshake`.
+`runtime.bootstrap` calls `make_controller` in `hvd.init()`. Under hvdlite-run on one host, rank 0 listens on a Unix
+socket in the job's private directory. Otherwise it listens on a port that the system chooses: on loopback if all ranks
+are on one host, else on the address that gloo uses. It stops listening when all ranks are connected. To authenticate,
+both ends prove that they have the key of the group's signer (see `handshake`).
 """
 
 from __future__ import annotations
@@ -19,28 +20,32 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..comm.group import Group
-from ..environment import Environment, told_by_launcher
+from ..environment import Environment, launcher_variable
 from ..errors import CommunicationError
-from ..rendezvous.host_address import ELSEWHERE, LOOPBACK, address_of, own_address
+from ..rendezvous.host_address import LOOPBACK, address_for_others, no_connection_between
 from ..signing import Signer
-from .control_client import ControlClient, Welcome
+from .control_client import ControlClient
 from .controller import Controller
 from .coordinator import Coordinator
 from .generation import Generation
 from .handshake import CHALLENGE_BYTES, HandshakeClient
+from .heartbeat import Welcome
 from .mailbox import Mailbox, mailbox_pair
 from .negotiation import Negotiation
 from .stall import StallRules
 from .unchecked import UncheckedController
 
-# Between two attempts to be let in by a rank 0 that is there.
+# Pause between two attempts to connect after rank 0 has closed the connection.
 _AGAIN_S = 0.2
 
 
 def make_controller(
     group: Group, generation: Generation, nodes: Sequence[str], environment: Environment, timeout_s: float
 ) -> Controller:
-    """This rank's one controller in a generation; every rank must call it. ``nodes`` tells the ranks' hosts apart."""
+    """Makes this rank's one controller for a generation; every rank must call it, and it waits for rank 0.
+
+    ``nodes`` identify the ranks' hosts: equal entries are on one host.
+    """
     if group.size == 1:
         return UncheckedController(1, generation.recorder)
     if group.rank == 0:
@@ -54,12 +59,12 @@ def make_controller(
             raise
     try:
         if environment.check:
-            client.open_channel(group)
+            client.open_group(group)
         client.start(early)
     except BaseException:
         client.close()
         raise
-    # Where nothing is negotiated, the client hears who has ended nevertheless.
+    # Even where nothing is negotiated, the client learns which ranks have ended.
     return client if environment.check else UncheckedController(group.size, generation.recorder, client)
 
 
@@ -89,16 +94,16 @@ def _lead(
 
 
 def _exchange_address(group: Group, own: Any) -> Any:
-    """Rank 0's address, which it alone has; every rank must call it."""
+    """Returns rank 0's address; every rank must call it, and only rank 0 passes one."""
     return group.all_gather_json(own, "hvd.init()")[0]
 
 
 def _listen(group: Group, nodes: Sequence[str]) -> socket.socket:
     backlog = max(128, group.size)
     is_one_host = len(set(nodes)) == 1
-    job_dir = told_by_launcher("JOB_DIR", os.environ)
+    job_dir = launcher_variable("JOB_DIR", os.environ)
     if is_one_host and os.path.isdir(job_dir):
-        # No longer than the name of the store's socket beside it, which is known to fit.
+        # Unix socket paths are limited: this name is no longer than the store's socket's, which is known to fit.
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(os.path.join(job_dir, secrets.token_hex(3)[:5]))
         listener.listen(backlog)
@@ -109,44 +114,43 @@ def _listen(group: Group, nodes: Sequence[str]) -> socket.socket:
 
 
 def _address_for_others(hosts: Sequence[str]) -> str:
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    chosen = address_of(interface) if interface else own_address([*dict.fromkeys(hosts), *ELSEWHERE])
     try:
-        # As gloo would do it.
-        return chosen or socket.gethostbyname(socket.gethostname())
+        return address_for_others(hosts)
     except OSError as error:
         raise CommunicationError(
-            f"hvd.init() failed on rank 0: it finds no address of its own that other hosts reach ({error}): set "
-            "GLOO_SOCKET_IFNAME to the interface that leads to them"
+            f"hvd.init() failed on rank 0: no address of this host was found that other hosts can reach ({error}): "
+            "set GLOO_SOCKET_IFNAME to the network interface that leads to them"
         ) from error
 
 
 def _reach(address: Any, group: Group, timeout_s: float) -> tuple[Mailbox, Welcome, list[list[Any]]]:
-    """A connection over which both ends have proved themselves, and what rank 0 has said by then."""
+    """Connects to rank 0 and authenticates; returns the mailbox, the welcome, and messages received after it."""
     own = group.describe_rank(group.rank)
     give_up_at_s = time.monotonic() + timeout_s
     while True:
         try:
             connection = _connect(address, timeout_s)
         except OSError as error:
+            firewall = no_connection_between(group.hosts, group.hosts[group.rank], error)
             raise CommunicationError(
-                f"hvd.init() failed on {own}: rank 0 cannot be reached at {address} ({error}): set "
-                "GLOO_SOCKET_IFNAME to the interface that leads to the other hosts"
+                f"hvd.init() failed on {own}: rank 0 cannot be reached at {address} ({error})"
+                f"{f'. {firewall}. If they use another network' if firewall else ''}: set "
+                "GLOO_SOCKET_IFNAME to the network interface that leads to the other hosts"
             ) from error
         try:
             return _introduce(connection, group, give_up_at_s)
         except ValueError as error:
             connection.close()
             raise CommunicationError(
-                f"hvd.init() failed on {own}: who answers at {address} is not rank 0 of this job: {error}"
+                f"hvd.init() failed on {own}: the program that answers at {address} {error}"
             ) from error
         except (OSError, EOFError) as error:
-            # Rank 0 has sent this one away, since it took too long or too many others came; it may come again.
+            # Rank 0 closed the connection because the handshake took too long or too many others connected: try again.
             connection.close()
             if time.monotonic() + _AGAIN_S >= give_up_at_s:
                 raise CommunicationError(
-                    f"hvd.init() failed on {own}: rank 0 at {address} did not let it in within {timeout_s:g} s "
-                    f"({error or 'it closed the connection'}): look at what rank 0's log says of it"
+                    f"hvd.init() failed on {own}: rank 0 at {address} did not accept its connection within "
+                    f"{timeout_s:g} s ({error or 'it closed the connection'}): see rank 0's log for the reason"
                 ) from error
             time.sleep(_AGAIN_S)
 
@@ -169,7 +173,10 @@ def _connect(address: Any, timeout_s: float) -> socket.socket:
 def _introduce(
     connection: socket.socket, group: Group, give_up_at_s: float
 ) -> tuple[Mailbox, Welcome, list[list[Any]]]:
-    """A ValueError where who answers does not prove that it is rank 0; an OSError or EOFError where it goes."""
+    """Authenticates on a new connection, and waits for rank 0's welcome.
+
+    Raises a ValueError if the other end does not prove that it is rank 0, and an OSError or EOFError if it closes.
+    """
     caller = HandshakeClient(group.signer, group.rank)
     connection.settimeout(max(_AGAIN_S, give_up_at_s - time.monotonic()))
     connection.sendall(caller.hello)
@@ -181,7 +188,7 @@ def _introduce(
         challenge += part
     proved = caller.prove(challenge)
     if proved is None:
-        raise ValueError("it cannot prove that it knows the job's key. Another program has taken that address")
+        raise ValueError("does not know the job's key, so it is not rank 0 of this job: start the job again")
     proof, session = proved
     connection.sendall(proof)
     mailbox = Mailbox(connection, session, of_rank_0=False)
@@ -190,6 +197,6 @@ def _introduce(
         while True:
             left_s = give_up_at_s - time.monotonic()
             if not selector.select(max(0.0, left_s)) and left_s <= 0:
-                raise TimeoutError("it says nothing")
+                raise TimeoutError("it sends no data")
             if messages := mailbox.receive():
                 return mailbox, Welcome.read(messages[0]), messages[1:]

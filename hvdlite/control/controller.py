@@ -1,9 +1,10 @@
 """
-The `Controller` interface: has all ranks carry out the same operations in the same order.
+The `Controller` interface: makes all ranks run the same operations in the same order.
 
-    submit(group, operation) ── Handle ── ... all ranks of the group have asked for the same ... ── run(execution)
+    submit(group, operation) ── Handle ── ... all ranks of the group have submitted the same ... ── run(execution)
 
-Implemented by `unchecked`, which trusts the program, and by `control_client`, which asks rank 0.
+`ops`, `optim` and `runtime` call it. It is implemented by `unchecked`, which trusts the program, and by
+`control_client`, which asks rank 0.
 """
 
 from __future__ import annotations
@@ -16,38 +17,46 @@ from .handle import Handle
 from .operation import Kind, Operation, Run
 from .reducer_registry import SitsOut
 
-# For a rank that has joined: what it does in an operation of this kind, with what is the same on all ranks.
+# Makes the function that a rank that has joined runs in an operation of this kind with these `Operation.same` values.
 StandIn = Callable[[Kind, Mapping[str, Any]], Run]
 
-# For a rank that has joined: begins to sit out the steps of an optimizer, and returns. The handle is the join's.
+# On a rank that has joined: begins to sit out an optimizer's steps, and returns. The handle is the join's.
 SitOut = Callable[[SitsOut, Handle], None]
 
 
 class Controller(Protocol):
-    """Carries out operations; each rank has one."""
+    """Runs operations; each rank has one."""
 
-    def open_channel(self, group: Group) -> None:
-        """From now on operations among these ranks can be submitted; every one of them must call it."""
+    def open_group(self, group: Group) -> None:
+        """Allows operations among the ranks of ``group`` from now on; every one of them must call it."""
         ...
 
-    def close_channel(self, group: Group) -> None:
-        """No more operations among these ranks; every one of them must call it."""
+    def close_group(self, group: Group) -> None:
+        """Ends operations among the ranks of ``group``; every one of them must call it."""
         ...
 
     def submit(self, group: Group, operation: Operation) -> Handle:
-        """Ask for an operation among the ranks of ``group``; it runs when all of them have.
+        """Submits an operation to the ranks of ``group``; it runs when all of them have submitted it.
 
-        What ``operation.run`` returns is what the handle's `wait` returns, and what it raises is raised there.
+        The handle's `wait` returns what ``operation.run`` returns, and raises what it raises.
         """
         ...
 
     def join(self, *, average_of_active: bool, stand_in: StandIn, sit_out: SitOut) -> Handle:
-        """Take part with nothing to give until all ranks have joined; the handle's result is the last one's rank.
+        """Takes part in the other ranks' all-reduces with nothing to give, until all ranks have joined.
 
-        ``sit_out`` is called, before the handle succeeds, for each optimizer that lives on all ranks of its set.
+        The handle's result is the rank that joined last. ``sit_out`` is called, before the handle succeeds, for each
+        optimizer that is alive on all ranks of its process set.
+        """
+        ...
+
+    def revoke(self, reason: str) -> None:
+        """Fails everything that waits for other ranks, now and later, with ``reason``. It does not block.
+
+        Any thread may call it. The groups' own waits are failed by `Group.revoke`.
         """
         ...
 
     def close(self) -> None:
-        """Carry out nothing any more. Waits for nobody."""
+        """Stops running operations; waits for no other rank."""
         ...

@@ -1,47 +1,56 @@
 """
-Rank 0's end of the connections to all ranks: passes their messages to the negotiation, and its answers back.
+Rank 0's end of the connections to all ranks: passes their messages to the negotiation, and sends its answers.
 
     rank ──  ask | wait | join | busy | alive | bye  ──► Coordinator ──►  go | no | joined | pin | left | end  ── rank
 
-    ["here", pid]                       the first word of a rank
+`connect` makes it on rank 0. The rules are in `negotiation`, the checks of incoming messages in `incoming`. It also
+decides rounds of votes (`voting`). The diagram leaves out some messages; these are all of them:
+
+    From a rank
+    ["here", pid]                       the first message
     ["ask", ticket, set_id, kind, name, what, members, same, own, caller]
-                                        an operation, and the rank's own number for it; members is null for all ranks,
-                                        caller (see `thread_labels`) where a name of the user's says what is meant
-    ["wait", ticket, begun]             blocked until it is done, with nothing else to do; so many collectives of each
-                                        group have been begun there, {label: count}
+                                        requests an operation; the ticket is the rank's own number for it; members is
+                                        null for all ranks; caller (see `thread_labels`) is null if the user named it
+    ["wait", ticket, begun]             all threads that call operations are blocked, one of them in this operation;
+                                        begun is how many collectives of each group this rank has begun, {label: count}
     ["join", average_of_active, [[set_id, members, numbers], ...]]
-                                        and which optimizers live there, by process set
-    ["pinned", join, set_id, numbers]   these optimizers live here, and will as long as that join is under way
+                                        has joined; and the optimizers alive there, by process set
+    ["pinned", join, set_id, numbers]   answers "pin": these optimizers are alive, and are kept until that join ends
     ["busy", [[what, waited_s, is_operation, [label, number, members]], ...], is_stuck, begun]
-                                        what its threads are blocked in, such as a bucket, when that has changed; which
-                                        collective that is, or null; members is null for all ranks
-    ["alive", count]                    about once a second while it waits for something: so many of the operations
-                                        that it was told to carry out are over
-    ["lost"]                            has met an error that another rank's end is the cause of
-    ["at", place]                       where its program is, as it was asked
-    ["close_round", number]             close this round of votes (see `voting`), for which it has waited long enough
-    ["bye"]                             takes part in nothing any more, by itself
+                                        what its threads are blocked in, such as a bucket, sent when that changes; the
+                                        list identifies the collective, or is null; members is null for all ranks
+    ["alive", count]                    sent about twice a second while it waits for something: how many of the
+                                        operations that rank 0 let begin have ended there
+    ["lost"]                            an error here was caused by the end of another rank
+    ["at", line]                        answers "where": where its program is
+    ["close_round", number]             asks to close this round of votes (see `voting`), having waited long enough
+    ["bye"]                             leaves in an orderly way, as by hvd.shutdown()
 
+    From rank 0
     ["welcome", pid, warn_after_s, end_after_s]
-                                        the first word of rank 0
-    ["go", ticket, owns, divisor]       carry it out now, after all that were told before
+                                        the first message
+    ["go", ticket, owns, divisor]       run this operation now, after all that were started before
     ["stand_in", set_id, owns, divisor, kind, what, same]
-                                        ... for a rank that has joined and did not ask
-    ["no", ticket, error, words]        it will not be; ``error`` names a class of `errors`
-    ["pin", join, set_id]               tell which optimizers live there; can be answered while operations are under way
-    ["unpin"]                           those may go: the join has failed
-    ["sit_out", set_id, numbers]        to who has joined: sit out the steps of these
+                                        the same for a rank that has joined and did not request it
+    ["no", ticket, error, words]        the operation is refused; ``error`` names a class of `errors`
+    ["pin", join, set_id]               list and keep the optimizers alive in this set; answered even while operations
+                                        are running
+    ["unpin"]                           release the pinned optimizers: the join has failed
+    ["sit_out", set_id, numbers]        to a rank that has joined: sit out the steps of these optimizers
     ["joined", last_rank]               all ranks have called join
-    ["not_joined", error, words]        they cannot
-    ["left", rank, by_itself]           this rank was the first to take part in nothing any more
-    ["alive"]                           the answer to this word
-    ["where"]                           tell where the program is: ranks wait, for this one or with it
-    ["end", words]                      end this process: it waits for what will not come
-    ["lost", 0]                         rank 0 has lost another rank: if it ends, it was not the first
-    ["over", words]                     rank 0 has ended by itself; the words name who did so first
+    ["not_joined", error, words]        the join has failed
+    ["left", rank, ended_normally]      this rank was the first to end; ended_normally: not by a crash
+    ["alive", [ticket, ranks, count], ...]
+                                        answers "alive": for each of this rank's oldest requests, the first ranks that
+                                        have not made it, and how many there are
+    ["where"]                           report where the program is: ranks wait for this one, or together with it
+    ["end", words]                      end this process: it has waited too long
+    ["lost", 0]                         rank 0 has lost another rank: if rank 0 ends, it was not the first
+    ["over", words, is_peer_loss]       rank 0 ends normally; the words name the first rank that ended; is_peer_loss: by
+                                        a crash
 
-A connection that closes without a bye is a rank that has gone, and so is one over which something else comes. The rules
-are in `negotiation`, what a rank's message must be like in `incoming`.
+A connection that closes without a "bye" means that the rank has crashed or was killed. Rank 0 treats a malformed
+message in the same way.
 """
 
 from __future__ import annotations
@@ -67,13 +76,13 @@ from .negotiation import Negotiation
 from .pending import Ask
 from .stall import StallRules
 
-# How often time passes for the negotiation, while there is something that may become too late.
+# Interval between calls of `Negotiation.tick` while something can time out.
 _TICK_S = 0.25
 _LINGER_S = 0.2
 
 
 class Coordinator:
-    """A thread that serves all ranks, its own process's included, until `close`."""
+    """A thread that serves all ranks, including the one in its own process, until `close`."""
 
     def __init__(
         self,
@@ -83,51 +92,54 @@ class Coordinator:
         listener: socket.socket | None = None,
         signer: Signer | None = None,
     ) -> None:
-        """``listener`` is where the other ranks connect and prove that they have ``signer``'s key, in any order.
+        """``listener`` is the socket where the other ranks connect and prove that they have ``signer``'s key.
 
-        ``rules`` are told to all ranks, so that each can tell by itself that rank 0 does not answer.
+        ``rules`` are sent to all ranks, so that each can detect on its own that rank 0 does not answer.
         """
         self._negotiation = negotiation
-        # The negotiation, and rank 0's words on the board, under a lock: rank 0's executor decides rounds of votes.
+        # Guards the negotiation and rank 0's words on the board: rank 0's executor thread decides rounds of votes.
         self._lock = threading.Lock()
         self._board: Board | None = None
         self._all = tuple(range(size))
         self._welcome = ["welcome", os.getpid(), rules.warn_after_s, rules.end_after_s]
         self._ticked_at_s = 0.0
-        # What is ready has a function as its data, to be called.
+        # The data of each registered file is a function to call when it is ready.
         self._selector = selectors.DefaultSelector()
         self._mailbox_of: dict[int, Mailbox] = {}
-        # Ranks whose sockets had no room for all that they are told.
+        # Ranks whose sockets had no room for all of their messages.
         self._flushing: set[int] = set()
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ, self._stop)
         self._is_stopped = False
-        self._door: Acceptor | None = None
+        self._acceptor: Acceptor | None = None
         if listener is not None and signer is not None:
-            self._door = Acceptor(listener, signer, size, self._selector, self._admit, self._is_expected)
+            self._acceptor = Acceptor(listener, signer, size, self._selector, self._admit, self._is_expected)
         self._thread = threading.Thread(target=self._run, name="hvdlite-coordinator", daemon=True)
 
     def add(self, rank: int, mailbox: Mailbox) -> None:
-        """Serve this rank too; before `start`, or in the thread itself."""
+        """Serves this rank from now on; call it before `start`, or on the coordinator's thread."""
         self._mailbox_of[rank] = mailbox
         self._selector.register(mailbox, selectors.EVENT_READ, partial(self._serve_rank, rank))
         early = [] if self._negotiation.first_left is None else [self._negotiation.first_left]
         self._send(rank, [self._welcome, *early])
-        if len(self._mailbox_of) == len(self._all) and self._door is not None:
-            self._door.close()
-            self._door = None
+        if len(self._mailbox_of) == len(self._all) and self._acceptor is not None:
+            self._acceptor.close()
+            self._acceptor = None
 
     def start(self) -> None:
         self._thread.start()
 
     def open_board(self, board: Board) -> None:
-        """From now on ranks may vote there."""
+        """Lets ranks vote on this board from now on."""
         with self._lock:
             self._board = board
             board.decide(go=False)
 
     def decide_round(self, number: int, ask: Ask) -> None:
-        """Decide a round of votes, in which all ranks have voted: a go if they agree, and nothing is unsettled."""
+        """Decides a round in which all ranks have voted: a go if the votes agree and nothing is unsettled.
+
+        Rank 0's executor calls it.
+        """
         with self._lock:
             board, negotiation = self._board, self._negotiation
             if board is None or board.open_round != number:
@@ -138,21 +150,21 @@ class Coordinator:
             board.decide(go=go)
 
     def _close_round(self, number: int) -> None:
-        """Close this round of votes, unless it is decided already: who has voted asks by a message."""
+        """Closes this round of votes unless it is decided: ranks that voted then send their request as a message."""
         if self._board is not None and self._board.open_round == number:
             self._board.decide(go=False)
 
     def _pause_votes(self) -> None:
-        """Have nobody vote while something is unsettled."""
+        """Pauses voting while something is unsettled."""
         board, is_paused = self._board, not self._negotiation.is_settled
         if board is not None and is_paused != board.is_paused:
-            # In this order: who sees the next round open sees that votes are paused.
+            # In this order, so that a rank that sees the next round open also sees that votes are paused.
             board.pause(is_paused=is_paused)
             if is_paused:
                 board.decide(go=False)
 
     def close(self) -> None:
-        """Serve nobody any more; the others will find rank 0 gone."""
+        """Sends all ranks "over", closes the connections, and waits until the thread has ended."""
         self._wake.close()
         self._thread.join()
 
@@ -173,39 +185,39 @@ class Coordinator:
                 self._serve()
             self._say_over()
         finally:
-            if self._door is not None:
-                self._door.close()
+            if self._acceptor is not None:
+                self._acceptor.close()
             for mailbox in self._mailbox_of.values():
                 mailbox.close()
             self._woken.close()
             self._selector.close()
 
     def _serve(self) -> None:
-        """One turn of the loop."""
+        """One iteration of the loop."""
         ready = self._selector.select(self._patience_s())
         with self._lock:
             for key, _ in ready:
                 key.data()
             now_s = time.monotonic()
-            # Not with every message: it looks at what is pending, which may be much.
+            # Not with every message: a tick looks at all pending operations, which may be many.
             if now_s - self._ticked_at_s >= _TICK_S:
                 self._ticked_at_s = now_s
                 self._negotiation.tick(now_s)
             self._answer()
             self._pause_votes()
-            if self._door is not None:
-                self._door.look()
+            if self._acceptor is not None:
+                self._acceptor.look()
 
     def _patience_s(self) -> float | None:
         times_s = [_TICK_S if self._negotiation.needs_ticks else None]
-        if self._door is not None:
-            times_s.append(self._door.patience_s)
+        if self._acceptor is not None:
+            times_s.append(self._acceptor.patience_s)
         return min((each for each in times_s if each is not None), default=None)
 
     def _serve_rank(self, rank: int) -> None:
         mailbox = self._mailbox_of.get(rank)
         if mailbox is None:
-            # Dropped earlier in this turn.
+            # Dropped earlier in this iteration.
             return
         if rank in self._flushing:
             mailbox.flush()
@@ -221,13 +233,13 @@ class Coordinator:
                     case _:
                         handle_message(self._negotiation, rank, message, self._all, now_s)
         except (FrameError, MessageError) as error:
-            log.warning("rank 0 ends its connection to rank %d, over which comes what no rank says: %s", rank, error)
+            log.warning("rank 0 closes its connection to rank %d, which sent an invalid message: %s", rank, error)
             self._drop(rank, now_s)
         except (OSError, EOFError):
             self._drop(rank, now_s)
         else:
             if any(message[0] == "alive" for message in messages):
-                self._send(rank, [["alive"]])
+                self._send(rank, [["alive", *self._negotiation.missing(rank)]])
 
     def _answer(self) -> None:
         negotiation = self._negotiation
@@ -239,7 +251,7 @@ class Coordinator:
             by_rank: dict[int, list[list[Any]]] = {}
             for rank, message in outbox:
                 by_rank.setdefault(rank, []).append(message)
-            # Rank 0's own last: it is the one that may end this process when it hears of it.
+            # Rank 0's own messages last: they may make rank 0 end this process.
             for rank in sorted(by_rank, reverse=True):
                 self._send(rank, by_rank[rank])
 
@@ -250,7 +262,7 @@ class Coordinator:
         try:
             mailbox.send_all(messages)
         except (ValueError, RecursionError) as error:
-            log.warning("rank 0 ends its connection to rank %d, to which it cannot say what it must: %s", rank, error)
+            log.warning("rank 0 closes its connection to rank %d, because a message cannot be sent: %s", rank, error)
             self._drop(rank, time.monotonic())
             return
         self._watch_for_room(rank, mailbox)
@@ -263,7 +275,7 @@ class Coordinator:
         self._selector.modify(mailbox, events, partial(self._serve_rank, rank))
 
     def _drop(self, rank: int, now_s: float) -> None:
-        self._negotiation.end(rank, by_itself=False, now_s=now_s)
+        self._negotiation.end(rank, ended_normally=False, now_s=now_s)
         self._forget(rank)
 
     def _forget(self, rank: int) -> None:
@@ -277,20 +289,20 @@ class Coordinator:
     # -- its end
 
     def _say_over(self) -> None:
-        """Let the others know why there is nobody any more; what they have been sent must still reach them."""
-        if self._door is not None:
-            self._door.close()
-            self._door = None
+        """Sends "over" to all ranks, and keeps the connections open until they have read what was sent."""
+        if self._acceptor is not None:
+            self._acceptor.close()
+            self._acceptor = None
         self._selector.unregister(self._woken)
         with self._lock:
-            self._negotiation.end(0, by_itself=True, now_s=time.monotonic())
+            self._negotiation.end(0, ended_normally=True, now_s=time.monotonic())
             self._answer()
             self._pause_votes()
         for rank in list(self._mailbox_of):
-            self._send(rank, [["over", self._negotiation.first_end]])
+            self._send(rank, [["over", *self._negotiation.first_end]])
             self._end_sending(rank)
-        # A socket that is closed with words unread takes back those that the other end has not read yet. Who reads
-        # nothing for so long is not waited for.
+        # Closing a socket that has unread input discards data that the other end has not read yet. So read until the
+        # other end closes; a rank from which nothing arrives within `_LINGER_S` is not waited for.
         while self._mailbox_of and (ready := self._selector.select(_LINGER_S)):
             for key, _ in ready:
                 self._linger(next(rank for rank, mailbox in self._mailbox_of.items() if mailbox is key.fileobj))

@@ -1,48 +1,52 @@
 """
-Finds the rank that ended first, and those that ended because of it; rules without a connection, thread or clock.
+Finds the rank that ended first, and the ranks that ended because of it.
 
-    lost (rank)  ── it has met an error that another rank's end is the cause of; it is likely to end too
-    ended (rank) ── told at once where nothing was lost before; else once the cause is known, or has not shown itself
+    lost (rank)  ── an error there was caused by another rank's end; it is likely to end too
+    ended (rank) ── reported at once if it had not sent "lost"; else once the first end is known, or after HELD_S
 
-A rank says that it has lost another before it can end of that. So whoever ends without a word was the first, in
-whatever order the ends of several come to be known.
+`negotiation` calls it; there is no connection, thread or clock here. A rank reports that it has lost another before it
+can end because of that. So a rank that ends without such a report was the first, in whatever order the ends of several
+ranks are noticed.
 """
 
 from __future__ import annotations
 
-# How long an end that is likely to follow from another waits for that to be known.
+# For how long the end of a rank that had sent "lost" is held back, so that the first rank to end can be found.
 HELD_S = 2.0
 
-End = tuple[int, bool]  # the rank, and whether it has left by itself
+End = tuple[int, bool]  # the rank, and whether it left in an orderly way
 
 
 class Endings:
-    """The ends of ranks, in the order in which they are to be told."""
+    """Holds the ends of ranks, and decides in which order they are reported."""
 
     def __init__(self) -> None:
-        self._lost: set[int] = set()
+        self._lost_another: set[int] = set()
         self._held: dict[int, tuple[bool, float]] = {}
         self._first_is_told = False
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing can happen by the mere passing of time."""
+        """Whether no end is held back, so that time alone changes nothing."""
         return not self._held
 
     def lost(self, rank: int) -> None:
-        """``rank`` has lost another one."""
-        self._lost.add(rank)
+        """Notes that ``rank`` has lost another one."""
+        self._lost_another.add(rank)
 
-    def ended(self, rank: int, by_itself: bool, now_s: float) -> list[End]:
-        """``rank`` takes part in nothing any more; the ends to be told now."""
-        if rank in self._lost and not self._first_is_told:
-            self._held.setdefault(rank, (by_itself, now_s))
+    def ended(self, rank: int, ended_normally: bool, now_s: float) -> list[End]:
+        """Notes that ``rank`` has ended; returns the ends to report now.
+
+        ``ended_normally`` is False if it crashed.
+        """
+        if rank in self._lost_another and not self._first_is_told:
+            self._held.setdefault(rank, (ended_normally, now_s))
             return []
         self._first_is_told = True
-        return [(rank, by_itself), *self._release(now_s, 0.0)]
+        return [(rank, ended_normally), *self._release(now_s, 0.0)]
 
     def due(self, now_s: float) -> list[End]:
-        """Those that have waited for long enough."""
+        """Returns the ends that have been held back long enough."""
         return self._release(now_s, HELD_S)
 
     def _release(self, now_s: float, least_s: float) -> list[End]:

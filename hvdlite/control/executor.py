@@ -1,10 +1,12 @@
 """
-The thread that carries out operations that all ranks have agreed on, in the order of rank 0's answers.
+`Executor`: the thread that runs operations which all ranks have agreed on, in the order that rank 0 has sent.
 
-    go ── put ── (a queue) ── carried out ── handle
+    rank 0's message "go" ──► Executor.put ──► queue ──► the thread runs the operation ──► its Handle has the result
 
-It may be blocked in an operation for as long as another rank is; whoever listens to rank 0 is another thread, and goes
-on hearing.
+`control_client` puts in what rank 0's messages say. `joins` puts in the operations in which this rank, having joined
+(Horovod's `join`), takes part with zeros, and `submission` the votes by which ranks agree through shared memory. While
+the thread is blocked in an operation because another rank is late, the thread of `rank0_connection` goes on receiving
+messages.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
@@ -22,7 +25,7 @@ from .operation import Execution, Run
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """An operation that is to be carried out now."""
+    """An operation that all ranks have agreed to run."""
 
     handle: Handle
     run: Run
@@ -30,34 +33,34 @@ class Agreed:
     since_ns: int = field(default_factory=time.monotonic_ns)
 
     def carry_out(self, recorder: Recorder, note_end: Callable[[], None] = lambda: None) -> None:
-        """Do it in this thread; what it comes to, or what goes wrong, is the handle's.
+        """Runs the operation on the current thread; its result or error becomes the handle's.
 
-        ``note_end`` is called when it is over, before whoever waits goes on.
+        ``note_end`` is called when it has ended, before threads that wait for the handle continue.
         """
         execution = self.execution
         if recorder.is_on:
             recorder.note_waiting(execution.what, self.since_ns, time.monotonic_ns())
         try:
-            with recorder.span(OPERATIONS, execution.what):
+            with recorder.span(OPERATIONS, execution.what) if recorder.is_on else nullcontext():
                 result = self.run(execution)
-        except BaseException as error:  # noqa: BLE001 - it is raised by whoever waits for the handle
+        except BaseException as error:  # noqa: BLE001 - raised by threads that wait for the handle
             note_end()
             self.handle.fail(error)
         else:
-            # Only now: whoever waits may end the timeline next.
+            # Only after the span is closed: the waiting thread may stop the timeline next.
             note_end()
             self.handle.succeed(result)
 
 
 class Executor:
-    """Carries out what is put in, in this order, on a thread of its own."""
+    """Runs what is put in, in this order, on its own thread."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._queue: SimpleQueue[Agreed | Callable[[], None] | None] = SimpleQueue()
-        # The operation that is being carried out, and since when (`time.monotonic`).
+        # The running operation, and when it began (`time.monotonic`).
         self.current: tuple[str, float] | None = None
-        # How many operations have been put in, and how many are over.
+        # How many operations have been put in, and how many have ended.
         self.begun = 0
         self.ended = 0
         self._refusal: Callable[[str], BaseException] | None = None
@@ -68,64 +71,58 @@ class Executor:
 
     @property
     def ident(self) -> int | None:
-        """The thread's, once it has been started."""
+        """The thread's ident; None until it is started."""
         return self._thread.ident
 
     @property
     def is_idle(self) -> bool:
-        """Whether all operations that were put in are over."""
+        """Whether all operations that were put in have ended."""
         return self.begun == self.ended
 
     def put(self, operation: Agreed) -> None:
-        """Have it carried out after all that was put in before."""
+        """Runs the operation after everything that was put in before."""
         self.begun += 1
         self._queue.put(operation)
 
-    def put_word(self, tell: Callable[[], None]) -> None:
-        """Have something quick called after all that was put in before; it is no operation."""
-        self._queue.put(tell)
+    def put_call(self, call: Callable[[], None]) -> None:
+        """Calls a quick function after everything that was put in before; it is not counted as an operation."""
+        self._queue.put(call)
 
     def carry_out(self, operation: Agreed) -> None:
-        """Carry it out at once: to be called in the thread itself, by something quick that was put in."""
-        self._carry_out(operation)
-
-    def finish(self) -> None:
-        """End once all that was put in is done."""
-        self._queue.put(None)
-
-    def give_up(self, refusal: Callable[[str], BaseException]) -> None:
-        """End after the operation under way; the others fail with ``refusal(what)``."""
-        self._refusal = refusal
-        self._queue.put(None)
-
-    def ended_within(self, timeout_s: float) -> bool:
-        """Wait for the thread's end, for so long; whether it has come. At once where it is the caller."""
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while True:
-            # Nothing is kept until the next one comes: it would hold the caller's tensors.
-            item = self._queue.get()
-            if item is None:
-                return
-            self._do(item)
-            del item
-
-    def _do(self, item: Agreed | Callable[[], None]) -> None:
-        if not isinstance(item, Agreed):
-            item()
-            return
-        self._carry_out(item)
-
-    def _carry_out(self, operation: Agreed) -> None:
+        """Runs an operation at once, on the executor's own thread: a function from `put_call` may end with this."""
         if self._refusal is not None:
             self._note_end()
             operation.handle.fail(self._refusal(operation.handle.what))
         else:
             self.current = (operation.execution.what, time.monotonic())
             operation.carry_out(self._recorder, self._note_end)
+
+    def finish(self) -> None:
+        """Ends the thread once everything that was put in is done."""
+        self._queue.put(None)
+
+    def give_up(self, refusal: Callable[[str], BaseException]) -> None:
+        """Ends the thread after the running operation; the remaining ones fail with ``refusal(what)``."""
+        self._refusal = refusal
+        self._queue.put(None)
+
+    def ended_within(self, timeout_s: float) -> bool:
+        """Waits at most this time for the thread's end, except on the thread itself; returns whether it has ended."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while True:
+            # No reference is kept until the next item, since it would keep the caller's tensors alive.
+            item = self._queue.get()
+            if item is None:
+                return
+            if isinstance(item, Agreed):
+                self.carry_out(item)
+            else:
+                item()
+            del item
 
     def _note_end(self) -> None:
         self.current = None

@@ -1,10 +1,11 @@
 """
-Messages as they travel between a rank and rank 0: JSON in frames that are signed, and counted.
+Encodes messages between a rank and rank 0: JSON in frames that are signed and counted.
 
     message ── Sealer ── length, tag, JSON ── Opener ── message, or a FrameError
 
-The tag is of the connection's own key (see `handshake`), of which way it goes and of how many went before: a frame that
-is forged, changed, left out, sent twice or sent back to whoever made it does not open. Pure.
+`mailbox` uses it. The tag is computed with the connection's own key (see `handshake`) from the direction, the number of
+earlier frames and the JSON. So a frame that is forged, changed, dropped, replayed or sent back to its sender is
+rejected. No I/O happens here.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from typing import Any
 from ..signing import Signer
 
 MAX_BYTES = 256 << 20
-"""The JSON of one message at most. Longer ones are refused by who would send them, and by who is sent them."""
+"""Most bytes of one message's JSON. Longer messages are refused by the sender and by the receiver."""
 
-# No message that hvdlite sends nests deeper than a few levels; who walks through one that does runs out of stack.
+# hvdlite's messages nest only a few levels deep; code that recurses into a deeper one would exhaust the stack.
 _MAX_DEPTH = 64
 
 _TAG_BYTES = 16
 _HEADER = struct.Struct(f">I{_TAG_BYTES}s")
 
-# Between frames of a long queue, what has been read is cut off now and then.
+# While many frames are read at once, the bytes already read are deleted in steps of this size.
 _CUT_BYTES = 1 << 20
 
 
@@ -37,15 +38,15 @@ class Sealer:
     """Makes the frames of one direction of a connection."""
 
     def __init__(self, signer: Signer) -> None:
-        """``signer``: this connection's, for this direction alone."""
+        """``signer`` is the one for this direction of this connection."""
         self._signer = signer
         self._count = 0
 
     def seal(self, message: list[Any]) -> bytes:
-        """The next frame. A ValueError if the message is too long, which leaves the connection as it was."""
+        """Returns the next frame. Raises a ValueError if the message is too long; the connection stays usable."""
         data = json.dumps(message, separators=(",", ":")).encode()
         if len(data) > MAX_BYTES:
-            raise ValueError(f"a message of {len(data)} bytes is more than the {MAX_BYTES} that ranks may send at once")
+            raise ValueError(f"a message of {len(data)} bytes is longer than the limit of {MAX_BYTES}")
         tag = self._signer.sign(self._count, data)[:_TAG_BYTES]
         self._count += 1
         return _HEADER.pack(len(data), tag) + data
@@ -55,13 +56,13 @@ class Opener:
     """Reads the frames of one direction of a connection."""
 
     def __init__(self, signer: Signer) -> None:
-        """``signer``: this connection's, for this direction alone."""
+        """``signer`` is the one for this direction of this connection."""
         self._signer = signer
         self._count = 0
         self._received = bytearray()
 
     def open(self, data: bytes) -> list[list[Any]]:
-        """The messages that have come whole with these bytes; a FrameError ends what can be read for good."""
+        """Returns the messages completed by these bytes. After a FrameError nothing more can be read."""
         received = self._received
         received += data
         messages = []
@@ -69,7 +70,7 @@ class Opener:
         while len(received) - start >= _HEADER.size:
             length, tag = _HEADER.unpack_from(received, start)
             if length > MAX_BYTES:
-                raise FrameError(f"it announces a message of {length} bytes, more than the {MAX_BYTES} that are taken")
+                raise FrameError(f"it announces a message of {length} bytes, more than the limit of {MAX_BYTES}")
             end = start + _HEADER.size + length
             if len(received) < end:
                 break
@@ -84,22 +85,22 @@ class Opener:
     def _open(self, data: bytes, tag: bytes) -> list[Any]:
         expected = self._signer.sign(self._count, data)[:_TAG_BYTES]
         if not hmac.compare_digest(tag, expected):
-            raise FrameError("a message is not signed with the connection's key, or is not the next one")
+            raise FrameError("a message is not signed with the connection's key, or is out of order")
         self._count += 1
         try:
             message = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise FrameError(f"a message is not JSON ({type(error).__name__}: {error})") from error
-        # Brackets within strings count here too, and are told apart only where there are as many.
+        # This quick count includes brackets in strings; only if it is too high is the real depth measured.
         if data.count(b"[") + data.count(b"{") > _MAX_DEPTH and _is_deeper(message, _MAX_DEPTH):
             raise FrameError(f"a message nests deeper than {_MAX_DEPTH} levels")
         if not isinstance(message, list) or not message:
-            raise FrameError("a message is no list that begins with what it is")
+            raise FrameError("a message is not a list that begins with its type")
         return message
 
 
 def _is_deeper(value: object, levels: int) -> bool:
-    """Whether lists and dicts nest deeper than so many levels; goes no further down than that."""
+    """Whether lists and dicts nest deeper than this many levels; recurses no deeper than that."""
     if isinstance(value, dict):
         value = list(value.values())
     if not isinstance(value, list):

@@ -1,17 +1,17 @@
 """
-`Generation`: a rank's state from one `init` to its `shutdown`: the watch, the recorder and the reducers.
+`Generation`: a rank's watch, recorder and registry of reducers from one `init` to its `shutdown`.
 
     runtime.world.World ── group, controller, process sets
-                        └─ Generation ── watch, recorder, reducers ── handed to control, timeline, process sets, optim
+                        └─ Generation ── watch, recorder, reducers ── passed to control, timeline, process sets, optim
 
-There is one of each of these
+This state exists once
 
-    in a process      what outlives a world: `rendezvous.process_state` lists it
-    in a generation   the group of all ranks, the controller with its two threads, the watch, the recorder, the registry
-                      of reducers, the table of process sets
-    for each group    an engine, a signer, a number for each collective
-    for each set      a group, an engine for operations, an order in which its optimizers are made
-    for each thread   what it waits for, which is an entry of the watch
+    per process      stores and connections (`rendezvous.process_state`), and each optimizer's reducer
+    per generation   the group of all ranks, the controller with its two threads, the watch, the recorder, the registry
+                     of reducers, the table of process sets
+    per group        an engine, a signer, a number for each collective
+    per set          a group, an engine for operations, an order in which its optimizers are made
+    per thread       what it waits for, which is an entry of the watch
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..comm.recorder import Recorder
-from ..comm.work import Watch
+from ..comm.work import CollectiveWatch
 from .reducer_registry import ReducerRegistry
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What the groups of one world have in common on this rank.
+    """State that all groups of one world share on this rank.
 
-    ``watch`` is told of every collective of all groups, and of other ranks' ends. ``recorder`` notes what happens when,
-    for a timeline. ``reducers`` are those that average gradients, by group.
+    ``watch`` records every collective of all groups, and the ends of other ranks. ``recorder`` records events for a
+    timeline. ``reducers`` are the objects that average gradients, by group.
     """
 
-    watch: Watch = field(default_factory=Watch)
+    watch: CollectiveWatch = field(default_factory=CollectiveWatch)
     recorder: Recorder = field(default_factory=Recorder)
     reducers: ReducerRegistry = field(default_factory=ReducerRegistry)

@@ -1,9 +1,9 @@
 """
-`Handle`: an asynchronous operation, as its caller holds it; it also serves as a number where one is asked for.
+`Handle`: the caller's reference to an asynchronous operation; it also serves as a number.
 
     operation_async ── Handle ── poll, synchronize
 
-Who finishes it is the controller; see `controller`.
+The `controller` makes it and finishes it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from ..errors import say_where
+from ..errors import describe_interrupt
 
 _numbers = itertools.count(1)
 
-# Most waits are over by then, and need not be told of.
+# Waits shorter than this are not reported to rank 0.
 _PATIENCE_S = 0.5
 
 
 class Handle(int):
-    """An operation under way. It is a number too, unlike any other handle's, as in Horovod; nothing is kept by it."""
+    """An operation in progress. As in Horovod it is also a number, unique in this process; no table is kept by it."""
 
     def __new__(cls, what: str) -> Handle:
         return super().__new__(cls, next(_numbers))
@@ -33,18 +33,21 @@ class Handle(int):
         self._ended = threading.Event()
         self._result: Any = None
         self._error: BaseException | None = None
-        # Around a wait that takes more than a moment: so the ranks can tell who waits for whom.
+        # Entered during waits longer than `_PATIENCE_S`, so that rank 0 can find ranks that wait for each other.
         self.while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-        # What the thread that takes the result does first: its stream waits for the one that the result is made on.
+        # The ranks that it waits for, in words, as of rank 0's last report; empty where unknown.
+        self.waits_for: Callable[[], str] = str
+        # Called by a thread before it takes the result: makes its CUDA stream wait for the stream that computes the
+        # result.
         self.before_taking: Callable[[], None] | None = None
 
     def succeed(self, result: Any) -> None:
-        """The operation is done; whoever waits goes on."""
+        """Ends the operation; every `wait` returns this result."""
         self._result = result
         self._ended.set()
 
     def fail(self, error: BaseException) -> None:
-        """The operation is over; whoever waits gets this error."""
+        """Ends the operation; every `wait` raises this error."""
         self._error = error
         self._ended.set()
 
@@ -53,13 +56,16 @@ class Handle(int):
         return self._ended.is_set()
 
     def wait(self) -> Any:
-        """Block until the operation is over, without burning a core; what it came to, as often as one asks."""
+        """Blocks, without using the CPU, until the operation ends; returns its result, also when called repeatedly.
+
+        Raises the operation's error if it failed.
+        """
         try:
             if not self._ended.wait(_PATIENCE_S):
                 with self.while_waiting():
                     self._ended.wait()
         except KeyboardInterrupt as interrupt:
-            say_where(interrupt, self.what)
+            describe_interrupt(interrupt, self.what, self.waits_for())
             raise
         if self._error is not None:
             raise self._error
@@ -68,15 +74,15 @@ class Handle(int):
         return self._result
 
     def __call__(self) -> Any:
-        """The same as `wait`: Horovod's `sparse_allreduce_async` gives something to call."""
+        """The same as `wait`: Horovod's `sparse_allreduce_async` returns a callable."""
         return self.wait()
 
     def ended_within(self, timeout_s: float) -> bool:
-        """Block until the operation is over, or for so long; whether it is."""
+        """Blocks until the operation ends, at most for this time; returns whether it has ended."""
         return self._ended.wait(timeout_s)
 
     def __repr__(self) -> str:
         return f"<Handle {int(self)} of {self.what}>"
 
     def __reduce__(self) -> Any:
-        raise TypeError(f"a handle ({self.what}) means nothing in another process: synchronize it in this one")
+        raise TypeError(f"a handle ({self.what}) cannot be pickled: call hvd.synchronize() in the process that has it")

@@ -1,12 +1,14 @@
 """
-Authenticates a rank and rank 0 to each other: both prove that they know the job's key, before any other message.
+Authenticates a rank and rank 0 to each other over a new connection, before any other message is sent on it.
 
-    rank ──  magic, rank, its nonce                        ──► rank 0
-         ◄──  a nonce of rank 0's, signed by "rank 0"       ──
-         ──  both nonces, signed by "rank"                 ──►       session: a key of this connection's own
+    rank ──  magic, rank, the rank's nonce           ──► rank 0
+         ◄──  rank 0's nonce, signature for "rank 0"  ──
+         ──  signature for "rank"                    ──►
 
-Everything has a fixed size. A signature holds for one pair of nonces and one role: none that was heard before, or on
-another connection, or that rank 0 itself has given, proves anything. Pure, but for the nonces.
+A signature is an HMAC with the job's key over the role in quotes, the rank and both nonces. So one that was overheard,
+taken from another connection, or sent by rank 0 itself is not valid. Then both ends derive the key that signs all
+further messages of this connection. Each step has a fixed size. `connect` uses the rank's side and `acceptor` rank 0's;
+they send and receive, this module only computes.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class HandshakeClient:
         self.hello = _HELLO.pack(_MAGIC, rank, self._nonce)
 
     def prove(self, challenge: bytes) -> tuple[bytes, Signer] | None:
-        """The proof to be sent, and the session's signer; None if who answers does not know the key."""
+        """Returns the proof to send and the session's signer; None if the other end does not know the key."""
         nonce, tag = _CHALLENGE.unpack(challenge)
         said = (self._rank, self._nonce, nonce)
         if not self._signer.is_signed(tag, "control", "rank 0", *said):
@@ -48,17 +50,17 @@ class HandshakeServer:
     """Rank 0's side of one connection."""
 
     def __init__(self, signer: Signer, hello: bytes) -> None:
-        """A ValueError if that is no rank's hello."""
+        """Raises a ValueError if ``hello`` is not a rank's hello."""
         magic, self.rank, its_nonce = _HELLO.unpack(hello)
         if magic != _MAGIC:
-            raise ValueError("it does not speak as hvdlite's ranks do")
+            raise ValueError("it does not use hvdlite's protocol")
         nonce = secrets.token_bytes(_NONCE_BYTES)
         self._signer = signer
         self._said = (self.rank, its_nonce, nonce)
         self.challenge = _CHALLENGE.pack(nonce, signer.sign("control", "rank 0", *self._said))
 
     def session(self, proof: bytes) -> Signer:
-        """The session's signer. A ValueError if the other end does not know the key."""
+        """Returns the session's signer. Raises a ValueError if the other end does not know the key."""
         if not self._signer.is_signed(proof, "control", "rank", *self._said):
-            raise ValueError(f"it says that it is rank {self.rank} and does not know the job's key")
+            raise ValueError(f"it claims to be rank {self.rank} and does not know the job's key")
         return self._signer.derive("control", *self._said)

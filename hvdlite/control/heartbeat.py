@@ -1,37 +1,66 @@
 """
-Checks about twice a second what this rank is blocked in, to tell rank 0, and whether rank 0 still answers.
+Reports about twice a second what this rank is blocked in, and warns, or ends the process, if rank 0 is silent.
 
-    what threads are blocked in ── look ── "busy", "alive", for rank 0
-    nothing comes from rank 0   ── look ── a warning, an end: rank 0 tells of all stalls but its own
+    what threads are blocked in ── look ── "busy", "alive", to rank 0
+    nothing arrives from rank 0 ── look ── a warning, an end: rank 0 reports all stalls but its own
 
-Pure: time is what the caller says it is.
+`Heartbeat` has the rules; its caller passes the time. `WaitReports` collects the facts and acts on the rules;
+`rank0_connection` calls it on the listening thread.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from .stall import Blocked, StallRules
+from ..comm.group import Group
+from ..comm.work import CollectiveWatch
+from ..log import log
+from .callers import Callers
+from .executor import Executor
+from .joins import Joins
+from .mailbox import Mailbox
+from .requests import Requests
+from .stall import CAUSES_OF_SILENCE, JOIN, Blocked, StallRules
 
 LOOK_S = 0.5
-"""How often `look` is to be called, and how long a thread is blocked before it is told of."""
+"""Interval between calls of `look`; threads blocked for less than that are not reported."""
 
 _MOST_TOLD = 16
 
 
 @dataclass(frozen=True, slots=True)
+class Welcome:
+    """Rank 0's facts about itself, which it sends when a rank has connected."""
+
+    pid: int
+    rules: StallRules
+
+    @classmethod
+    def read(cls, message: list[Any]) -> Welcome:
+        """Reads the message; raises a ValueError if it is not a welcome."""
+        match message:
+            case ["welcome", int(pid), None | int() | float(), None | int() | float()]:
+                return cls(pid, StallRules(message[2], message[3]))
+            case _:
+                raise ValueError("does not use hvdlite's protocol, so it is not rank 0 of this job")
+
+
+@dataclass(frozen=True, slots=True)
 class Silence:
-    """Rank 0 has said nothing for so long, though it was asked."""
+    """A period of ``lasted_s`` in which rank 0 has not answered; ``is_end`` is whether it ends this process."""
 
     lasted_s: float
     is_end: bool
 
 
 class Heartbeat:
-    """What one rank has told rank 0 of itself, and when it has heard of it."""
+    """A record of one rank's reports to rank 0, and of when rank 0 last answered."""
 
     def __init__(self, rules: StallRules) -> None:
         """``rules`` are rank 0's."""
@@ -39,13 +68,13 @@ class Heartbeat:
         self._told: list[Blocked] = []
         self._told_stuck = False
         self._told_count = 0
-        # When rank 0 was asked for a sign of life that has not come, first and last; None while nothing is asked.
+        # When the first unanswered "alive" was sent; None if none is unanswered.
         self._unanswered_since_s: float | None = None
         self._looked_at_s: float | None = None
         self._warned_at_s: float | None = None
 
     def heard(self) -> None:
-        """Something has come from rank 0."""
+        """Notes that a message has arrived from rank 0."""
         self._unanswered_since_s = None
         self._warned_at_s = None
 
@@ -60,24 +89,25 @@ class Heartbeat:
         begun: Mapping[str, int] = MappingProxyType({}),
         size: int = 0,
     ) -> list[list[Any]]:
-        """What is to be said to rank 0 now.
+        """Returns the messages to send to rank 0 now.
 
-        ``blocked`` are the threads' waits of all lengths, ``is_waiting`` is whether there is anything, in a thread or
-        not, that needs rank 0 or other ranks; ``over_count`` operations are over of those that were to be carried out.
+        ``blocked`` are the threads' waits of all lengths. ``is_waiting`` is whether anything, in a thread or not, needs
+        rank 0 or other ranks. ``over_count`` is how many of the operations that rank 0 started have ended.
         """
         if self._looked_at_s is not None and now_s - self._looked_at_s > 3 * LOOK_S:
-            # It is this process that was stopped: whatever rank 0 has said meanwhile is still to be read.
-            self._unanswered_since_s = None
+            # This process was stopped, or had no core: rank 0's messages of that time are not read yet.
+            self._leave_out(now_s - self._looked_at_s - LOOK_S)
         self._looked_at_s = now_s
         messages: list[list[Any]] = []
         told = sorted((each for each in blocked if now_s - each.since_s >= LOOK_S), key=lambda each: each.since_s)
         told = told[:_MOST_TOLD]
-        # Only where rank 0 knows of all that this rank waits for.
-        is_stuck = is_stuck and bool(told) and len(told) == len(blocked) and all(each.place for each in told)
+        # A rank reports that it is stuck only if the report has all its waits: none shorter than LOOK_S, none cut off.
+        is_stuck = is_stuck and bool(told) and len(told) == len(blocked) and all(each.collective for each in told)
         if told != self._told or is_stuck != self._told_stuck:
             self._told, self._told_stuck = told, is_stuck
             said = [
-                [each.what, round(now_s - each.since_s, 3), each.is_operation, _pack(each.place, size)] for each in told
+                [each.what, round(now_s - each.since_s, 3), each.is_operation, _pack(each.collective, size)]
+                for each in told
             ]
             messages.append(["busy", said, is_stuck, dict(begun)])
         if is_waiting or over_count != self._told_count:
@@ -89,8 +119,18 @@ class Heartbeat:
             self._unanswered_since_s = None
         return messages
 
+    def _leave_out(self, stopped_s: float) -> None:
+        """Excludes the last ``stopped_s`` seconds from the silence.
+
+        The time before them counts: otherwise a rank that is always late would never report the silence.
+        """
+        if self._unanswered_since_s is not None:
+            self._unanswered_since_s += stopped_s
+        if self._warned_at_s is not None:
+            self._warned_at_s += stopped_s
+
     def silence(self, now_s: float) -> Silence | None:
-        """Rank 0's, if it is to be told of now, or to end this process."""
+        """Rank 0's silence, if it is time to warn of it or to end this process; else None."""
         limit_s = self._rules.warn_after_s
         if self._unanswered_since_s is None or limit_s is None:
             return None
@@ -103,9 +143,94 @@ class Heartbeat:
         return None
 
 
-def _pack(place: tuple[str, int, tuple[int, ...]] | None, size: int) -> list[Any] | None:
-    """For a message: short where all ranks take part."""
-    if place is None:
+class WaitReports:
+    """Collects what the threads of this process wait for, and checks that rank 0 answers."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        group: Group,
+        watch: CollectiveWatch,
+        executor: Executor,
+        callers: Callers,
+        requests: Requests,
+        joins: Joins,
+        welcome: Welcome,
+    ) -> None:
+        """``mailbox`` leads to rank 0, whose ``welcome`` has been read; ``group`` has all ranks."""
+        self._mailbox = mailbox
+        self._group = group
+        self._watch = watch
+        self._executor = executor
+        self._callers = callers
+        self._requests = requests
+        self._joins = joins
+        self._rank_0 = welcome
+        self._heartbeat = Heartbeat(welcome.rules)
+
+    def heard(self) -> None:
+        """Notes that a message has arrived from rank 0."""
+        self._heartbeat.heard()
+
+    def look(self, now_s: float) -> None:
+        """Reports to rank 0 what this process is blocked in; warns, or ends the process, if rank 0 is silent."""
+        self._callers.look()
+        executor = self._executor
+        waits = self._watch.blocked()
+        waits.pop(executor.ident or 0, None)
+        blocked = [Blocked(what, since_s, collective=collective) for what, since_s, collective in waits.values()]
+        current = executor.current
+        if current is not None:
+            blocked.append(Blocked(*current, is_operation=True))
+        is_stuck = executor.is_idle and not self._callers.can_ask(waits.keys())
+        # Ranks that have joined wait for this one, so it shows that it is alive.
+        is_waiting = bool(self._requests or self._joins.is_waiting or blocked or not executor.is_idle)
+        messages = self._heartbeat.look(
+            now_s,
+            blocked,
+            is_stuck=is_stuck,
+            is_waiting=is_waiting,
+            over_count=executor.ended,
+            begun=self._watch.begun.copy(),
+            size=self._group.size,
+        )
+        self._mailbox.send_all(messages)
+        silence = self._heartbeat.silence(now_s)
+        if silence is not None:
+            self._tell_silence(silence, blocked)
+
+    def end_process(self, words: str) -> None:
+        """Prints ``words`` and exits the process: no exception would reach a thread that is blocked in the engine."""
+        own = self._group.describe_rank(self._group.rank)
+        print(f"hvdlite: {own} ends its process: {words}", file=sys.stderr, flush=True)
+        logging.shutdown()
+        os._exit(1)
+
+    def _tell_silence(self, silence: Silence, blocked: Iterable[Blocked]) -> None:
+        words = (
+            f"stalled: {self._describe(0, self._rank_0.pid)} has not answered for {silence.lasted_s:.0f} s: "
+            f"{CAUSES_OF_SILENCE}. "
+            f"{self._describe(self._group.rank, os.getpid())} waits in {self._words_of_waits(blocked)}"
+        )
+        if silence.is_end:
+            self.end_process(words)
+        log.warning("%s. %s", words, self._rank_0.rules.way_out)
+
+    def _words_of_waits(self, blocked: Iterable[Blocked]) -> str:
+        asked, is_joining = self._requests.whats(), self._joins.is_joining
+        waits = [each.what for each in sorted(blocked, key=lambda each: each.since_s)]
+        waits += [asked.pop(ticket) for ticket, _ in self._callers.blocked() if ticket in asked]
+        waits += [JOIN] if is_joining else []
+        whats = list(dict.fromkeys([*waits, *asked.values()]))
+        return ", ".join(whats[:8]) + (f" and {len(whats) - 8} more" if len(whats) > 8 else "")
+
+    def _describe(self, rank: int, pid: int) -> str:
+        return f"rank {rank} ({self._group.hosts[rank]}, pid {pid})"
+
+
+def _pack(collective: tuple[str, int, tuple[int, ...]] | None, size: int) -> list[Any] | None:
+    """The collective as part of a message; short where all ranks take part."""
+    if collective is None:
         return None
-    label, number, members = place
+    label, number, members = collective
     return [label, number, None if len(members) == size else list(members)]

@@ -1,8 +1,8 @@
 """
-Validates the messages of ranks to rank 0, and hands them to the negotiation.
+Validates the messages of ranks to rank 0, and passes them to the negotiation.
 
-The connection vouches for the sender. That its messages make sense is checked nevertheless, so that a rank of another
-version or with broken memory ends its own connection and nothing else. The messages are listed in `coordinator`.
+`coordinator` calls it, and lists the messages. The connection authenticates the sender. The messages are checked
+nevertheless, so that a rank with another version or with broken memory loses only its own connection.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class MessageError(ValueError):
 def handle_message(
     negotiation: Negotiation, rank: int, message: list[Any], everybody: tuple[int, ...], now_s: float
 ) -> None:
-    """Hand the message of ``rank`` to the negotiation; a MessageError, before anything is done, if it is malformed."""
+    """Passes a message of ``rank`` to the negotiation; raises a MessageError, before any effect, if it is malformed."""
     match message:
         case [
             "ask",
@@ -41,7 +41,7 @@ def handle_message(
             caller,
         ]:
             if negotiation.has_asked(rank, ticket):
-                raise MessageError(f"it asks for number {ticket} twice")
+                raise MessageError(f"it requests number {ticket} twice")
             members = _members(message[6], rank, set_id, everybody)
             negotiation.ask(
                 rank,
@@ -61,23 +61,23 @@ def handle_message(
             negotiation.over(rank, count)
         case ["here", int(pid)]:
             negotiation.introduce(rank, pid)
-        case ["at", str(place)] if len(place) <= LONGEST:
-            negotiation.place(rank, place, now_s)
+        case ["at", str(line)] if len(line) <= LONGEST:
+            negotiation.program_line(rank, line, now_s)
         case ["lost"]:
             negotiation.lost(rank)
         case ["bye"]:
-            negotiation.end(rank, by_itself=True, now_s=now_s)
+            negotiation.end(rank, ended_normally=True, now_s=now_s)
         case _:
-            raise MessageError(f"{str(message)[:200]} is no word of a rank's")
+            raise MessageError(f"{str(message)[:200]} is not a message that a rank sends")
 
 
 def _members(ranks: list[Any] | None, rank: int, set_id: int, everybody: tuple[int, ...]) -> tuple[int, ...]:
     if (ranks is None) != (set_id == 0):
-        raise MessageError(f"process set {set_id} is not among {ranks}")
+        raise MessageError(f"process set {set_id} has invalid members, {str(ranks)[:200]}")
     if ranks is None:
         return everybody
     if not all(type(each) is int and 0 <= each < len(everybody) for each in ranks) or rank not in ranks:
-        raise MessageError(f"{str(ranks)[:200]} are no ranks that it is one of")
+        raise MessageError(f"{str(ranks)[:200]} are not ranks of this job with rank {rank} among them")
     return tuple(ranks)
 
 
@@ -90,7 +90,7 @@ def _caller(said: object) -> CallingThread | None:
         case [str(label), str(name), bool(has_rivals), bool(has_twins), list(others)]:
             return CallingThread(label, name, has_rivals, has_twins, tuple(map(str, others)))
         case _:
-            raise MessageError(f"{str(said)[:200]} is no thread that can call")
+            raise MessageError(f"{str(said)[:200]} does not describe a thread")
 
 
 def _living(said: object, rank: int, everybody: tuple[int, ...]) -> tuple[int, tuple[int, ...], list[int]]:
@@ -98,18 +98,18 @@ def _living(said: object, rank: int, everybody: tuple[int, ...]) -> tuple[int, t
         case [int(set_id), None | list() as ranks, list(numbers)]:
             return set_id, _members(ranks, rank, set_id, everybody), _numbers(numbers)
         case _:
-            raise MessageError(f"{str(said)[:200]} is nothing that can live in a process set")
+            raise MessageError(f"{str(said)[:200]} does not describe the optimizers of a process set")
 
 
 def _numbers(said: list[Any]) -> list[int]:
     if not all(type(each) is int for each in said):
-        raise MessageError(f"{str(said)[:200]} are no numbers of optimizers")
+        raise MessageError(f"{str(said)[:200]} are not numbers of optimizers")
     return said
 
 
 def _begun(said: dict[Any, Any]) -> dict[str, int]:
     if not all(type(label) is str and type(count) is int for label, count in said.items()):
-        raise MessageError(f"{str(said)[:200]} are no numbers of collectives")
+        raise MessageError(f"{str(said)[:200]} are not counts of collectives")
     return said
 
 
@@ -120,7 +120,7 @@ def _blocked(said: object, now_s: float, everybody: tuple[int, ...]) -> Blocked:
         case [str(what), int() | float() as waited_s, False, [str(label), int(number), None | list() as ranks]]:
             members = everybody if ranks is None else tuple(ranks)
             if not all(type(each) is int and 0 <= each < len(everybody) for each in members):
-                raise MessageError(f"{str(ranks)[:200]} are no ranks")
+                raise MessageError(f"{str(ranks)[:200]} are not ranks of this job")
             return Blocked(what, now_s - waited_s, False, (label, number, members))
         case _:
-            raise MessageError(f"{str(said)[:200]} is nothing that a rank can be blocked in")
+            raise MessageError(f"{str(said)[:200]} does not describe a wait")

@@ -1,12 +1,12 @@
 """
-Finds the optimizers whose steps joined ranks sit out: those that live on every rank of their process set.
+Finds the optimizers whose steps joined ranks sit out: those alive on every rank of their process set.
 
-    a rank joins, and says which live there ── the others of the set pin theirs, and say which ── sit_out, to who joined
+    a rank joins, and lists its living optimizers ── the set's other ranks pin and list theirs ── sit_out, to joined
 
-Pure, as all of `negotiation`, whose part it is. An optimizer that is gone on one rank, as the garbage collector of
-that rank would have it, is one that no step can be taken with any more, and so nobody sits out a step of it. What is
-said here holds until the join ends, since whoever has said what lives keeps it so long; and while a rank of the set
-has joined, no other is made.
+`negotiation` calls it on rank 0. It uses no connection, thread or clock. If an optimizer has been garbage-collected on
+one rank, no rank can take a step with it any more, so no rank sits out its steps. The lists stay valid until the join
+ends: each rank keeps the optimizers that it has reported, and no optimizer can be made on a set while one of its ranks
+has joined.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Sitting:
 
     @property
     def is_known(self) -> bool:
-        """Whether all members have said what lives there."""
+        """Whether all members have reported their living optimizers."""
         return self.living.keys() >= self.members
 
     @property
@@ -37,50 +37,50 @@ class _Sitting:
 class JoinedSteps:
     """Finds, for the current join, the optimizers whose steps joined ranks take part in."""
 
-    def __init__(self, tell: Callable[[int, list[Any]], None]) -> None:
-        self._tell = tell
-        # So that an answer is not taken for that to a later question.
+    def __init__(self, send: Callable[[int, list[Any]], None]) -> None:
+        self._send = send
+        # The number of the join, so that a late answer is not taken for one of the next join.
         self._join = 0
         self._by_set: dict[int, _Sitting] = {}
         self._asked: set[int] = set()
 
     @property
     def has_any(self) -> bool:
-        """Whether there are steps that those who have joined take part in."""
+        """Whether there are steps that joined ranks take part in."""
         return any(sitting.is_known and sitting.common for sitting in self._by_set.values())
 
     def joined(self, rank: int, living: Iterable[tuple[int, Iterable[int], Iterable[int]]]) -> None:
-        """``rank`` has joined; by set it is in: its number, the members, and the optimizers that live there."""
+        """Notes that ``rank`` has joined; ``living`` has, by set, its number, members and living optimizers."""
         for set_id, members, numbers in living:
             sitting = self._by_set.get(set_id)
             if sitting is None:
                 sitting = self._by_set[set_id] = _Sitting(frozenset(members))
                 for other in sorted(sitting.members - {rank}):
                     self._asked.add(other)
-                    self._tell(other, ["pin", self._join, set_id])
+                    self._send(other, ["pin", self._join, set_id])
             sitting.joined.append(rank)
             if sitting.is_known:
-                self._tell(rank, ["sit_out", set_id, sitting.common])
+                self._send(rank, ["sit_out", set_id, sitting.common])
             else:
                 self._hear(sitting, set_id, rank, numbers)
 
     def pinned(self, rank: int, join: int, set_id: int, numbers: Iterable[int]) -> None:
-        """``rank`` has been asked, and these live there."""
+        """Notes the answer of ``rank`` to "pin" in that join: these optimizers are alive there."""
         sitting = self._by_set.get(set_id)
         if join == self._join and sitting is not None and rank in sitting.members and not sitting.is_known:
             self._hear(sitting, set_id, rank, numbers)
 
-    def end(self, told: Iterable[int]) -> None:
-        """The join is over; ``told`` are the ranks that hear of that anyway."""
-        for rank in sorted(self._asked.difference(told)):
-            self._tell(rank, ["unpin"])
+    def end(self, informed: Iterable[int]) -> None:
+        """Ends the join; ``informed`` are the ranks that do not need a separate "unpin"."""
+        for rank in sorted(self._asked.difference(informed)):
+            self._send(rank, ["unpin"])
         self._asked.clear()
         self._by_set.clear()
         self._join += 1
 
     def _hear(self, sitting: _Sitting, set_id: int, rank: int, numbers: Iterable[int]) -> None:
-        # A rank that was asked, and joined before that came, says so twice: it keeps both.
+        # A rank that joins before the question reaches it reports twice; it keeps both lists alive.
         sitting.living.setdefault(rank, frozenset(numbers))
         if sitting.is_known:
             for each in sitting.joined:
-                self._tell(each, ["sit_out", set_id, sitting.common])
+                self._send(each, ["sit_out", set_id, sitting.common])

@@ -1,10 +1,11 @@
 """
 `Mailbox`: one end of the connection over which a rank and rank 0 send each other short messages.
 
-    send (any thread) ── straight into the socket ── what does not fit waits ── flush, when the socket has room
+    send (any thread) ── into the socket ── what does not fit is buffered ── flush, when the socket has room
 
-Nothing here waits for the other end, however long it reads nothing: it may be frozen, or hold its interpreter. How
-messages become bytes is in `frames`, what they say in `coordinator`.
+`rank0_connection` and `coordinator` each have an end. Nothing here waits for the other end, even if it stops reading:
+its process may be frozen, or something may hold its interpreter. `frames` encodes the messages, `coordinator` lists
+them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _WRITE_BYTES = 1 << 18
 
 
 class Mailbox:
-    """Any thread may send; one receives, and flushes when the socket has room again."""
+    """One end of a connection. Any thread may send; one thread receives, and flushes when the socket has room again."""
 
     def __init__(
         self,
@@ -34,9 +35,9 @@ class Mailbox:
         of_rank_0: bool,
         wake: Callable[[], None] | None = None,
     ) -> None:
-        """``session`` is the connection's own, the same at both ends, of which one is ``of_rank_0``.
+        """``session`` is the connection's signer, the same at both ends; ``of_rank_0`` is True at rank 0's end.
 
-        ``wake`` is called, by whoever sends, when there is something to flush that was not there before.
+        ``wake`` is called on the sending thread when there is data to flush and there was none before.
         """
         connection.setblocking(False)
         self._connection = connection
@@ -46,19 +47,19 @@ class Mailbox:
         self._opener = Opener(session.derive(receiving))
         self.wake = wake
         self._sending = threading.Lock()
-        # What the socket had no room for.
+        # Data that the socket had no room for.
         self._outgoing = bytearray()
         self._is_broken = False
         _remember(self)
 
     def send(self, message: list[Any]) -> None:
-        """Let the other end know. Never blocks, and never fails because the other end is gone: `receive` tells that."""
+        """Sends a message. Never blocks, and never fails because the other end is closed: `receive` reports that."""
         self.send_all([message])
 
     def send_all(self, messages: Iterable[list[Any]]) -> None:
-        """The same for several messages. A ValueError before anything is sent if one is too long."""
+        """Sends several messages, as `send` does. Raises a ValueError before any is sent if one is too long."""
         with self._sending:
-            # In the lock: frames are counted in the order in which they go.
+            # Under the lock, since frames are counted in the order in which they are sent.
             data = b"".join([self._sealer.seal(message) for message in messages])
             if self._is_broken:
                 return
@@ -72,11 +73,11 @@ class Mailbox:
 
     @property
     def has_outgoing(self) -> bool:
-        """Whether there is something to flush."""
+        """Whether there is data to flush."""
         return bool(self._outgoing)
 
     def flush(self) -> None:
-        """Send what the socket has room for now."""
+        """Sends as much as the socket has room for now."""
         with self._sending:
             while self._outgoing:
                 sent = self._push(self._outgoing[:_WRITE_BYTES])
@@ -93,14 +94,15 @@ class Mailbox:
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError:
-            # What the other end has said before it went is still to be read, and so is its end.
+            # Not raised here: `receive` must still read what the other end sent, and then its end.
             self._is_broken = True
             return len(data)
 
     def receive(self) -> list[list[Any]]:
-        """The messages that have come whole by now.
+        """Returns the messages that have arrived completely by now.
 
-        Raises EOFError if the other end is gone, OSError if ours is, FrameError if what came is not the other end's.
+        Raises EOFError if the other end is closed, OSError if this end is, and FrameError if the data is not the other
+        end's.
         """
         try:
             data = self._connection.recv(_READ_BYTES)
@@ -114,11 +116,11 @@ class Mailbox:
         return self._connection.fileno()
 
     def end_sending(self) -> None:
-        """The other end's `receive` comes to an end; ours does when the other end closes."""
+        """Sends no more: the other end's `receive` raises EOFError, while this end can still receive."""
         self._connection.shutdown(socket.SHUT_WR)
 
     def hang_up(self) -> None:
-        """Send no more; the other end's `receive`, and ours, come to an end."""
+        """Sends and receives no more: `receive` raises EOFError at both ends."""
         self._connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -127,12 +129,12 @@ class Mailbox:
 
 
 def mailbox_pair(session: Signer) -> tuple[Mailbox, Mailbox]:
-    """Two ends within this process: a rank's, and rank 0's."""
+    """Returns two connected ends within this process: a rank's, and rank 0's."""
     own_end, other_end = socket.socketpair()
     return Mailbox(own_end, session, of_rank_0=False), Mailbox(other_end, session, of_rank_0=True)
 
 
-# One hook for all of them, since none can be taken back.
+# One fork hook for all mailboxes, since hooks cannot be unregistered.
 _open: dict[int, weakref.ref[Mailbox]] = {}
 
 
@@ -143,7 +145,7 @@ def _remember(mailbox: Mailbox) -> None:
 
 
 def _close_in_child() -> None:
-    """A forked child, such as a DataLoader's, must not keep the connections open when this process is gone."""
+    """Closes the connections in a forked child, such as a DataLoader's: they must not outlive the parent."""
     for known in list(_open.values()):
         mailbox = known()
         if mailbox is not None:

@@ -1,7 +1,7 @@
 """
 Words the errors about ranks that disagree: which rank did what, in Horovod's words where it has them.
 
-Pure functions of what the ranks have asked for; who compares them, and when, is `negotiation`.
+These are pure functions of the ranks' requests. `negotiation` compares the requests and calls them.
 """
 
 from __future__ import annotations
@@ -10,29 +10,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .operation import ALLREDUCE, REDUCESCATTER, Kind
+from .operation import ALLREDUCE, OPTIMIZER, REDUCESCATTER, Kind
 
 Hosts = Sequence[str] | Mapping[int, str]
 """The host of each rank, by its global number."""
 
 
-# Why ranks come to call different things, most of the time.
+# The usual cause when ranks call different functions.
 CAUSES = (
-    "Most often a collective stands under `if hvd.rank() == 0:`, "
-    "or ranks have unequal numbers of batches (see hvd.join())"
+    "Most often a collective is called under `if hvd.rank() == 0:`, "
+    "or ranks have different numbers of batches (see hvd.join())"
 )
-_SMALLER_BATCH = "Most often the last batch is smaller on some ranks: DataLoader(drop_last=True)"
+# The cause when a rank waits for the others to open an optimizer's engine.
+_CAUSES_OF_OPTIMIZER = (
+    "All ranks open the engine of a hvd.DistributedOptimizer together. Ranks that do not wait for it here have not "
+    "made this optimizer, or have made it before the last hvd.init() and not stepped with it since: make the same "
+    "optimizers in the same order on every rank; where one rank makes a new one, all must"
+)
+_SMALLER_BATCH = (
+    "Most often the last batch is smaller on some ranks: train with DataLoader(drop_last=True); for a metric, sum it "
+    "up on each rank first, and combine the sums with op=hvd.Sum"
+)
 
 
 def first_difference(values: Sequence[Mapping[str, Any]]) -> str | None:
-    """The first key, in the order in which ranks have them, whose values differ between the ranks; None if none do."""
+    """The first key, in the ranks' own order, whose values differ between the ranks; None if none do."""
     keys = dict.fromkeys(key for same in values for key in same)
     # By repr, since nan is not equal to itself.
     return next((key for key in keys if len({repr(same.get(key)) for same in values}) > 1), None)
 
 
 def words_of_difference(kind: Kind, what: str, asked: Mapping[int, Mapping[str, Any]], hosts: Hosts) -> str:
-    """What is wrong with an operation that ranks have asked for with different values."""
+    """The message for an operation that ranks have requested with different values."""
     key = first_difference(list(asked.values()))
     assert key is not None, "called only where they differ"
     if key == "tensors":
@@ -40,10 +49,10 @@ def words_of_difference(kind: Kind, what: str, asked: Mapping[int, Mapping[str, 
     values = {rank: _words(same.get(key)) for rank, same in sorted(asked.items())}
     one, another = list(dict.fromkeys(values.values()))[:2]
     if kind.is_compared:
-        # Those by which all ranks start equal; Horovod has no words for them.
+        # These kinds give all ranks the same start; Horovod has no words for them.
         places = {value: next(rank for rank in values if values[rank] == value) for value in (one, another)}
         where = " and ".join(f"{value} on {name_ranks([rank], hosts)}" for value, rank in places.items())
-        return f"{what}: {key} is {where}: every rank must pass the same"
+        return f"{what}: {key} is {where}: every rank must pass the same value"
     operation = kind.name.upper()
     counts = {rank: len(same[key]) for rank, same in asked.items() if kind.is_grouped and key in same}
     if len(set(counts.values())) > 1:
@@ -67,25 +76,28 @@ def words_of_difference(kind: Kind, what: str, asked: Mapping[int, Mapping[str, 
 
 
 def _cause(kind: Kind, what: str, key: str) -> str:
-    """The commonest cause of such a difference, or nothing where none is."""
+    """The most common cause of such a difference; empty where there is none."""
     if what == kind.name and key in ("dtype", "shape", "op", "root_rank"):
-        # Without a user's name calls pair up in their order: one of them may be another rank's next.
+        # Calls without a name pair up by order, so a rank may be one call ahead of another.
         return CAUSES
     return _SMALLER_BATCH if key == "shape" and kind.single in (ALLREDUCE, REDUCESCATTER) else ""
 
 
 def words_of_callers(what: str, names: Mapping[int, str], hosts: Hosts) -> str:
-    """What is wrong where several threads call something that pairs up by order; ``names`` are the callers' by rank."""
+    """The message for several threads that call something that pairs up by order.
+
+    ``names`` are the calling threads, by rank.
+    """
     quoted = {rank: f"thread {name!r}" for rank, name in sorted(names.items())}
     return (
         f"Mismatched threads: {what} was called by different threads on different ranks, and by several on some. Calls "
-        "without a name pair up in their order, which several threads do not have: pass a name, equal on all ranks and "
+        "without a name pair up by their order, and several threads have no order: pass a name, equal on all ranks and "
         f"different in each thread, or call it in one thread. ({what}: {_by_value(quoted, hosts)})"
     )
 
 
 def _words_of_tensors(what: str, asked: Mapping[int, Sequence[Sequence[Any]]], hosts: Hosts) -> str:
-    """Which tensor, on which ranks, and how: for the first rank that differs from the lowest one."""
+    """Describes the first tensor that differs, on the lowest rank and the first rank that differs from it."""
     (lowest, first), *others = asked.items()
     ours = name_ranks([lowest], hosts)
     for rank, other in others:
@@ -97,10 +109,10 @@ def _words_of_tensors(what: str, asked: Mapping[int, Sequence[Sequence[Any]]], h
                 return (
                     f"{what}: {name!r} is {_words_of_tensor(here.get(name))} on {ours} and "
                     f"{_words_of_tensor(there.get(name))} on {theirs}: every rank must build the same model; check the "
-                    "arguments that size it"
+                    "arguments that determine its sizes"
                 )
         if [entry[0] for entry in first] != [entry[0] for entry in other]:
-            return f"{what}: {ours} and {theirs} pass the same tensors in different orders"
+            return f"{what}: {ours} and {theirs} pass the same tensors in different orders: use one order"
     raise AssertionError("called only where they differ")
 
 
@@ -110,7 +122,7 @@ def _words_of_tensor(entry: Sequence[Any] | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What a rank is blocked in: a function's name, the operation, and among which ranks."""
+    """One wait of a rank: the function's name, the operation, and its process set in words."""
 
     kind: str
     what: str
@@ -121,7 +133,7 @@ class Wait:
 
 
 def words_of_deadlock(waits: Mapping[int, Sequence[Wait]], hosts: Hosts) -> str:
-    """What is wrong where ranks wait for each other; ``waits`` by rank."""
+    """The message for ranks that wait for each other; ``waits`` are by rank."""
     seen = list(dict.fromkeys(wait for rank in sorted(waits) for wait in waits[rank]))
     one, another = seen[0], next((wait for wait in seen if wait != seen[0]), seen[0])
     if one.kind != another.kind:
@@ -131,12 +143,15 @@ def words_of_deadlock(waits: Mapping[int, Sequence[Wait]], hosts: Hosts) -> str:
     else:
         first = f"Mismatched process sets: One rank calls {one.kind} in {one.of_set}, but another in {another.of_set}."
     by_rank = {rank: " and ".join(map(str, entries)) for rank, entries in sorted(waits.items())}
-    cause = f". {CAUSES}" if one.kind != another.kind or one.what != another.what else ""
+    if any(wait.kind == OPTIMIZER.name for wait in seen):
+        cause = f". {_CAUSES_OF_OPTIMIZER}"
+    else:
+        cause = f". {CAUSES}" if one.kind != another.kind or one.what != another.what else ""
     return f"{first} These ranks wait for each other: {_by_value(by_rank, hosts)}{cause}"
 
 
 def name_ranks(ranks: Sequence[int], hosts: Hosts) -> str:
-    """Such as ``rank 0 (node1)``, or for many ``ranks 0 (node1), 1 (node1) and 14 more``."""
+    """Names ranks with their hosts: ``rank 0 (node1)``, or for many ``ranks 0 (node1), 1 (node1) and 14 more``."""
     shown = [f"{rank} ({hosts[rank]})" for rank in ranks[:8]]
     more = f" and {len(ranks) - len(shown)} more" if len(ranks) > len(shown) else ""
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(shown)}{more}"

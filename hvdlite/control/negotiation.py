@@ -1,12 +1,12 @@
 """
 Decides on rank 0 which operations begin, which are refused, and when deadlocked or stalled ranks are reported.
 
-    ask (rank, operation) ── all members have asked for the same ── go, to each in one order
-                             they differ, wait for each other, or one has ended ── no, to each, with the same words
+    ask (rank, operation) ── all members have requested the same ── go, to all of them in one order
+                             they differ, wait for each other, or one has ended ── no, to all of them, with one text
 
-Rank 0 has the one `Negotiation` of a job, as Horovod's coordinator has; `coordinator` receives the ranks' messages and
-sends the answers, which are left in `outbox` in order. No connection, thread or clock is used here: `tick` is given
-the time, and asks the rules of `stall`.
+Rank 0 has the one `Negotiation` of a job, like Horovod's coordinator. `coordinator` receives the ranks' messages, calls
+this class, and sends the answers from `outbox` in order. There is no connection, thread or clock here: `coordinator`
+passes the time to `tick`, which applies the rules of `stall`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from ..errors import LOOK_THERE, MOST_NAMED, UNKNOWN_END, describe_end
 from .endings import Endings
 from .joined_steps import JoinedSteps
 from .mismatch import (
@@ -28,16 +29,16 @@ from .mismatch import (
     words_of_deadlock,
     words_of_difference,
 )
-from .pending import Alike, Ask, Id, Pending, Refusal, stuck_ranks
-from .stall import Blocked, Scene, StallRules, StallWatch
+from .pending import Ask, Id, PairingQueue, Pending, Refusal, stuck_ranks
+from .stall import SHOWN, Blocked, Scene, StallRules, StallWatch
 
-# Between a difference and its error, so that the error can tell what all ranks did; and between the time that ranks
-# seem to wait for each other and the error, so that what is on its way arrives.
+# Delay between a difference and its error, so that the error can say what all ranks did; and between the first sign of
+# a deadlock and its error, so that messages in flight can arrive.
 SETTLING_S = 1.0
 
 
 class Negotiation:
-    """All operations that some ranks have asked for and others not yet."""
+    """All operations that some ranks have requested and others have not."""
 
     def __init__(self, hosts: Sequence[str], stall: StallRules) -> None:
         self.outbox: list[tuple[int, list[Any]]] = []
@@ -45,62 +46,65 @@ class Negotiation:
         self._hosts = hosts
         self._stall = StallWatch(hosts, stall)
         self._ids = itertools.count()
-        # In the order of their asking; those that are refused, and still to be told to some, are elsewhere.
+        # In the order of the first requests. Operations whose refusal some ranks have not received are in `_refused`.
         self._pending: dict[Id, Pending] = {}
         self._refused: dict[Id, Pending] = {}
-        # Those of the pending ones that ranks have asked for with different values.
+        # The pending operations that ranks have requested with different values.
         self._differing: dict[Id, Pending] = {}
-        self._alike: dict[tuple[int, str, str | None], Alike] = {}
-        # Those that threads have called which differ by rank.
+        self._queues: dict[tuple[int, str, str | None], PairingQueue] = {}
+        # Keys (`Ask.pairs_with`) of operations that different threads have called on different ranks.
         self._contested: set[tuple[int, str, str | None]] = set()
         self._id_of: dict[tuple[int, int], Id] = {}  # by rank and ticket
-        # What each rank is blocked in. One that is waits for nothing else, and will ask for nothing else.
+        # What each rank is blocked in. A blocked rank sends no other request.
         self._waiting: dict[int, set[Id]] = {}
-        # By rank, when it was last blocked: how many collectives of each group it had begun.
+        # By rank: how many collectives of each group it had begun when it was last blocked.
         self._begun: dict[int, Mapping[str, int]] = {}
         self._stuck_since_s: tuple[frozenset[int], float] | None = None
-        # By rank, in the order of their coming: whether averages are to be over the others alone.
+        # The joined ranks in order; the value is whether averages are over the other ranks only.
         self._joined: dict[int, bool] = {}
         self._joined_steps = JoinedSteps(lambda rank, message: self.outbox.append((rank, message)))
         self._joined_since_s: dict[int, float] = {}
         self._endings = Endings()
-        self._ended: dict[int, str] = {}
-        # The first of them, as it was told to the others.
+        # By rank that has ended: whether it did so normally, and not by a crash.
+        self._ended: dict[int, bool] = {}
+        # The message about the first end, as sent to the other ranks.
         self.first_left: list[Any] | None = None
-        # By rank, what it was told to carry out and has not said to be over; and how many it has.
+        # By rank: operations that have begun and are not reported as ended; and how many are.
         self._under_way: dict[int, deque[Ask]] = {rank: deque() for rank in range(len(hosts))}
         self._over_count = dict.fromkeys(range(len(hosts)), 0)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no operation is pending, and nobody blocked."""
+        """Whether no operation is pending, and no rank reports being blocked."""
         return not self._pending and not self._refused and self._stall.is_idle
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is known of any rank that would stand against an operation all ranks ask for next."""
+        """Whether an operation that all ranks request would begin: none is pending, no rank has joined or ended."""
         return not (self._pending or self._refused or self._joined or self._ended)
 
     @property
     def needs_ticks(self) -> bool:
-        """Whether something can happen by the mere passing of time."""
+        """Whether time alone can change something."""
         return bool(self._pending or self._joined) or not (self._stall.is_idle and self._endings.is_idle)
 
     @property
-    def first_end(self) -> str:
-        """Which rank has ended first of those that have, and how."""
-        return next(iter(self._ended.values()), "another rank has gone")
+    def first_end(self) -> tuple[str, bool]:
+        """The first rank that has ended, and how, in words; and whether it crashed."""
+        for rank, ended_normally in self._ended.items():
+            return self._describe_end(rank), not ended_normally
+        return UNKNOWN_END, True
 
-    # -- what ranks say
+    # -- messages from ranks
 
     def ask(self, rank: int, ask: Ask, now_s: float) -> None:
-        """``rank`` asks for an operation."""
-        alike = self._alike.get(ask.pairs_with)
-        if alike is None:
-            alike = self._alike[ask.pairs_with] = Alike()
-        pending = alike.next_of(rank)
+        """Handles a request of ``rank`` for an operation."""
+        queue = self._queues.get(ask.pairs_with)
+        if queue is None:
+            queue = self._queues[ask.pairs_with] = PairingQueue()
+        pending = queue.next_of(rank)
         if pending is None:
-            pending = alike.add(next(self._ids), ask, rank, now_s)
+            pending = queue.add(next(self._ids), ask, rank, now_s)
             self._pending[pending.id_] = pending
         pending.asks[rank] = ask
         if ask.caller is not None and ask.caller.is_doubtful:
@@ -114,17 +118,28 @@ class Negotiation:
         self._consider(pending, now_s)
 
     def begin_voted(self, ask: Ask, now_s: float) -> None:
-        """All ranks have voted for this operation, and carry it out now; nothing is unsettled."""
+        """Notes an operation that all ranks have voted for and now run; the caller checks that nothing is unsettled."""
         for rank in ask.members:
             self._stall.heard(rank, now_s)
             self._under_way[rank].append(ask)
 
     def has_asked(self, rank: int, ticket: int) -> bool:
-        """Whether that is the rank's number for an operation that has not been answered yet."""
+        """Whether the rank has an unanswered request with this ticket."""
         return (rank, ticket) in self._id_of
 
+    def missing(self, rank: int) -> list[list[Any]]:
+        """Returns the ranks that hold ``rank`` up: by ticket, the first ranks without the request, and how many.
+
+        Only the oldest operations are covered.
+        """
+        told: list[list[Any]] = []
+        for pending in itertools.islice(self._pending.values(), SHOWN):
+            if rank in pending.asks and (absent := pending.absent(self._joined)):
+                told.append([pending.asks[rank].ticket, absent[:MOST_NAMED], len(absent)])
+        return told
+
     def wait(self, rank: int, ticket: int, begun: Mapping[str, int] = MappingProxyType({})) -> None:
-        """``rank`` is blocked until that operation is done, having ``begun`` so many collectives of each group."""
+        """Notes that ``rank`` is blocked in that operation; ``begun`` counts its collectives of each group so far."""
         self._begun[rank] = begun
         id_ = self._id_of.get((rank, ticket))
         if id_ is not None:
@@ -137,9 +152,10 @@ class Negotiation:
         now_s: float,
         living: Iterable[tuple[int, Sequence[int] | None, Sequence[int]]] = (),
     ) -> None:
-        """``rank`` takes part in all-reduces from now on, with nothing to give, until all ranks say so.
+        """Lets ``rank`` take part in all-reduces with nothing to give, until all ranks have joined.
 
-        ``living`` are the optimizers there: by process set its number, its members, or None for all, and theirs.
+        ``living`` are its living optimizers: for each process set its number, its members (None for all), and the
+        optimizers' numbers.
         """
         others = {mode for mode in self._joined.values() if mode != average_of_active}
         self._joined[rank] = average_of_active
@@ -160,60 +176,60 @@ class Negotiation:
             self._consider(pending, now_s)
 
     def pinned(self, rank: int, join: int, set_id: int, numbers: Sequence[int]) -> None:
-        """``rank`` was asked, in that join, which optimizers live there, and keeps these."""
+        """Notes the answer of ``rank`` to "pin" in that join: it keeps these optimizers alive."""
         self._joined_steps.pinned(rank, join, set_id, numbers)
 
     def introduce(self, rank: int, pid: int) -> None:
-        """``rank`` is the process of this number on its host."""
+        """Notes the process id of ``rank`` on its host."""
         self._stall.names.pids[rank] = pid
 
     def heard(self, rank: int, now_s: float) -> None:
-        """Something has come from ``rank``, whatever it is."""
+        """Notes that some message has arrived from ``rank``."""
         self._stall.heard(rank, now_s)
 
-    def place(self, rank: int, place: str, now_s: float) -> None:
-        """Where the program of ``rank`` is, as it says when it is asked."""
-        self._stall.place(rank, place, now_s)
+    def program_line(self, rank: int, line: str, now_s: float) -> None:
+        """Notes where the program of ``rank`` is, as the rank answered."""
+        self._stall.program_line(rank, line, now_s)
 
     def busy(
         self, rank: int, blocked: Sequence[Blocked], *, is_stuck: bool, begun: Mapping[str, int] = MappingProxyType({})
     ) -> None:
-        """What ``rank`` is blocked in for longer than a moment; nothing any more where that is empty.
+        """Notes what ``rank`` has been blocked in for a while; an empty sequence if nothing.
 
-        ``is_stuck`` is whether it does nothing until one of these is done, all its threads being blocked in them;
+        ``is_stuck`` is whether all its threads are blocked in these waits, so that it does nothing until one ends;
         ``begun`` is as in `wait`.
         """
         self._begun[rank] = begun
         self._stall.busy(rank, blocked, is_stuck=is_stuck)
 
     def over(self, rank: int, count: int) -> None:
-        """So many of the operations that ``rank`` was told to carry out are over there, in all."""
+        """Notes how many of the operations that have begun on ``rank`` have ended there, in all."""
         under_way = self._under_way[rank]
         while self._over_count[rank] < count and under_way:
             under_way.popleft()
             self._over_count[rank] += 1
 
     def lost(self, rank: int) -> None:
-        """``rank`` has met an error that another rank's end is the cause of: if it ends, it was not the first."""
+        """Notes an error on ``rank`` that another rank's end caused: if ``rank`` ends, it was not the first."""
         self._endings.lost(rank)
         if rank == 0:
-            # When rank 0 ends there is nobody any more to tell whose end that follows from.
+            # When rank 0 ends, no process is left to report which rank's end caused that.
             self.outbox += [(other, ["lost", 0]) for other in range(1, len(self._hosts))]
 
-    def end(self, rank: int, by_itself: bool, now_s: float) -> None:
-        """``rank`` takes part in nothing any more."""
-        for ended, its_own_doing in self._endings.ended(rank, by_itself, now_s):
-            self._tell_end(ended, its_own_doing, now_s)
+    def end(self, rank: int, ended_normally: bool, now_s: float) -> None:
+        """Notes that ``rank`` has ended; ``ended_normally`` is False if it crashed."""
+        for ended, was_normal in self._endings.ended(rank, ended_normally, now_s):
+            self._report_end(ended, was_normal, now_s)
 
-    def _tell_end(self, rank: int, by_itself: bool, now_s: float) -> None:
+    def _report_end(self, rank: int, ended_normally: bool, now_s: float) -> None:
         if self.first_left is None:
-            # Who waits for it elsewhere, for a bucket, learns from the engine that somebody has gone; from this, who.
-            self.first_left = ["left", rank, by_itself]
-            # Rank 0 last: it may end of this, and nobody would tell the others.
+            # A rank that waits in an engine, for a bucket, learns from the engine only that some rank has ended; this
+            # says which.
+            self.first_left = ["left", rank, ended_normally]
+            # Rank 0 last: this may make it end, and then the others would not receive it.
             others = [other for other in [*range(1, len(self._hosts)), 0] if other != rank]
             self.outbox += [(other, self.first_left) for other in others]
-        how = "has ended" if by_itself else "has gone"
-        self._ended.setdefault(rank, f"{name_ranks([rank], self._hosts)} {how}")
+        self._ended.setdefault(rank, ended_normally)
         self._waiting.pop(rank, None)
         self._stall.busy(rank, (), is_stuck=False)
         self._under_way[rank].clear()
@@ -223,23 +239,23 @@ class Negotiation:
             kind, words = self._words_of_end(rank, "join", "join")
             self._end_join(["not_joined", kind, words], now_s)
 
-    # -- what time brings
+    # -- time
 
     def tick(self, now_s: float) -> None:
-        """To be called every now and then, if that `needs_ticks`."""
-        # Nothing that is merely asked for changes by the passing of time.
+        """Applies the time; must be called now and then while `needs_ticks`."""
+        # Time alone does not change operations whose requests agree.
         for pending in list(self._differing.values()):
             self._consider(pending, now_s)
         self._find_deadlock(now_s)
         self._find_stalls(now_s)
 
     def _consider(self, pending: Pending, now_s: float) -> None:
-        """Begin the operation, refuse it, or leave it as it is."""
+        """Begins the operation, refuses it, or leaves it pending."""
         first = pending.first
         if pending.refusal is not None:
             self._tell_refusal(pending)
             return
-        # With every ask of every rank: what looks at all members is done only where there is something to be found.
+        # This runs for every request of every rank, so all members are checked only where that can matter.
         gone = next((rank for rank in first.members if rank in self._ended), None) if self._ended else None
         if gone is not None:
             self._refuse(pending, *self._words_of_end(gone, first.kind.name, first.what))
@@ -247,7 +263,7 @@ class Negotiation:
         if self._joined and not first.kind.allows_joined and any(rank in self._joined for rank in first.members):
             self._refuse(pending, "CommunicationError", self._words_of_join(first))
             return
-        # The first question is the usual answer, and costs nothing.
+        # The cheap comparison is first: it usually decides.
         is_complete = len(pending.asks) + len(self._joined) >= len(first.members) and not pending.missing(self._joined)
         if not pending.differs:
             if is_complete and not self._fits(pending):
@@ -265,13 +281,14 @@ class Negotiation:
             self._refuse(pending, "MismatchError", words)
 
     def _fits(self, pending: Pending) -> bool:
-        """Whether the same thread has called it on all ranks, or there is but one on each that does."""
+        """Whether the calling threads match on all ranks, or each rank has only one that calls such operations."""
         is_contested = pending.first.pairs_with in self._contested
         if not (is_contested or pending.is_doubtful):
             return True
         callers = pending.callers().values()
         if is_contested:
-            # What is left of several threads, where others have ended with that error, may be another one by rank.
+            # Some threads may have ended with that error, and those that remain may differ between ranks: compare full
+            # names.
             return len({caller.name for caller in callers}) == 1
         return all(one.may_be(another) for one, another in itertools.combinations(dict.fromkeys(callers), 2))
 
@@ -286,18 +303,18 @@ class Negotiation:
             if rank in pending.asks:
                 self.outbox.append((rank, ["go", pending.asks[rank].ticket, owns, divisor]))
             else:
-                # Who has joined has not asked, and is told what it is.
+                # A rank that has joined made no request, so it gets the operation's description.
                 told = ["stand_in", first.set_id, owns, divisor, first.kind.name, first.what, first.same]
                 self.outbox.append((rank, told))
         self._forget(pending)
 
-    # -- what cannot be
+    # -- refusals
 
     def _refuse(self, pending: Pending, kind: str, words: str) -> None:
         self._refuse_all([pending], kind, words)
 
     def _refuse_all(self, pendings: list[Pending], kind: str, words: str) -> None:
-        """One refusal for all of them: who is told of one of these operations knows of the others."""
+        """Refuses all of them together: a rank that receives this for one operation needs no refusal of the others."""
         refusal = Refusal(kind, words, pendings)
         for pending in pendings:
             pending.refusal = refusal
@@ -307,31 +324,30 @@ class Negotiation:
             self._tell_refusal(pending)
 
     def _tell_refusal(self, pending: Pending) -> None:
-        """Tell those who have asked, once each; forget the operation once there is nobody left to tell."""
+        """Answers the ranks that have requested it, once each; removes the operation once no rank is left to answer."""
         refusal = pending.refusal
-        assert refusal is not None, "called for what is refused"
+        assert refusal is not None, "only a refused operation is passed"
         for rank, ask in list(pending.asks.items()):
             self.outbox.append((rank, ["no", ask.ticket, refusal.kind, refusal.words]))
-            refusal.told.add(rank)
+            refusal.sent_to.add(rank)
             self._drop_ask(pending, rank)
         for each in list(refusal.covers):
             if not each.asks and all(
-                rank in refusal.told or rank in self._ended or rank in self._joined for rank in each.first.members
+                rank in refusal.sent_to or rank in self._ended or rank in self._joined for rank in each.first.members
             ):
                 refusal.covers.remove(each)
                 self._forget(each)
 
     def _words_of_end(self, rank: int, kind: str, what: str) -> tuple[str, str]:
-        error = "PeerLostError" if self._ended[rank].endswith("gone") else "CommunicationError"
-        return error, (
-            # The first words are Horovod's, which users search for.
-            f"Horovod has been shut down. {what} cannot be done, since {self._ended[rank]}: "
-            + (
-                "what ended that rank is the cause, look for its own error"
-                if error == "PeerLostError"
-                else f"every rank must call {kind} equally often{'' if kind == 'join' else f'. {CAUSES}'}"
-            )
-        )
+        # The first words are Horovod's, which users search for.
+        words = f"Horovod has been shut down. {what} failed because {self._describe_end(rank)}"
+        if not self._ended[rank]:
+            return "PeerLostError", f"{words}: {LOOK_THERE}"
+        cause = "" if kind == "join" else f". {CAUSES}"
+        return "CommunicationError", f"{words}: every rank must call {kind} the same number of times{cause}"
+
+    def _describe_end(self, rank: int) -> str:
+        return describe_end(name_ranks([rank], self._hosts), self._ended[rank])
 
     def _words_of_join(self, first: Ask) -> str:
         operation = first.kind.single.in_join_errors or first.kind.single.name
@@ -351,7 +367,7 @@ class Negotiation:
         waiting: dict[int, set[Id]] = {rank: set(ids) for rank, ids in self._waiting.items()}
         for rank, blocked in elsewhere.items():
             for each in blocked:
-                # Numbers of no operation.
+                # Negative numbers, which no operation has.
                 id_ = -1 - len(missing)
                 missing[id_] = self._not_begun(each)
                 waiting.setdefault(rank, set()).add(id_)
@@ -371,7 +387,7 @@ class Negotiation:
         self._refuse_all([self._pending[id_] for id_ in refused], "MismatchError", words)
 
     def _words_of_pairing(self, stuck: Collection[int]) -> str | None:
-        """The words for ranks that have asked for the same, but for what it is paired by; None if it is not that."""
+        """The message for ranks that request one kind under different pairing names; None if that is not so."""
         waits = {rank: [self._pending[id_] for id_ in self._waiting.get(rank, ())] for rank in stuck}
         if any(len(each) != 1 for each in waits.values()):
             return None
@@ -387,23 +403,23 @@ class Negotiation:
         return words_of_difference(first.kind, first.what, asked, self._hosts)
 
     def _not_begun(self, blocked: Blocked) -> set[int]:
-        """The ranks without which that collective cannot be done, and which had not begun it when they were blocked.
+        """The members of that collective that had not begun it when they were last blocked.
 
-        Where all have, it is on its way, however long that takes. Of a rank that has not said it is not known.
+        If all had begun it, it is in progress, however long it takes. A rank that has sent no count is left out.
         """
-        if blocked.place is None:
+        if blocked.collective is None:
             return set()
-        label, number, members = blocked.place
+        label, number, members = blocked.collective
         return {rank for rank in members if rank in self._begun and self._begun[rank].get(label, 0) < number}
 
     def _find_stalls(self, now_s: float) -> None:
         scene = Scene(self._pending, self._waiting, self._joined_since_s, self._under_way, self._joined_steps.has_any)
-        warnings, ends = self._stall.too_long(scene, now_s)
-        words, ranks = self._stall.too_long_elsewhere(scene, now_s)
-        of_join, end_of_join = self._stall.too_long_joined(scene, now_s)
+        warnings, ends = self._stall.find_stalled(scene, now_s)
+        words, ranks = self._stall.find_stalled_elsewhere(scene, now_s)
+        of_join, end_of_join = self._stall.find_stalled_joins(scene, now_s)
         self.warnings += warnings + words + of_join
         self.outbox += [(rank, ["end", *words]) for rank in ranks]
-        # After the words: these are of what has been answered by now.
+        # After the messages were composed: they use the answers received so far.
         self.outbox += [(rank, ["where"]) for rank in self._stall.to_ask(scene, now_s) if rank not in self._ended]
         for pending, why in ends:
             self._refuse(pending, "CommunicationError", why)
@@ -417,11 +433,11 @@ class Negotiation:
         del there[pending.id_]
         for rank in list(pending.asks):
             self._drop_ask(pending, rank)
-        if not self._alike[pending.first.pairs_with].remove(pending):
-            del self._alike[pending.first.pairs_with]
+        if not self._queues[pending.first.pairs_with].remove(pending):
+            del self._queues[pending.first.pairs_with]
 
     def _drop_ask(self, pending: Pending, rank: int) -> None:
-        """It is answered: the rank waits for it no more."""
+        """Removes an answered request: the rank no longer waits for it."""
         del self._id_of[rank, pending.asks.pop(rank).ticket]
         waits = self._waiting.get(rank)
         if waits is not None:

@@ -1,10 +1,10 @@
 """
-`Operation`: what a rank asks for, to be carried out by all ranks together; `Execution`: what it is then given.
+`Kind`: the functions that ranks call together; `Operation`: a rank's request for one; `Execution`: its run's arguments.
 
-    Operation (the same on all ranks, but for `own`) ── all have asked ── run(Execution, with everybody's `own`)
+    Operation (the same on all ranks, but for `own`) ── all have asked ── run(Execution, with every rank's `own`)
 
-Values, without a connection. What the rules (`negotiation`) must know of an operation is its `Kind`; the collectives on
-tensors, which make operations, are in `ops`; who brings ranks together is `controller`.
+These are plain values without a connection. A `Kind` holds what the rules in `negotiation` need to know of an
+operation. `ops` makes operations for its collectives on tensors, and the `controller` brings the ranks together.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from ..comm.group import Group
 class Kind:
     """A function that all ranks call together.
 
-    ``name`` is the function's, as messages have it; ``of_one`` the kind that does with one tensor what this one does
-    with several. ``allows_joined``: ranks that have called `join` take part, with nothing to give; ``in_join_errors``
-    is what Horovod calls a function where they cannot. ``is_compared``: ranks compare their arguments also under
-    HVDLITE_CHECK=0. ``error_prefix`` comes before what is said of arguments that differ.
+    ``name`` is the function's name in messages. ``of_one`` is, for a kind with several tensors, the kind that does the
+    same with one. ``allows_joined``: ranks that have called `join` take part, with nothing to give. ``in_join_errors``
+    is Horovod's name of the function in errors about join. ``is_compared``: ranks compare their arguments even under
+    HVDLITE_CHECK=0. ``error_prefix`` begins the message about arguments that differ.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Kind:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether it is of several tensors."""
+        """Whether it takes several tensors."""
         return self.of_one is not None
 
     @property
@@ -58,6 +58,7 @@ BROADCAST_PARAMETERS = Kind("broadcast_parameters", is_compared=True)
 BROADCAST_OPTIMIZER_STATE = Kind("broadcast_optimizer_state", is_compared=True)
 BROADCAST_OBJECT = Kind("broadcast_object", is_compared=True)
 ALLGATHER_OBJECT = Kind("allgather_object", is_compared=True)
+OPTIMIZER = Kind("hvd.DistributedOptimizer")
 ADD_PROCESS_SET = Kind(
     "add_process_set",
     error_prefix="Attempted to register process set with mismatching values on different ranks: ",
@@ -67,17 +68,17 @@ _KINDS = {value.name: value for value in list(globals().values()) if isinstance(
 
 
 def kind_named(name: str) -> Kind:
-    """The kind of this name, as a message brings it; the rules know nothing particular of those not listed here."""
+    """The kind with this name, as received in a message; a plain `Kind` if the name is not listed here."""
     return _KINDS.get(name) or Kind(name)
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """What an operation is given when all ranks of its process set carry it out, each in its own process.
+    """The arguments of `Operation.run`, which all ranks of the process set call, each in its own process.
 
-    ``group`` are these ranks, over an engine that only operations use, one after the other: collectives on it pair up.
-    ``owns`` are the `Operation.own` of all, by their rank in the group; those of ranks that have called `join` are
-    None, and they take part with nothing to give. An average is the sum divided by ``divisor``.
+    ``group`` has these ranks, on an engine that only operations use, one at a time, so collectives on it pair up.
+    ``owns`` are all ranks' `Operation.own`, by rank in the group. They are None for ranks that have called `join`,
+    which take part with nothing to give. An average is the sum divided by ``divisor``.
     """
 
     group: Group
@@ -91,18 +92,18 @@ Run = Callable[[Execution], Any]
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation as one rank asks for it.
+    """An operation as one rank requests it.
 
-    ``run`` is called once all ranks have asked. It may use any collective of ``execution.group``, and nothing else that
-    waits; its result, or its error, is the handle's. ``name`` is the user's, or None. Operations of one kind and name
-    pair up, those without a name in the order of their calls.
+    ``run`` is called once all ranks have made the request. It may use any collective of ``execution.group``, and must
+    not block on anything else. Its result, or its error, becomes the handle's. ``name`` is the user's, or None.
+    Operations of one kind and name pair up; those without a name pair up in the order of their calls.
 
-    ``same`` must be equal on all ranks; its keys are dtype, shape, device, op, prescale_factor, postscale_factor,
-    root_rank and whatever else the kind has, in the order in which differences are to be told. ``own`` may differ,
-    and reaches all ranks. Both are made of JSON's types: a dtype is its str, a shape a list.
+    ``same`` must be equal on all ranks. Its keys are dtype, shape, device, op, prescale_factor, postscale_factor,
+    root_rank and others that the kind has. Their order is the order in which differences are reported. ``own`` may
+    differ, and is sent to all ranks. Both consist of JSON's types: a dtype is its str, a shape a list.
 
-    ``has_users_name`` is False for a name that only serves to pair up, of which messages say nothing: whether it pairs
-    up rightly is then looked at as if there were none.
+    ``has_users_name`` is False for a name that only serves for pairing. Messages omit such a name, and whether the
+    right threads paired up is checked as if there were no name.
     """
 
     kind: Kind
@@ -113,10 +114,10 @@ class Operation:
     has_users_name: bool = True
 
     def describe(self) -> str:
-        """Such as ``allreduce of 'loss'``."""
+        """The operation's description in messages, such as ``allreduce of 'loss'``."""
         return describe(self.kind, self.name if self.has_users_name else None)
 
 
 def describe(kind: Kind, name: str | None) -> str:
-    """What messages call an operation, such as ``allreduce of 'loss'``."""
+    """An operation's description in messages, such as ``allreduce of 'loss'``."""
     return kind.name if name is None else f"{kind.name} of {name!r}"

@@ -1,5 +1,5 @@
 """
-Pending operations, which only some ranks have asked for: data types for `negotiation`, and the search for deadlocks.
+`Ask`, `Pending`, `Refusal`, `PairingQueue`: requests as rank 0 sees them, and the search for deadlocks among them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from .operation import Kind
 from .thread_labels import CallingThread
 
 Id = int
-"""An operation that is pending; never used again."""
+"""Number of a pending operation on rank 0; never reused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What one rank has said of an operation; `kind`, `name`, `same` and `own` as in `Operation`.
+    """One rank's request for an operation; `kind`, `name`, `same` and `own` as in `Operation`.
 
-    ``ticket`` is the rank's own number for it, by which it is answered. ``caller`` is the thread, where no name of the
-    user's says what is meant.
+    ``ticket`` is the rank's own number for it, which the answer carries. ``caller`` is the calling thread, if the user
+    gave no name.
     """
 
     ticket: int
@@ -35,7 +35,7 @@ class Ask:
 
     @property
     def pairs_with(self) -> tuple[int, str, str | None]:
-        """What it has in common with those of other ranks that mean the same operation."""
+        """The key of the operation, equal on ranks that request the same one."""
         return self.set_id, self.kind.name, self.name
 
     @property
@@ -45,92 +45,105 @@ class Ask:
 
 @dataclass(slots=True)
 class Refusal:
-    """Why one or several operations will not be; ``kind`` is the name of the error's class."""
+    """The refusal of one or several operations; ``kind`` is the name of the error's class.
+
+    ``covers`` are these operations, and ``sent_to`` the ranks that have received the refusal.
+    """
 
     kind: str
     words: str
     covers: list[Pending]
-    told: set[int] = field(default_factory=set)
+    sent_to: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True, eq=False)
 class Pending:
-    """An operation, from the first rank that asks for it on; times are seconds of whatever clock.
+    """An operation since its first request; times are seconds of whatever clock the caller uses.
 
-    ``place`` is its own among those that mean the same.
+    ``index`` is its index in its `PairingQueue`.
     """
 
     id_: Id
     first: Ask
     since_s: float
-    place: int
+    index: int
     asks: dict[int, Ask] = field(default_factory=dict)
     differs: bool = False
     is_doubtful: bool = False
     differs_since_s: float | None = None
     refusal: Refusal | None = None
+    # The last result of `absent`, and the number of requests and the joined ranks that it was computed for.
+    _absent: list[int] = field(default_factory=list)
+    _absent_for: tuple[int, ...] = ()
 
     def waits_for(self, rank: int) -> bool:
-        """Whether the rank is still to ask for it, or to be told that it will not be."""
-        return rank not in self.asks and (self.refusal is None or rank not in self.refusal.told)
+        """Whether the rank must still request it, or receive its refusal."""
+        return rank not in self.asks and (self.refusal is None or rank not in self.refusal.sent_to)
 
     def callers(self) -> dict[int, CallingThread]:
-        """By rank, where no name of the user's says what is meant."""
+        """The calling thread of each rank that gave no name, by rank."""
         return {rank: ask.caller for rank, ask in self.asks.items() if ask.caller is not None}
 
     def missing(self, joined: Collection[int]) -> set[int]:
-        """The members that have neither asked nor joined."""
+        """The members that have neither requested it nor joined."""
         return {rank for rank in self.first.members if rank not in self.asks and rank not in joined}
 
+    def absent(self, joined: Collection[int]) -> list[int]:
+        """The result of `missing`, sorted; cached until a rank requests the operation or joins."""
+        key = (len(self.asks), *joined)
+        if key != self._absent_for:
+            self._absent, self._absent_for = sorted(self.missing(joined)), key
+        return self._absent
 
-class Alike:
-    """A queue of pending operations of one name and kind: a rank's next one is the first that waits for it.
 
-    What has once not waited for a rank never does again. So each rank has a place up to which there is nothing for
-    it, and nothing is looked through twice.
+class PairingQueue:
+    """A queue of pending operations with one name and kind; a rank's next request is for the first that waits for it.
+
+    An operation that has stopped waiting for a rank never waits for it again. So the search for a rank's next request
+    starts at a position kept for that rank, and examines no entry twice.
     """
 
-    __slots__ = ("_at", "_end", "_first", "_place_of")
+    __slots__ = ("_at", "_end", "_first", "_next_index_of")
 
     def __init__(self) -> None:
         self._at: dict[int, Pending] = {}
         self._first = self._end = 0
-        self._place_of: dict[int, int] = {}
+        self._next_index_of: dict[int, int] = {}
 
     def next_of(self, rank: int) -> Pending | None:
-        """The first that waits for this rank, if there is one; it is thought to ask for it now."""
-        place = max(self._place_of.get(rank, 0), self._first)
-        while place < self._end:
-            pending = self._at.get(place)
-            place += 1
+        """Returns the first that waits for this rank, or None; the rank is assumed to request it now."""
+        index = max(self._next_index_of.get(rank, 0), self._first)
+        while index < self._end:
+            pending = self._at.get(index)
+            index += 1
             if pending is not None and pending.waits_for(rank):
                 break
         else:
             pending = None
-        self._place_of[rank] = place
+        self._next_index_of[rank] = index
         return pending
 
     def add(self, id_: Id, first: Ask, rank: int, since_s: float) -> Pending:
-        """One more, after all others, which this rank is the first to ask for."""
+        """Appends an operation that this rank is the first to request."""
         pending = Pending(id_, first, since_s, self._end)
         self._at[self._end] = pending
         self._end += 1
-        self._place_of[rank] = self._end
+        self._next_index_of[rank] = self._end
         return pending
 
     def remove(self, pending: Pending) -> bool:
-        """Forget it; whether there is another."""
-        del self._at[pending.place]
+        """Removes it; returns whether others are left."""
+        del self._at[pending.index]
         while self._first < self._end and self._first not in self._at:
             self._first += 1
         return bool(self._at)
 
 
 def stuck_ranks(waiting: Mapping[int, Iterable[Id]], missing: Mapping[Id, Set[int]]) -> frozenset[int]:
-    """Those that wait for operations which need ranks that wait too, and so on, in a circle.
+    """Returns the ranks that wait for operations which need ranks that wait too, and so on, in a circle.
 
-    ``waiting``: by rank, what it is blocked in; it goes on as soon as one of these can be. ``missing``: the ranks that
-    each of them still needs.
+    ``waiting`` is what each rank is blocked in; it continues as soon as one of these can be done. ``missing`` are the
+    ranks that each operation still needs.
     """
     stuck = set(waiting)
     while freed := {rank for rank in stuck if any(not missing[wait] & stuck for wait in waiting[rank])}:

@@ -1,10 +1,11 @@
 """
-The reducers of each group (one for each DistributedOptimizer), under numbers that are equal on all its ranks.
+The registry of each group's reducers (one for each DistributedOptimizer), numbered alike on all ranks of the group.
 
-    enter (all ranks, in one order) ── number ── pin: those that live here are kept, until unpin
+    take_number ── open_all (when one is first needed) ── enter ── pin: those alive on this rank are kept
 
-`join` has ranks sit out steps for them. Which of them live on all ranks is a matter of agreement, and not of when the
-garbage collector has come to one of them here: nothing is done here at its call.
+`optim` registers the reducers. `joins` pins them, since `join` has ranks sit out steps of the optimizers that are alive
+on all ranks. The ranks agree on which these are: it must not depend on when each rank's garbage collector runs, so
+nothing here happens when the collector finalizes a reducer.
 """
 
 from __future__ import annotations
@@ -20,57 +21,118 @@ from ..comm.group import Group
 
 
 class SitsOut(Protocol):
-    """A reducer as `join` drives it: takes part in other ranks' steps without gradients of its own."""
+    """A reducer as `join` uses it: it takes part in other ranks' steps without gradients of its own."""
 
     def sit_out(self, average_of_active: bool) -> bool: ...
 
     def spoil(self, why: str) -> None:
-        """Something is under way on the channel that will not come to its end: no step may be taken any more."""
+        """Forbids all further steps, because a collective on the communicator will never end."""
         ...
 
     def pin(self) -> bool:
-        """Keep the channel to the other ranks until `unpin`, closed or not; False if it is given back already."""
+        """Keeps the communicator open for the other ranks until `unpin`, also after a close.
+
+        Returns False if it is already released.
+        """
         ...
 
     def unpin(self) -> None:
-        """Undo one `pin`."""
+        """Undoes one `pin`."""
+        ...
+
+
+class Opens(Protocol):
+    """The engine of an optimizer, which all its ranks must still open together."""
+
+    @property
+    def ranks(self) -> Group: ...
+
+    def begin(self) -> None:
+        """Requests the opening from the other ranks; returns at once where operations are negotiated."""
+        ...
+
+    def has_ended(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        ...
+
+    def wait(self) -> object:
+        """Blocks until the engine is open; raises an error that all ranks get if that fails."""
         ...
 
 
 class ReducerRegistry:
-    """Holds its members by weak references alone, but for those that are pinned."""
+    """Numbers the reducers of each group, and refers to them weakly except while they are pinned.
+
+    Engines that are not open yet are kept even if their optimizer is garbage: all ranks that made one open it.
+    """
 
     def __init__(self) -> None:
-        # By the group's label.
+        # Not begun yet, in the order of the claims.
+        self._unopened: list[Opens] = []
+        # Begun, and not open when last checked.
+        self._on_the_way: list[Opens] = []
+        self._opening = threading.RLock()
+        # The reducers of each group, by the group's label.
         self._groups: dict[str, _Members] = {}
         self._adding = threading.Lock()
-        # Backward passes (autograd's numbers) whose gradients some optimizer has stepped with: what a GAN's generator
-        # step leaves behind in the discriminator is recognised by it. A few suffice: gradients do not stay pending for
-        # long.
+        # Backward passes (autograd's numbers) whose gradients some optimizer has stepped with. They identify the
+        # gradients that a GAN's generator step leaves in the discriminator. A few suffice: gradients do not stay
+        # pending for long.
         self.stepped_backwards: deque[int] = deque(maxlen=64)
 
-    def enter(self, group: Group, member: SitsOut) -> None:
-        """Give a member its number. On every rank of the group, in the same order, before its engine is opened.
+    def take_number(self, group: Group, earlier: int | None = None) -> int:
+        """Returns a number for one more optimizer: the next one, or that of an ``earlier`` world if it is free here.
 
-        Before: a rank that is through with opening, and joins, must find the member on all others.
+        Never blocks. The number is the same on all ranks if they make their optimizers in the same order.
         """
-        self._members_of(group).enter(member)
+        return self._members_of(group).take_number(earlier)
+
+    def open_later(self, opening: Opens) -> None:
+        """Has the engine opened when that of any optimizer is first needed; never blocks."""
+        with self._opening:
+            self._unopened.append(opening)
+
+    def open_all(self) -> list[Opens]:
+        """Begins to open all claimed engines, in the order of the claims; returns those that are not open yet.
+
+        Returns at once where operations are negotiated. All are begun together because ranks may first use them in
+        different orders, and a rank that joins may not have used them at all.
+        """
+        if not (self._unopened or self._on_the_way):
+            return []
+        with self._opening:
+            while self._unopened:
+                # It stays in the list if this raises, as for two threads with HVDLITE_CHECK=0, and can be retried.
+                self._unopened[0].begin()
+                self._on_the_way.append(self._unopened.pop(0))
+            self._on_the_way = [opening for opening in self._on_the_way if not opening.has_ended()]
+            return list(self._on_the_way)
+
+    def enter(self, group: Group, number: int, member: SitsOut) -> None:
+        """Allows the reducer to be pinned from now on.
+
+        Every rank of the group must call it before the engine is opened: a rank that has opened it and joins must find
+        the reducer on all other ranks.
+        """
+        self._members_of(group).enter(number, member)
 
     def pin(self, group: Group) -> dict[int, SitsOut]:
-        """Keep those of the group that live and have not been closed; by number."""
+        """Pins the group's reducers that are alive and not closed; returns them by number."""
         return self._members_of(group).pin()
 
     def only_one_thread(self, group: Group, what: str) -> AbstractContextManager[None]:
-        """For making a reducer, and whatever else has an engine of its own, where the order of calls pairs them up.
+        """Guards the making of a reducer: its number follows from the order of these calls alone.
 
-        A RuntimeError for a thread that comes while another one of this rank is inside for the same group.
+        Entering raises a RuntimeError while another thread of this rank is inside for the same group.
         """
-        return self._members_of(group).opening.only(what)
+        return self._members_of(group).making.only(what)
 
     def forget(self, group: Group) -> None:
-        """The group is closed: nobody enters any more."""
+        """Removes a group that has been closed."""
         with self._adding:
             self._groups.pop(group.label, None)
+        with self._opening:
+            self._unopened = [each for each in self._unopened if each.ranks is not group]
 
     def _members_of(self, group: Group) -> _Members:
         with self._adding:
@@ -81,17 +143,24 @@ class _Members:
     """The reducers of one group."""
 
     def __init__(self, size: int) -> None:
-        self.opening = OneThread(size)
+        self.making = OneThread(size)
         self._entering = threading.Lock()
-        self._entered = 0
-        # Made anew for each change: `pin` is called by another thread, at any time.
+        self._claimed: set[int] = set()
+        # Replaced as a whole at each change: `pin` reads it on another thread without the lock.
         self._known: tuple[tuple[int, ref[SitsOut]], ...] = ()
 
-    def enter(self, member: SitsOut) -> None:
+    def take_number(self, earlier: int | None) -> int:
         with self._entering:
-            self._entered += 1
+            number = earlier
+            if number is None or number in self._claimed:
+                number = max(self._claimed, default=0) + 1
+            self._claimed.add(number)
+            return number
+
+    def enter(self, number: int, member: SitsOut) -> None:
+        with self._entering:
             kept = [(number, known) for number, known in self._known if known() is not None]
-            self._known = (*kept, (self._entered, ref(member)))
+            self._known = (*kept, (number, ref(member)))
 
     def pin(self) -> dict[int, SitsOut]:
         pinned = {}
@@ -103,31 +172,35 @@ class _Members:
 
 
 def unpin(pinned: Mapping[int, SitsOut]) -> None:
-    """Let go of what `ReducerRegistry.pin` has returned."""
+    """Unpins what `ReducerRegistry.pin` has returned."""
     for member in pinned.values():
         member.unpin()
 
 
 class OneThread:
-    """Lets one thread at a time in, where what the ranks do pairs up by its order alone."""
+    """Admits one thread at a time, for calls that pair up between ranks by their order alone."""
 
     def __init__(self, size: int) -> None:
-        """``size`` is how many ranks there are; where it is one, all threads may come."""
+        """``size`` is the number of ranks; with one rank, all threads are admitted."""
         self._applies = size > 1
         self._lock = threading.RLock()
         self._inside = ""
 
     @contextmanager
-    def only(self, what: str) -> Iterator[None]:
-        """A RuntimeError for a thread that comes while another one is inside; the same one may come again."""
+    def only(self, what: str, more: str = "") -> Iterator[None]:
+        """Raises a RuntimeError if another thread is inside; the same thread may enter again.
+
+        The message names the call, ``what``; ``more`` is a sentence with another way out for the user.
+        """
         if not self._applies:
             yield
             return
         own = threading.current_thread().name
         if not self._lock.acquire(blocking=False):
             raise RuntimeError(
-                f"{what}: called by thread {own!r} while thread {self._inside!r} is in such a call. Which calls of all "
-                "ranks belong together is known by their order alone: let one thread call them, one after the other"
+                f"{what}: called by thread {own!r} while thread {self._inside!r} is in such a call. Ranks pair up "
+                "these calls by their order alone: make them in one thread, or one after the other"
+                f"{more and f'. {more}'}"
             )
         try:
             self._inside = own

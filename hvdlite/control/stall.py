@@ -1,9 +1,9 @@
 """
-Stalled ranks: when a warning names them, when the job is ended, and the words for both.
+Finds stalled ranks: decides, by the times of `environment`, when to warn about them or end the job, and words both.
 
-    operations that are pending, and what ranks say they are blocked in ── look, now and then ── warnings, ends
+    pending operations, and what ranks report being blocked in ── find_stalled... ── warnings, ends
 
-Pure, as all of `negotiation`, whose part it is: time is what the caller says it is.
+`negotiation` calls it. Like that module it uses no connection, thread or clock: the caller passes the time.
 """
 
 from __future__ import annotations
@@ -14,23 +14,29 @@ from itertools import islice
 
 from .pending import Ask, Id, Pending
 
-# A rank that waits for others is heard of every second. One that is not for so long is told of as silent.
+# A rank that waits for others sends a message about twice a second. After this long without one it counts as silent.
 SILENT_S = 5.0
 
-# Ranks are asked so long before they are told of where they are, or sooner where they are told of soon, and as often.
+# This many seconds before a warning is due (half its limit, if that is shorter), and again at this interval, rank 0
+# asks the ranks for the lines that their programs are at.
 ASKED_S = 6.0
 
-# How many operations, or ranks, a message names.
+# Most operations, or ranks, that a message names.
 SHOWN = 8
 
 JOIN = "hvd.join()"
 
+# Why a rank sends nothing, for the user.
+CAUSES_OF_SILENCE = (
+    "its process is stopped or gets no processor time, a C extension holds the interpreter's lock, or its host is down"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class StallRules:
-    """When a wait is told of, and when it is ended; seconds, None for never.
+    """The times after which a wait leads to a warning, and after which it is ended; in seconds, None for never.
 
-    ``timeout_s`` ends the wait for an operation; other waits are in an engine, which has a timeout of its own.
+    ``timeout_s`` ends the wait for an operation. Other waits are in an engine, which has its own timeout.
     """
 
     warn_after_s: float | None = None
@@ -39,31 +45,32 @@ class StallRules:
 
     @property
     def way_out(self) -> str:
-        """What the user can do about a wait that is told of."""
+        """The user's options about a wait, as a sentence for the warning."""
         if self.end_after_s is None:
-            return "Set HVDLITE_STALL_SHUTDOWN_S to the seconds after which that is to end the job"
-        return f"After {self.end_after_s:g} s (HVDLITE_STALL_SHUTDOWN_S) that ends the job"
+            return "To end the job after such a wait, set HVDLITE_STALL_SHUTDOWN_S to its length in seconds"
+        return f"After {self.end_after_s:g} s (HVDLITE_STALL_SHUTDOWN_S) the job is ended"
 
 
 @dataclass(frozen=True, slots=True)
 class Blocked:
-    """What a thread of a rank is blocked in: an operation that is under way, or something else such as a bucket.
+    """One wait of a rank's thread: in an operation that is running, or in something else such as a bucket.
 
-    ``place`` is which collective that is: its group's label, its number there, and who takes part.
+    ``collective`` is its group's label, its number in that group, and the ranks that take part.
     """
 
     what: str
     since_s: float
     is_operation: bool = False
-    place: tuple[str, int, tuple[int, ...]] | None = None
+    collective: tuple[str, int, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What every rank is doing, as far as it is known.
+    """The state of every rank, as far as rank 0 knows.
 
-    ``pending`` is in the order of asking. ``under_way``: by rank, what it was told to carry out and has not ended.
-    ``joined``: by rank, since when; ``sits_out``: whether these take part in steps of the others' optimizers.
+    ``pending`` is in the order of the requests. ``waiting``: by rank, the pending operations that it is blocked in.
+    ``under_way``: by rank, the operations that were started and have not ended. ``joined``: by rank, when it joined.
+    ``sits_out``: whether joined ranks take part in steps of the others' optimizers.
     """
 
     pending: Mapping[Id, Pending]
@@ -75,7 +82,7 @@ class Scene:
 
 @dataclass(slots=True)
 class Names:
-    """The ranks as stalls name them: ``rank 1 (node1, pid 4242)``."""
+    """Names ranks in stall messages: ``rank 1 (node1, pid 4242)``."""
 
     hosts: Sequence[str]
     pids: dict[int, int] = field(default_factory=dict)
@@ -95,45 +102,45 @@ class StallWatch:
         self.names = Names(hosts)
         self._size = len(hosts)
         self._rules = rules
-        # What each rank is blocked in for longer than a moment, the longest first.
+        # What each rank reports being blocked in, the longest wait first.
         self._busy: dict[int, list[Blocked]] = {}
-        # Those of them no thread of which can ask for anything meanwhile.
+        # The blocked ranks in which no thread can request anything until a wait ends.
         self._stuck: set[int] = set()
         self._heard_at_s: dict[int, float] = {}
-        # Where their programs are, and when ranks were asked for that: last, and first without an answer.
-        self._places: dict[int, str] = {}
+        # Where the ranks' programs are; when the ranks were last asked, and since when each has not answered.
+        self._lines: dict[int, str] = {}
         self._asked_where_at_s: float | None = None
         self._unanswered_since_s: dict[int, float] = {}
         self._asked_at_s = 0.0
         self._join_ended_at_s = 0.0
-        # By what kind of stall: when it was told of last.
+        # By kind of stall: the time of the last warning.
         self._warned_at_s: dict[str, float] = {}
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody waits elsewhere."""
+        """Whether no rank reports being blocked."""
         return not self._busy
 
     def heard(self, rank: int, now_s: float) -> None:
-        """Something has come from this rank."""
+        """Notes that a message has arrived from this rank."""
         self._heard_at_s[rank] = now_s
 
-    def place(self, rank: int, place: str, now_s: float) -> None:
-        """Where the program of ``rank`` is, as it says when it is asked."""
+    def program_line(self, rank: int, line: str, now_s: float) -> None:
+        """Notes where the program of ``rank`` is, as the rank answered."""
         self._unanswered_since_s.pop(rank, None)
         if self._asked_where_at_s is not None:
-            self._places[rank] = place
+            self._lines[rank] = line
 
     def asked(self, now_s: float) -> None:
-        """Some rank has asked for an operation."""
+        """Notes that some rank has requested an operation."""
         self._asked_at_s = now_s
 
     def join_ended(self, now_s: float) -> None:
-        """All ranks have joined, or cannot: those that had go on."""
+        """Notes that the join has succeeded or failed: the ranks that had joined continue."""
         self._join_ended_at_s = now_s
 
     def busy(self, rank: int, blocked: Sequence[Blocked], *, is_stuck: bool) -> None:
-        """What ``rank`` is blocked in; nothing any more where that is empty.
+        """Notes what ``rank`` is blocked in; an empty sequence if nothing.
 
         ``is_stuck`` is whether all its threads that call operations are blocked in something.
         """
@@ -144,17 +151,17 @@ class StallWatch:
         (self._stuck.add if blocked and is_stuck else self._stuck.discard)(rank)
 
     def stuck(self) -> dict[int, list[Blocked]]:
-        """By rank, all that it waits for, where no thread of it can do anything until one of these is done."""
+        """By rank, everything it waits for; only ranks in which no thread can do anything until one wait ends."""
         return {rank: self._busy[rank] for rank in self._stuck}
 
-    # -- operations that some have asked for
+    # -- operations that only some ranks have requested
 
-    def too_long(self, scene: Scene, now_s: float) -> tuple[list[str], list[tuple[Pending, str]]]:
-        """What to warn of, and the operations to refuse, each with the words."""
+    def find_stalled(self, scene: Scene, now_s: float) -> tuple[list[str], list[tuple[Pending, str]]]:
+        """Returns the warnings, and the operations to refuse, each with its message."""
         end_s = min((s for s in (self._rules.end_after_s, self._rules.timeout_s) if s is not None), default=None)
         ends: list[tuple[Pending, str]] = []
         for pending in scene.pending.values():
-            # They are in the order of their age: from the first that is young enough on, all are.
+            # They are in the order of their age: all later ones are younger.
             if not _is_over(now_s - pending.since_s, end_s):
                 break
             ends.append((pending, self._words(pending, scene, now_s)))
@@ -197,11 +204,14 @@ class StallWatch:
         count = f"{len(others)} more operations have" if len(others) > 1 else "1 more operation has"
         return f". {count} been waiting too long: {', '.join(shown)}{_and_more(len(others) - len(shown))}"
 
-    # -- all else that ranks are blocked in
+    # -- everything else that ranks are blocked in
 
-    def too_long_elsewhere(self, scene: Scene, now_s: float) -> tuple[list[str], list[int]]:
-        """Describes ranks blocked outside of pending operations, for example in `step()`, and which ranks that ends."""
-        # A rank that is not heard of any more waits for nobody: it is what others wait for.
+    def find_stalled_elsewhere(self, scene: Scene, now_s: float) -> tuple[list[str], list[int]]:
+        """Finds ranks blocked outside of pending operations, for example in `step()`.
+
+        Returns the warnings, and the ranks to end; if there are such ranks, the one text is the reason.
+        """
+        # A silent rank is not counted as waiting: it is what the others wait for.
         since_s = {
             rank: self._since_s(rank, scene)
             for rank in sorted(self._busy)
@@ -222,10 +232,11 @@ class StallWatch:
         return [], []
 
     def _since_s(self, rank: int, scene: Scene) -> float:
-        """Since when a rank that is blocked has waited for others which do nothing."""
-        # What a rank has said of its waits may be from before all had joined.
+        """The time from which a blocked rank's wait counts: later than its start if others were active since."""
+        # The rank's report may date from before the join ended.
         since_s = max(self._busy[rank][0].since_s, self._join_ended_at_s)
-        # Who has joined is in the bucket of a step that need not come, as long as the others do something else.
+        # A rank that has joined waits in the bucket of the others' next step. They may be busy with other operations,
+        # so its wait counts from the last request of any rank.
         return max(since_s, self._asked_at_s) if rank in scene.joined else since_s
 
     def _words_elsewhere(self, first: int, longest: Blocked, scene: Scene, now_s: float) -> str:
@@ -244,19 +255,21 @@ class StallWatch:
         waited = f"stalled: {self.names.of(there)} {have} waited {waited_s:.0f} s in {longest.what}"
         elsewhere = set(members) - set(there)
         if not elsewhere:
-            return f"{waited}, and all that take part in it are there: what connects them is slow, or broken"
+            return (
+                f"{waited}, and all ranks that take part have begun it: the connection between them is slow, or broken"
+            )
         return (
-            f"{waited}, for ranks that have not come there, or not come through. Elsewhere, or hanging: "
+            f"{waited}, for ranks that have not begun it or have not finished it. Those ranks: "
             f"{self._whereabouts_of(elsewhere, scene, now_s)}"
         )
 
-    # -- ranks that have joined, where the others do nothing at all
+    # -- ranks that have joined while the others do nothing at all
 
-    def too_long_joined(self, scene: Scene, now_s: float) -> tuple[list[str], str | None]:
-        """What to warn of, and why `join` is to end, if it is.
+    def find_stalled_joins(self, scene: Scene, now_s: float) -> tuple[list[str], str | None]:
+        """Returns the warnings, and the reason why `join` must end, or None.
 
-        Who has joined waits as long as the others have work. Where they ask for nothing there is none, unless they
-        take steps: whether they do is seen by the buckets in which those who have joined wait for them.
+        Ranks that have joined wait as long as the others have work. Ranks that request nothing have no work, unless
+        they take steps: then the joined ranks report that they wait in the steps' buckets.
         """
         if not scene.joined or self._busy or scene.pending or scene.sits_out:
             self._warned_at_s.pop("join", None)
@@ -264,8 +277,8 @@ class StallWatch:
         waited_s = now_s - max(self._asked_at_s, min(scene.joined.values()))
         missing = set(range(self._size)) - scene.joined.keys()
         words = (
-            f"stalled: {self.names.of(sorted(scene.joined))} called {JOIN}, and for {waited_s:.0f} s no rank has asked "
-            f"for anything. Not joined: {self._whereabouts_of(missing, scene, now_s)}"
+            f"stalled: {self.names.of(sorted(scene.joined))} called {JOIN}, and for {waited_s:.0f} s no rank has "
+            f"called any operation. Not joined: {self._whereabouts_of(missing, scene, now_s)}"
         )
         if _is_over(waited_s, self._rules.end_after_s):
             return [], words
@@ -273,17 +286,17 @@ class StallWatch:
             return [f"{words}. {self._rules.way_out}"], None
         return [], None
 
-    # -- where ranks are
+    # -- where the ranks' programs are
 
     def to_ask(self, scene: Scene, now_s: float) -> range:
-        """The ranks that are to say where their programs are: all, now and then while a wait is about to be told of."""
+        """The ranks to ask where their programs are: all of them, now and then while a warning is about to be due."""
         limits_s = [self._rules.warn_after_s, self._rules.end_after_s, self._rules.timeout_s]
         limit_s = min((each for each in limits_s if each is not None), default=None)
         if limit_s is None:
             return range(0)
         lead_s = min(ASKED_S, limit_s / 2)
         if not self._waits_for(limit_s - lead_s, scene, now_s):
-            self._places.clear()
+            self._lines.clear()
             self._unanswered_since_s.clear()
             self._asked_where_at_s = None
             return range(0)
@@ -295,7 +308,7 @@ class StallWatch:
         return range(self._size)
 
     def _waits_for(self, least_s: float, scene: Scene, now_s: float) -> bool:
-        """Whether anything has been waited for so long."""
+        """Whether any wait has lasted at least this long."""
         oldest = next(iter(scene.pending.values()), None)
         since_s = [self._since_s(rank, scene) for rank in self._busy]
         since_s += [] if oldest is None else [oldest.since_s]
@@ -304,21 +317,16 @@ class StallWatch:
         return any(now_s - each >= least_s for each in since_s)
 
     def _whereabouts_of(self, ranks: Collection[int], scene: Scene, now_s: float) -> str:
-        # Those first that most likely hold up the others.
+        # First the ranks that most likely hold up the others.
         order = sorted(ranks, key=lambda rank: (self._silent_s(rank, scene, now_s) is None, rank in self._busy, rank))
         shown = [f"{self.names.of([rank])}, {self._whereabouts(rank, scene, now_s)}" for rank in order[:SHOWN]]
         return "; ".join(shown) + _and_more(len(order) - SHOWN)
 
     def _whereabouts(self, rank: int, scene: Scene, now_s: float) -> str:
         silent_s = self._silent_s(rank, scene, now_s)
-        silence = (
-            ""
-            if silent_s is None
-            else f" and has not been heard of for {silent_s:.0f} s: it is stopped, something holds its interpreter, or "
-            "its machine is gone"
-        )
-        place = self._places.get(rank)
-        at = f", at {place}" if place else ""
+        silence = "" if silent_s is None else f" and has sent nothing for {silent_s:.0f} s: {CAUSES_OF_SILENCE}"
+        line = self._lines.get(rank)
+        at = f", at {line}" if line else ""
         waits = [JOIN] if rank in scene.joined else []
         waits += [each.what for each in self._busy.get(rank, ())]
         waits += [scene.pending[wait].first.what for wait in sorted(scene.waiting.get(rank, ()))]
@@ -328,13 +336,13 @@ class StallWatch:
             return f"which is in {told[0].what}{at}{silence}"
         asked = [pending.first.what for pending in scene.pending.values() if rank in pending.asks]
         if asked:
-            is_at = f" and is at {place}" if place else ""
+            is_at = f" and is at {line}" if line else ""
             return f"which has called {_listed(asked)}{is_at}{silence}"
-        return (f"which is at {place}" if place else "which computes or hangs") + silence
+        return (f"which is at {line}" if line else "which computes or hangs") + silence
 
     def _silent_s(self, rank: int, scene: Scene, now_s: float) -> float | None:
-        """For how long nothing has come from a rank that should have said something; None where all is well."""
-        # A rank that waits for nothing has nothing to say, but while others wait for it to join.
+        """The seconds without a message from a rank that should have sent one; None if all is well."""
+        # A rank that waits for nothing sends nothing, except while others wait for it to join.
         is_asked = rank in self._busy or scene.under_way.get(rank) or scene.waiting.get(rank) or scene.joined
         silent_s = 0.0
         if is_asked:
@@ -344,7 +352,7 @@ class StallWatch:
         return silent_s if silent_s >= SILENT_S else None
 
     def _is_due(self, kind: str, now_s: float) -> bool:
-        """Whether a stall of this kind is to be told of now: once in the time after which one is told of at all."""
+        """Whether to warn of this kind of stall now: at most once per ``warn_after_s``. Notes the warning if so."""
         if kind in self._warned_at_s and not _is_over(now_s - self._warned_at_s[kind], self._rules.warn_after_s):
             return False
         self._warned_at_s[kind] = now_s

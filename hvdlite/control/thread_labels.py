@@ -1,10 +1,11 @@
 """
-Names the thread that calls an operation, by a label that is the same on all ranks.
-
-Operations without a name of the user's pair up in the order of their calls. That is no order where several threads of a
-rank call them; so each says who calls, and whether that can be doubted, and `negotiation` refuses what does not fit.
+Identifies the thread that calls an operation, by a label that is the same on all ranks.
 
     the thread's name ── without its number ── label         "Thread-3 (serve)" ── "Thread (serve)"
+
+Operations without a user's name pair up in the order of their calls. If several threads of a rank call them, that order
+is not defined. So `submission` sends with each call which thread made it, and whether other threads might have.
+`negotiation` refuses calls whose threads do not match.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _NUMBER = re.compile(r"[-_]?\d+")
-# For all threads that Python has not made, as autograd's of a GPU: they come and go unseen, and are one caller.
+# Represents all threads that Python has not made, such as autograd's for a GPU: Python does not see them start or end,
+# so they count as one caller.
 _FOREIGN = threading.Thread(name="autograd")
-# Those of hvdlite call no operations for themselves.
+# hvdlite's own threads call no operations of their own.
 _OWN_PREFIX = "hvdlite"
 
 
@@ -27,9 +29,9 @@ _OWN_PREFIX = "hvdlite"
 class CallingThread:
     """A thread that calls an operation without a name.
 
-    ``has_rivals``: two threads that lived at a time have called such operations. ``has_twins``: one that had, or might,
-    had the same label, so that threads are told apart by their whole names. ``others``: labels of threads that live
-    beside it when it calls for the first time.
+    ``has_rivals``: two threads that were alive at the same time have called such operations. ``has_twins``: another
+    thread with the same label has called them, or may have; then full names are compared, not labels.
+    ``others``: the labels of the other living threads at this thread's first call.
     """
 
     label: str
@@ -44,19 +46,19 @@ class CallingThread:
         return self.has_rivals or self.has_twins or bool(self.others)
 
     def pack(self) -> list[Any]:
-        """For a message. Short where nothing can be doubted."""
+        """The thread as part of a message; short where nothing is doubtful."""
         if not self.is_doubtful:
             return [self.label, self.name]
         return [self.label, self.name, self.has_rivals, self.has_twins, list(self.others)]
 
     def may_be(self, other: CallingThread) -> bool:
-        """Whether it is the other rank's thread of the same part, as far as one can tell."""
+        """Whether it may have the same role as the other rank's thread."""
         if self.name == other.name:
             return True
         has_twins = self.has_twins or other.has_twins
         if self.label == other.label and not has_twins:
             return True
-        # Another one. Where each rank has but this, it is theirs.
+        # The labels differ. They still match if neither rank has another thread that could be meant.
         return not (
             has_twins or self.has_rivals or other.has_rivals or other.label in self.others or self.label in other.others
         )
@@ -64,17 +66,17 @@ class CallingThread:
 
 @dataclass(slots=True)
 class _Seen:
-    """Who has called operations that pair up with each other.
+    """The threads that have called operations which pair up with each other.
 
-    Rivals and twins are remembered when they have ended: where an error ends one thread on each rank, it may be another
-    one on each, and those that remain are not to be taken for each other.
+    Rivals and twins are remembered after they end: an error may end a different thread on each rank, and those that
+    remain must not be mistaken for each other.
     """
 
     threads: dict[int, threading.Thread] = field(default_factory=dict)
     had_rivals: bool = False
-    # Labels of threads that lived beside one that called for the first time.
+    # Labels of threads that were alive when another one called for the first time.
     beside: set[str] = field(default_factory=set)
-    # Labels, and whole names, that two living threads have had at a time.
+    # Labels, and full names, that two threads have had at the same time.
     twins: set[str] = field(default_factory=set)
     namesakes: set[str] = field(default_factory=set)
 
@@ -87,7 +89,7 @@ class ThreadLabels:
         self._seen: dict[Hashable, _Seen] = {}
 
     def of_call(self, key: Hashable) -> CallingThread:
-        """The current thread, which calls an operation that pairs up with others of this key."""
+        """Describes the current thread as an operation's caller; operations with equal ``key`` pair up."""
         thread = threading.current_thread()
         if isinstance(thread, threading._DummyThread):
             thread = _FOREIGN
@@ -111,7 +113,7 @@ class ThreadLabels:
             if name in rivals or name in beside:
                 seen.namesakes.add(name)
             if name in seen.namesakes:
-                # Not even their names tell them apart: on no rank is it known which of them is meant.
+                # Several threads have this full name, so the ident is added: it matches on no other rank.
                 name = f"{name} ({threading.get_ident()})"
             others = tuple(dict.fromkeys(labels)) if is_first else ()
             return CallingThread(label, name, seen.had_rivals, label in seen.twins, others)

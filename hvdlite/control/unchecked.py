@@ -1,11 +1,11 @@
 """
-Operations in the order of their calls, without a check that the ranks agree: for one rank, and with HVDLITE_CHECK=0.
+A controller that runs operations in the order of the calls, without checking that the ranks agree.
 
-    submit ── carried out by the caller, at once
+    submit ── run by the calling thread, at once
 
-Asynchronous ones are done when they return. Pairing by name, and `join`, need the `control_client`; so do several
-threads that call operations: which belong together nobody can know, so a call while another thread is in one of the
-same process set is a RuntimeError.
+`connect` makes it for one rank, and for HVDLITE_CHECK=0. Asynchronous operations are done when they return. Pairing by
+name and `join` need the `control_client`. So do several threads that call operations, since nothing shows which calls
+of the ranks belong together: a call while another thread is in one of the same process set is a RuntimeError.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from ..errors import MismatchError
 from .controller import SitOut, StandIn
 from .handle import Handle
 from .mismatch import words_of_difference
-from .operation import Execution, Operation
+from .operation import OPTIMIZER, Execution, Operation
 from .reducer_registry import OneThread
 
+_WAY_OUT_OF_FIRST_STEP = (
+    "The first step() or synchronize() of a hvd.DistributedOptimizer is such a call, since it opens the optimizer's "
+    "engine: take it before other threads call anything, or leave HVDLITE_CHECK unset"
+)
 
-class Listener(Protocol):
-    """The client that hears of other ranks' ends; the controller closes it."""
+
+class Client(Protocol):
+    """The client that receives the ends of other ranks; the controller closes it."""
 
     def close(self) -> None: ...
 
@@ -31,24 +36,25 @@ class Listener(Protocol):
 class UncheckedController:
     """A controller that trusts the program."""
 
-    def __init__(self, size: int, recorder: Recorder, listener: Listener | None = None) -> None:
-        """``listener`` hears of the other ranks' ends, if there are others."""
+    def __init__(self, size: int, recorder: Recorder, client: Client | None = None) -> None:
+        """``client`` receives the ends of other ranks, if there are others."""
         self._size = size
         self._recorder = recorder
-        self._listener = listener
+        self._client = client
         self._one_thread: dict[int, OneThread] = {}  # by process set
 
-    def open_channel(self, group: Group) -> None:
+    def open_group(self, group: Group) -> None:
         return
 
-    def close_channel(self, group: Group) -> None:
+    def close_group(self, group: Group) -> None:
         return
 
     def submit(self, group: Group, operation: Operation) -> Handle:
         what = operation.describe()
         handle = Handle(what)
         one_thread = self._one_thread.setdefault(group.set_id, OneThread(self._size))
-        with one_thread.only(f"{what} with HVDLITE_CHECK=0"):
+        way_out = _WAY_OUT_OF_FIRST_STEP if operation.kind == OPTIMIZER else ""
+        with one_thread.only(f"{what} with HVDLITE_CHECK=0", way_out):
             try:
                 if operation.kind.is_compared:
                     _compare(group, operation)
@@ -59,22 +65,24 @@ class UncheckedController:
                 with self._recorder.span(OPERATIONS, what):
                     result = operation.run(Execution(group, what, owns, group.size))
                 handle.succeed(result)
-            except Exception as error:  # noqa: BLE001 - it is raised by whoever waits for the handle
+            except Exception as error:  # noqa: BLE001 - raised by threads that wait for the handle
                 handle.fail(error)
         return handle
 
     def join(self, *, average_of_active: bool, stand_in: StandIn, sit_out: SitOut) -> Handle:
         if self._size > 1:
-            raise RuntimeError(
-                "hvd.join() needs to know what the other ranks do: leave HVDLITE_CHECK unset, or set it to 1"
-            )
+            raise RuntimeError("hvd.join() does not work with HVDLITE_CHECK=0: unset HVDLITE_CHECK, or set it to 1")
         handle = Handle("join")
         handle.succeed(0)
         return handle
 
+    def revoke(self, reason: str) -> None:
+        # Operations run on the threads that submit them, and wait in their groups alone.
+        return
+
     def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
+        if self._client is not None:
+            self._client.close()
 
 
 def _compare(group: Group, operation: Operation) -> None:

@@ -1,34 +1,36 @@
 """
-Agrees on a call by a vote in shared memory, where all ranks are on one host: faster than messages through rank 0.
+Agrees on a call by a vote in shared memory, if all ranks are on one host: faster than messages through rank 0.
 
-    submit ── may it be voted on? ── vote(digest of the call) ── rank 0's process decides ── go: carried out at once
-                   └─ no ────────────── closed, or votes differ ──────────────────────────── asked for by a message
+    submit ── may it be voted on? ── vote(digest of the call) ── rank 0's process decides ── go: run at once
+                   └─ no ────────────── closed, or votes differ ──────────────────────────── requested by a message
 
-A vote is a short way to where an ask and a go lead in any case; every call that it does not settle is asked for by a
-message, as if there were no vote, and all that is said of errors, joins, stalls and ends comes from there.
+A vote is a shortcut to the result of a request and its go. A call that it does not settle is requested by a message, as
+if there were no vote. All errors, joins, stalls and ends are handled by messages. `submission` uses the `Voter`; the
+memory is `shm.board`.
 
-**When a rank votes.** If it has nothing else under way: no ask unanswered, nothing to be carried out, no join. From
-the vote on until the round is decided it asks for nothing else: what its threads call meanwhile is held, and said after
-the decision, in the order of their calls. So a rank's calls reach the others in their order, whichever way.
+**When a rank votes.** A rank votes if it has nothing else in progress: no unanswered request, no operation to run, no
+join. Until the round is decided it sends no other request. Its threads' calls in that time are held, and sent after the
+decision in the order of the calls. So a rank's calls reach the other ranks in their order, by either path.
 
-**Who decides.** Rank 0's process alone, under one lock, once for each round; the board says which round is open. Its
-executor decides when all have voted: a go if all digests are equal and the negotiation has nothing unsettled (pending,
-refused and not told to all, joined, ended), else the round is closed. Its coordinator closes the open round as soon as
-there is something unsettled, or when a rank says that it has waited for long enough. A rank reads the outcome when the
-round is decided, and never changes its vote, so that all see the same.
+**Who decides.** Only rank 0's process decides, under one lock, once per round; the board shows which round is open. Its
+executor decides when all ranks have voted. The decision is a go if all digests are equal and the negotiation has
+nothing unsettled: no operation pending, none refused and still to be reported to some rank, no rank joined or ended.
+Otherwise the executor closes the round. Its coordinator closes the open round as soon as something is unsettled, or
+when a rank reports that it has waited long enough. A rank reads the outcome once the round is decided, and never
+changes its vote, so all ranks see the same outcome.
 
-**Why the order of operations is the same on all ranks.** At a go every rank has voted, so none has anything under way,
-and none does anything before it has carried that operation out: no other can be before it on one rank and after it on
-another. What is told by messages later comes later in each executor's queue, where the vote itself stands.
+**Why the order of operations is the same on all ranks.** A rank votes only when it has nothing in progress, and starts
+nothing else until it has run the voted call. At a go every rank has voted. So no operation can be before it on one rank
+and after it on another. Operations that messages start later are queued later in each executor, behind the vote.
 
-**Why nothing waits for ever.** A rank that has voted waits for the decision. If that does not come within a moment it
-asks the coordinator, which always answers, to close the round. If rank 0's process is stopped, the listening thread
-tells of it as ever; if it has ended, what it had decided before stands, and otherwise the ask fails. A rank that does
-not vote is waited for no longer than that moment, and who comes late finds the round closed.
+**Why no rank waits for ever.** A rank that has voted waits for the decision. If there is none within `PATIENCE_S`, it
+asks the coordinator to close the round, and the coordinator always answers. If rank 0's process is stopped, the
+listening thread reports that as usual. If it has ended, its earlier decision is valid; without a decision, the request
+fails. Ranks wait at most `PATIENCE_S` for a rank that does not vote, and a late rank finds the round closed.
 
-**Why errors are the same.** A digest has all that ranks compare: kind, name, what is equal on all ranks, what each
-brings, and the thread's name where no name of the user's says what is meant. Where these are equal the negotiation
-would have answered go; where they are not it is asked, and finds the difference.
+**Why errors are the same.** A digest covers everything that ranks compare: kind, name, the values that must be equal,
+each rank's own values, and the thread's name if the user gave no name for the call. If these are equal, the negotiation
+would have answered with a go. If they differ, the negotiation gets the requests, and finds the difference.
 """
 
 from __future__ import annotations
@@ -41,15 +43,15 @@ from ..shm.board import DIGEST_BYTES, Board
 from .pending import Ask
 
 MOST_BYTES = 1 << 16
-"""What is said of a call that is voted on; longer ones are left to messages, which have a limit of their own."""
+"""Most bytes of a call that is voted on; longer calls are sent as messages, which have their own limit."""
 
-# How long the others are waited for by a vote, and after that how often one looks whether all is over.
+# How long a vote waits for the other ranks, and then how often it checks whether the connection has ended.
 PATIENCE_S = 0.01
 _LOOK_S = 0.1
 
 
 class Voter:
-    """One rank's votes, and what it would say while one is under way."""
+    """Casts one rank's votes, and holds the messages that it would send during a vote."""
 
     def __init__(
         self,
@@ -60,44 +62,47 @@ class Voter:
         decide_round: Callable[[int, Ask], None] | None,
         is_over: Callable[[], bool],
     ) -> None:
-        """``lock`` is the client's, under which it decides how a call is asked for.
+        """``lock`` is the client's lock, under which it decides how a call is requested.
 
-        ``close_round`` lets rank 0 know that this rank waits no longer for a round; ``decide_round`` is rank 0's own,
-        to be called when all have voted; ``is_over`` says whether nothing can be asked for any more.
+        ``close_round`` asks rank 0 to close a round. ``decide_round`` exists on rank 0 only, and is called when all
+        have voted. ``is_over`` is whether no request is possible any more.
         """
         self._board = board
         self._lock = lock
         self._close_round = close_round
         self._decide_round = decide_round
         self._is_over = is_over
-        # What is to be said after the vote that is under way; None if none is.
+        # Functions that send the held messages; None if no vote is in progress.
         self._held: list[Callable[[], None]] | None = None
 
-    # -- by the thread that calls, under the lock
+    # -- on the calling thread, under the lock
 
     @property
     def is_voting(self) -> bool:
-        """Whether a vote is under way, or what was held because of it is still to be said."""
+        """Whether a vote is in progress, or its held messages are not sent yet."""
         return self._held is not None
 
     def begin(self) -> bool:
-        """A vote is under way from now on, if the others are ready for one; `vote` must follow."""
+        """Begins a vote, which `vote` must follow; returns False if rank 0 has opened no round, or has paused votes."""
         if self._board.open_round == 0 or self._board.is_paused:
             return False
         self._held = []
         return True
 
     def hold(self, say: Callable[[], None]) -> bool:
-        """Have it called after the vote that is under way, under the lock; False if there is none."""
+        """Has ``say`` called, under the lock, when the current vote has ended; returns False if there is none."""
         if self._held is None:
             return False
         self._held.append(say)
         return True
 
-    # -- by the executor
+    # -- on the executor's thread
 
     def vote(self, call: bytes, ask: Ask) -> bool:
-        """Vote for a call in the open round; whether all ranks make it now. ``ask`` is what rank 0 notes of it."""
+        """Votes for a call in the open round; returns whether all ranks make it now. Blocks until the round is decided.
+
+        ``ask`` is what rank 0 records for it.
+        """
         board = self._board
         number = board.open_round
         if board.is_paused or self._is_over():
@@ -107,12 +112,12 @@ class Voter:
             self._close_round(number)
             while not (self._is_over() or self._is_decided_within(number, ask, _LOOK_S)):
                 pass
-        # Read after rank 0 was heard to end, if it was: what it has decided before stands.
+        # Read after the check for rank 0's end: its earlier decision is valid.
         return bool(board.outcome(number))
 
     def say_held(self) -> bool:
-        """The vote is over: say what was to come after it; whether there was anything."""
-        # Under the lock: nothing is said before what was held, and no thread that goes on calling keeps this one.
+        """Ends the vote, and sends the held messages; returns whether there were any."""
+        # Under the lock, so that no message overtakes the held ones, and no calling thread can add more of them.
         with self._lock:
             held, self._held = self._held, None
             for say in held or ():

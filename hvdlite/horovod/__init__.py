@@ -1,24 +1,25 @@
 """
-The shim: programs written for Horovod run on hvdlite, and not one line of them is changed.
+The shim: runs programs written for Horovod on hvdlite without changing a line of them.
 
     python -m hvdlite.horovod train.py --epochs 10
     hvdlite-run -np 4 python -m hvdlite.horovod train.py --epochs 10
 
-`install` is what both come to: from then on ``import horovod`` is this package, and ``import horovod.torch`` its
-`torch`, in this process and those that it starts. Nothing named horovod is installed, and one that is installed is not
-touched.
+Both call `install`. From then on, ``import horovod`` imports this package, and ``import horovod.torch`` its `torch`, in
+this process and in those that it starts. The shim installs no package named horovod and changes none that is installed.
 
-    finder     the names, found in this package          path/      what child processes find them by
-    program    a program run as Python would run it      torch/, common/, runner/    Horovod's own modules
+    finder     makes `import horovod.x` find hvdlite.horovod.x
+    program    runs a program as Python would run it, after `install`
+    path/      a directory with a package `horovod`, for the PYTHONPATH of child processes
+    torch/, common/, runner/    Horovod's modules, with hvdlite's functions
 """
 
 from __future__ import annotations
 
-from . import common  # noqa: F401  # programs reach for it without importing it
+from . import common  # noqa: F401  # programs use horovod.common without importing it
 from .finder import install
 from .runner import run
 
-# What programs compare is Horovod's last release, which this is like.
+# Programs compare it with Horovod's versions: this is Horovod's last release, whose behaviour hvdlite has.
 __version__ = "0.28.1+hvdlite"
 
 __all__ = ["__version__", "install", "run"]

@@ -1,4 +1,4 @@
-"""python -m hvdlite.horovod train.py: the program, and `horovod` is there."""
+"""`python -m hvdlite.horovod train.py`: installs the shim, then runs the program."""
 
 import sys
 

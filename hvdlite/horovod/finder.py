@@ -1,7 +1,7 @@
 """
-Makes ``import horovod.x`` import ``hvdlite.horovod.x``: one module under two names.
+The import hook that makes ``import horovod.x`` import ``hvdlite.horovod.x``: one module under two names.
 
-Installed by `install`, which in a child process the package in ``path/`` calls.
+`install` adds it to ``sys.meta_path``. In a child process, the package in ``path/`` calls `install`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NoReturn
 
 NAME = "horovod"
 _OWN_PREFIX = "hvdlite."
-# A directory in which there is a package `horovod`, and nothing else.
+# A directory that contains only a package `horovod`.
 CHILDREN_PATH = str(Path(__file__).with_name("path"))
 
 _PROGRAM = "use hvdlite-run --horovod -np 4 python train.py"
@@ -30,8 +30,9 @@ _OTHER_LAUNCHERS = ("spark", "ray", "data")
 def install() -> None:
     """Make ``import horovod`` mean hvdlite, in this process and in those that it starts from now on.
 
-    Child processes find it by ``sys.path`` and ``PYTHONPATH``, which get a directory in front of a `horovod` that is
-    installed. Does nothing where it has been called already; a RuntimeError where another `horovod` is imported.
+    Adds a directory with a package `horovod` to ``PYTHONPATH`` and ``sys.path``, by which child processes find it
+    before a `horovod` that is installed. Does nothing on a second call. Raises a RuntimeError if the process has
+    already imported another `horovod`.
     """
     known = sys.modules.get(NAME)
     if known is not None and known.__name__ == NAME and CHILDREN_PATH not in (known.__file__ or ""):
@@ -43,7 +44,7 @@ def install() -> None:
         return
     sys.meta_path.insert(0, Finder())
     if CHILDREN_PATH not in sys.path:
-        # After the program's own directory, as PYTHONPATH is.
+        # After the program's own directory, where Python puts PYTHONPATH too.
         sys.path.insert(1, CHILDREN_PATH)
     for_children = os.environ.get("PYTHONPATH", "")
     if CHILDREN_PATH not in for_children.split(os.pathsep):
@@ -51,14 +52,17 @@ def install() -> None:
 
 
 class Finder(MetaPathFinder):
-    """Finds `horovod` and all that is in it."""
+    """Finds the package `horovod` and its modules; raises for modules of Horovod's that hvdlite does not have."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The module of this package. An import of what it has not is a ModuleNotFoundError that says why."""
+        """Returns the spec of the module in this package.
+
+        If there is none, an import raises a ModuleNotFoundError that says why; `importlib.util.find_spec` gets None.
+        """
         if fullname.startswith(_OWN_PREFIX + NAME + ".") and (reason := _refusal(fullname.removeprefix(_OWN_PREFIX))):
-            # `from horovod import x` asks for it under this name.
+            # `from horovod import x` looks the module up under this name.
             _refuse_import(reason)
             return None
         if fullname != NAME and not fullname.startswith(NAME + "."):
@@ -73,7 +77,7 @@ class Finder(MetaPathFinder):
 
 
 class AliasLoader(Loader):
-    """Gives the module of another name."""
+    """Loads a module by importing it under its own name, ``own_name``."""
 
     def __init__(self, own_name: str) -> None:
         self._own_name = own_name
@@ -85,20 +89,20 @@ class AliasLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # It has been executed under its own name, by which its relative imports and reloading go.
+        # It has already been executed under its own name. Its relative imports and reloading need its own spec.
         module.__spec__ = self._own_spec
 
     def get_code(self, fullname: str) -> NoReturn:
-        """For who runs it with ``python -m``, who shows the words of an ImportError."""
-        raise ImportError(f"{fullname.removesuffix('.__main__')} is no program here: {_PROGRAM}")
+        """Raises an ImportError; ``python -m horovod...`` calls this and prints its message."""
+        raise ImportError(f"{fullname.removesuffix('.__main__')} is not a program in hvdlite: {_PROGRAM}")
 
 
 def _refuse_import(why: str) -> None:
-    """Raise ``why`` for an import, but not for `importlib.util.find_spec`, which asks if there is one."""
-    # Both ask a finder with the same words, by the same function of importlib's. Who called that tells them apart.
+    """Raises ``why`` if the caller is an import statement; returns if it is `importlib.util.find_spec`."""
+    # Both call a finder through the same function of importlib's; only that function's caller tells them apart.
     asker = sys._getframe(2).f_back
     if asker is None or asker.f_globals.get("__name__") != "importlib.util":
-        # Without its name: `from horovod import x` would swallow the words otherwise.
+        # Without the argument `name`: with it, `from horovod import x` would replace the message.
         raise ModuleNotFoundError(why)
 
 
@@ -108,21 +112,19 @@ def _is_package_of(fullname: str) -> bool:
 
 
 def _why_not(fullname: str) -> str:
-    has = "what it has is horovod.torch, horovod.common and horovod.runner"
-    return _refusal(fullname) or f"{fullname}: hvdlite has no such module of Horovod's; {has}"
+    has = "it has horovod.torch, horovod.common and horovod.runner"
+    return _refusal(fullname) or f"{fullname}: hvdlite does not have this module of Horovod; {has}"
 
 
 def _refusal(fullname: str) -> str | None:
-    """Why hvdlite has none of Horovod's modules of this name, where that is known."""
+    """Returns why hvdlite does not have this module of Horovod's; None without a known reason."""
     _, *parts = fullname.split(".")
-    if "elastic" in parts:
-        return f"{fullname}: elastic training is not in hvdlite yet; checkpoint, and start the job anew"
     if parts[:1] == ["run"]:
-        return f"{fullname}: it is a function, and no module: from horovod import run"
+        return f"{fullname}: it is a function, not a module: from horovod import run"
     if parts and parts[0] in _OTHER_FRAMEWORKS:
-        return f"{fullname}: hvdlite is for PyTorch; there is horovod.torch"
+        return f"{fullname}: hvdlite supports only PyTorch: use horovod.torch"
     if parts and parts[0] in _OTHER_LAUNCHERS:
         return (
-            f"{fullname}: hvdlite is for PyTorch, started by hvdlite-run or horovod.run(); it has no {parts[0]} in it"
+            f"{fullname}: hvdlite does not support {parts[0]}: start PyTorch programs with hvdlite-run or horovod.run()"
         )
     return None

@@ -1,8 +1,8 @@
 """
-A Python program run as ``python`` itself would run it: script, ``-m module``, ``-c code`` or ``-``.
+Runs a Python program as ``python`` itself would run it: a script, ``-m module``, ``-c code`` or ``-``.
 
-The same ``sys.argv``, ``sys.path[0]``, ``__main__``, tracebacks and exit codes. What is different for the program has
-been done before; see `finder`.
+The program has the same ``sys.argv``, ``sys.path[0]``, ``__main__``, tracebacks and exit codes. ``__main__.py`` calls
+`run_program` after `finder.install`.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any
 
-# What the interpreter itself calls for -m, and for a directory or an archive.
+# The function that the interpreter itself calls for -m, for a directory and for an archive.
 _run_as_main: Any = runpy._run_module_as_main  # type: ignore[attr-defined]  # not in the types of the standard library
 
 USAGE = "usage: python -m hvdlite.horovod [-m module | -c code | script.py | -] [argument ...]"
 
 
 def run_program(words: Sequence[str]) -> None:
-    """Run the program that ``words`` name after ``python``; raises what it raises, SystemExit included."""
+    """Runs a program; ``words`` are the arguments that ``python`` would get.
+
+    Raises whatever the program raises, SystemExit included.
+    """
     if not words or words[0] in ("-h", "--help"):
         print(USAGE, file=sys.stdout if words else sys.stderr)
         sys.exit(0 if words else 2)
-    # The module object stays, as the interpreter's own does: what ends later (threads, exit handlers) finds it.
+    # It stays in sys.modules, as the interpreter's own does, because threads and exit handlers may still use it.
     main = ModuleType("__main__")
     main.__dict__.update(__annotations__={}, __builtins__=sys.modules["builtins"], __spec__=None)
     try:
@@ -39,7 +42,7 @@ def run_program(words: Sequence[str]) -> None:
 
 
 def _run(words: list[str], main: ModuleType) -> None:
-    """Run the program in ``main``, with ``sys.argv`` and ``sys.path`` as it expects them."""
+    """Runs the program in the module ``main``, with ``sys.argv`` and ``sys.path`` as it expects them."""
     option, name, rest = words[0][:2], words[0][2:], words[1:]
     if option in ("-m", "-c") and not name:
         if not rest:
@@ -80,18 +83,18 @@ def _run_script(words: list[str], main: ModuleType) -> None:
         sys.exit(2)
     sys.argv[:] = words
     main.__dict__.update(__file__=script, __cached__=None, __loader__=loader, __package__=None)
-    # Not the loader's get_code, which would leave a cached file beside the script.
+    # Not the loader's get_code, which would write a .pyc file beside the script.
     exec(compile(source, script, "exec", dont_inherit=True), main.__dict__)
 
 
 def _set_first_path(directory: str) -> None:
-    # With -I or -P Python puts no directory of the program there.
+    # With -I or -P, Python does not put the program's directory on the path.
     if not getattr(sys.flags, "safe_path", sys.flags.isolated):
         sys.path[0] = directory
 
 
 def _show_without_our_frames() -> None:
-    """Let the interpreter, or whoever has its hook, show what the program raised from the program's first frame on."""
+    """Makes the traceback of the program's exception begin at the program's first frame; keeps the exception hook."""
     show = sys.excepthook
 
     def show_the_programs(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> Any:

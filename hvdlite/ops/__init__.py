@@ -1,10 +1,12 @@
 """
-The public collectives and what they are built from, `join`, and batch normalization over all ranks.
+The public collectives and their implementation, `join`, and batch normalization over all ranks.
 
-    operations ── allreduce, broadcast, ... (each a base.Collective) ── the controller ── comm.group
+    api ── allreduce, broadcast, ... (each a base.Collective) ── the controller ── comm.group
+
+`hvdlite` exports the functions of `api`, `broadcast`, `join` and `batch_norm`; `optim` uses `reduction`.
 
 Modules import only what stands before them:
 
     sendable < adasum < reduction < failures < packing < base < rows < allgather_reducescatter < alltoall < allreduce
-        < broadcast < operations < join < batch_norm
+        < broadcast < api < join < batch_norm
 """

@@ -1,14 +1,14 @@
 """
 Adasum: gradients added where they are orthogonal, averaged where they point the same way (arXiv 2006.02924).
 
-    slices of all ranks' tensors, to each rank its own ── dot products of all pairs ── summed over the slices
+    slices of all ranks' tensors, each rank gets its own ── dot products of all pairs ── summed over the slices
     ── weights of the ranks, through the tree ── own slice of the result ── gathered
 
-Two gradients a and b become ``(1 - a.b / 2|a|²) a + (1 - a.b / 2|b|²) b``. More are combined in pairs along a
-binary tree: neighbours first, 0 with 1 and 2 with 3, then the pairs, and so on; whoever has no neighbour on a level
-goes up to the next as it is. With a power of two ranks this is the paper's tree. Whatever comes out of the tree is a
-sum of the ranks' gradients with weights that follow from their dot products alone, so that these are all that the
-ranks exchange besides one reduce-scatter and one all-gather. Dot products and weights are in float64.
+`reduction` calls it. Two gradients a and b become ``(1 - a.b / 2|a|²) a + (1 - a.b / 2|b|²) b``. More gradients are
+combined in pairs along a binary tree: first neighbours, 0 with 1 and 2 with 3, then the pairs, and so on. A gradient
+without a neighbour on a level moves up unchanged. With a power of two ranks this is the paper's tree. The result of the
+tree is a weighted sum of the ranks' gradients, and the weights follow from the dot products alone. So besides one
+reduce-scatter and one all-gather, the ranks exchange only dot products. Dot products and weights are in float64.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 from ..comm.flat_bytes import as_bytes, pieces_of
 from ..comm.group import Group
 
-# At most this much of a slice is held in float64 at a time.
+# Most elements of a slice that are held in float64 at a time.
 _CHUNK_NUMEL = 2**20
 
-# A vector whose square is this small beside its terms' is what rounding has left of a zero.
+# A vector whose square is this small relative to its terms' is a zero with rounding errors.
 _ZERO = 1e-14
 
 
 def adasum_all_reduce(group: Group, flat: Tensor, segments: Sequence[int], what: str) -> None:
-    """Replace a flat contiguous tensor of floats, in place, by the Adasum of all ranks' tensors.
+    """Replaces a flat contiguous tensor of floats, in place, by the Adasum of all ranks' tensors.
 
-    ``segments`` are the numbers of elements, one after the other, that have dot products of their own, such as
-    those of a layer; their sum is ``flat.numel()``. The result's bits are the same on every rank.
+    ``segments`` are the lengths of consecutive parts with separate dot products, such as the layers; their sum is
+    ``flat.numel()``. The result's bits are the same on every rank.
     """
     assert sum(segments) == flat.numel(), "segments cover the tensor"
     if group.size == 1 or flat.numel() == 0:
@@ -63,7 +63,7 @@ def _even(numel: int, size: int) -> list[int]:
 
 
 def _overlaps(segments: Sequence[int], first: int, count: int) -> list[tuple[int, int, int]]:
-    """Which segments lie in the ``count`` elements from ``first``: their numbers, and from where to where there."""
+    """The segments that overlap the ``count`` elements from ``first``: number, start and end among these elements."""
     found = []
     start = -first
     for number, length in enumerate(segments):
@@ -75,7 +75,7 @@ def _overlaps(segments: Sequence[int], first: int, count: int) -> list[tuple[int
 
 
 def _dot_products(rows: Tensor) -> Tensor:
-    """Those of all pairs of rows."""
+    """The dot products of all pairs of rows."""
     total = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
     for low in range(0, rows.shape[1], _CHUNK_NUMEL):
         wide = rows[:, low : low + _CHUNK_NUMEL].double()
@@ -89,7 +89,7 @@ def _add_up(rows: Tensor, weights: Tensor, out: Tensor) -> None:
 
 
 def _weights(gram: Tensor) -> Tensor:
-    """By segment and rank: how much of each rank's vector the result has, from the dot products of all pairs."""
+    """The weight of each rank's vector in the result, by segment and rank, from the dot products of all pairs."""
     segment_count, size, _ = gram.shape
     level = [gram.new_zeros(segment_count, size) for _ in range(size)]
     for rank, weights in enumerate(level):
@@ -110,7 +110,7 @@ def _dot(gram: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _share(gram: Tensor, own: Tensor, dot: Tensor) -> Tensor:
-    """1 - dot / 2|own|², and 1 for a vector of zeros, which has nothing in common with any other."""
+    """``1 - dot / 2|own|²``; 1 for a vector of zeros, whose dot products are all zero."""
     square = _dot(gram, own, own)
     terms = torch.einsum("si,sii->s", own * own, gram).unsqueeze(1)
     is_zero = square <= _ZERO * terms

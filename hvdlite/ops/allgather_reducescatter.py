@@ -1,11 +1,11 @@
 """
-All-gather and reduce-scatter, of one tensor or a group of them: the gradient of each is the other.
+All-gather and reduce-scatter, of one tensor or a group of them; the gradient of each uses the other.
 
     all-gather      every rank's rows ── joined in rank order, on every rank
     reduce-scatter  tensors of one shape ── summed ── to each rank its rows
 
-Ranks tell each other how many rows they have when they ask for the operation. How rows are gathered is in `rows`, how
-tensors are summed in `reduction`.
+`api` makes these collectives. Each rank sends its row counts with its request for the operation. `rows` gathers the
+rows, and `reduction` sums the tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Allgather(Collective):
     def __init__(self, kind: Kind, tensors: Sequence[Tensor], name: str | None, process_set: ProcessSet) -> None:
         super().__init__(kind, tensors, name, process_set)
         self._shapes = [tensor.shape for tensor in self.sources]
-        # By tensor and rank, once it is done.
+        # By tensor and rank; set by `run`.
         self._rows: list[list[int]] = []
 
     def same(self) -> Mapping[str, Any]:
@@ -63,7 +63,7 @@ class Allgather(Collective):
 
 
 class Reducescatter(Collective):
-    """This rank's rows of what a `Reduction`, a sum or an average, makes of all ranks' tensors."""
+    """This rank's rows of the sum or average of all ranks' tensors, computed by a `Reduction`."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Reducescatter(Collective):
         process_set: ProcessSet,
         rows: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """``rows``: by tensor and rank, how many it gets, where they are not to be spread evenly."""
+        """``rows`` are the row counts by tensor and rank; None spreads the rows evenly."""
         super().__init__(kind, tensors, name, process_set)
         self._reduction = reduction
         self._rows = rows
@@ -123,5 +123,5 @@ class Reducescatter(Collective):
 
 
 def _spread(count: int, size: int) -> list[int]:
-    """How many of the rows each rank gets: the first ones get one more where they do not come out even."""
+    """The number of rows of each rank: if they do not divide evenly, the first ranks get one more."""
     return [count // size + (rank < count % size) for rank in range(size)]

@@ -1,9 +1,9 @@
 """
-All-reduce: of one tensor or a group of them, of sparse ones, and what a rank does that has joined.
+All-reduce of one tensor, of a group of tensors and of sparse tensors; and the part of a rank that has joined.
 
     tensors ── fused, one buffer per dtype and device ── Reduction ── results of the tensors' shapes
 
-How tensors are summed is in `reduction`; the functions that users call are in `operations`.
+`api` makes these collectives, `join` uses `stand_in`. `reduction` sums the tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import flat_of, fused, mark_written, own_memory, pieces_of
+from ..comm.flat_bytes import flat_of, fused, mark_written, pieces_of
 from ..comm.reduce_op import Average, ReduceOp
 from ..compression.casts import Compression
 from ..compression.custom import CustomCompression
@@ -29,7 +29,7 @@ from .sendable import check_sendable, check_writable
 
 
 class Allreduce(Collective):
-    """The tensors of all ranks made one, by a `Reduction`; ``in_place`` into the given tensors."""
+    """Combines the tensors of all ranks by a `Reduction`; with ``in_place``, into the given tensors."""
 
     def __init__(
         self,
@@ -67,17 +67,17 @@ class Allreduce(Collective):
         outputs = list(sources)
         for members in fused(sources):
             fused_sources = [sources[number] for number in members]
+            if not in_place:
+                results = reduction.all_reduced(execution.group, fused_sources, execution.divisor, execution.what)
+                for number, result in zip(members, results, strict=True):
+                    outputs[number] = result
+                continue
             counts = [source.numel() for source in fused_sources]
-            if in_place:
-                flat = flat_of(fused_sources, may_share=True)
-                reduction.all_reduce(execution.group, flat, counts, execution.divisor, execution.what)
-            else:
-                flat = reduction.all_reduced(execution.group, fused_sources, execution.divisor, execution.what)
-            for number, piece in zip(members, pieces_of(flat, counts), strict=True):
-                if not in_place:
-                    outputs[number] = own_memory(piece, flat).view(sources[number].shape)
-                elif piece.data_ptr() != sources[number].data_ptr():
-                    sources[number].copy_(piece.view(sources[number].shape))
+            flat = flat_of(fused_sources, may_share=True)
+            reduction.all_reduce(execution.group, flat, counts, execution.divisor, execution.what)
+            for source, piece in zip(fused_sources, pieces_of(flat, counts), strict=True):
+                if piece.data_ptr() != source.data_ptr():
+                    source.copy_(piece.view(source.shape))
         if not in_place:
             return self.result(outputs)
         mark_written(sources)
@@ -118,13 +118,13 @@ class SparseAllreduce(Collective):
 
 
 def stand_in(kind: Kind, same: Mapping[str, Any]) -> Run:
-    """What a rank that has called `join` does in an all-reduce of the others: it takes part, and changes nothing.
+    """Returns what a rank that has called `join` runs in an all-reduce of the others; it leaves the result unchanged.
 
-    ``same`` is that of the other ranks' operation; on a GPU this must be called, and what it returns be run, with the
-    rank's own as the current device.
+    ``same`` is that of the other ranks' operation. On a GPU, call this and run its result with the rank's own GPU as
+    the current device.
     """
     dtypes, shapes, devices = (same[key] if kind.is_grouped else [same[key]] for key in ("dtype", "shape", "device"))
-    # Not to be scaled before: that would make a lowest number of the highest one.
+    # No prescaling: a negative factor would turn the lowest number into the highest.
     reduction = Reduction(ReduceOp[same["op"]], compression=COMPRESSIONS.get(same["compression"], Compression.none))
 
     def run(execution: Execution) -> None:
@@ -143,9 +143,9 @@ def stand_in(kind: Kind, same: Mapping[str, Any]) -> Run:
 
 
 def _check_stand_ins(reduction: Reduction, execution: Execution) -> None:
-    """A compression of the user's own is not known to a rank that has joined; all ranks notice it alike."""
+    """Raises an error, on all ranks alike, if a rank that has joined would need the user's own compression."""
     if any(own is not None for own in execution.owns) and any(own is None for own in execution.owns):
         raise UnsupportedError(
-            f"{execution.what}: a rank that has joined cannot stand in where compression={reduction.compression!r}: "
-            "use one of hvd.Compression's, or no hvd.join()"
+            f"{execution.what}: a rank that has called hvd.join() cannot take part with "
+            f"compression={reduction.compression!r}: use one of hvd.Compression, or leave out hvd.join()"
         )

@@ -1,7 +1,8 @@
 """
-All-to-all: every rank sends so many of its rows to each rank; what came from each is joined in rank order.
+All-to-all: every rank sends rows of its tensor to each rank, and joins the rows that it receives in rank order.
 
-Ranks tell each other how many rows they send when they ask for the operation. Bytes travel, of any dtype.
+`api` makes it. Each rank sends its row counts with its request for the operation. Any dtype works, since the rows are
+sent as bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Alltoall(Collective):
-    """A rank's rows, so many for each rank; a pair: what came from each, joined, and how many rows these were."""
+    """Sends each rank the rows of a tensor that are for it.
+
+    The result is the rows received from all ranks, in rank order, and the number of rows from each rank.
+    """
 
     def __init__(
         self,
@@ -36,12 +40,12 @@ class Alltoall(Collective):
         process_set: ProcessSet,
         answer_on: torch.device | str = "cpu",
     ) -> None:
-        """``splits`` are the rows for each rank; the numbers of those that came are told on ``answer_on``."""
+        """``splits`` are the rows for each rank; ``answer_on`` is the device of the tensor of received row counts."""
         super().__init__(ALLTOALL, [tensor], name, process_set)
         self._answer_on = answer_on
         self._splits = list(splits)
         self._kept_rows = len(tensor) - sum(splits)
-        # By rank, once it is done.
+        # By rank; set by `run`.
         self._received: list[int] = []
 
     def same(self) -> Mapping[str, Any]:
@@ -71,7 +75,7 @@ class Alltoall(Collective):
 def check_splits(
     tensor: Tensor, splits: Tensor | Sequence[int] | None, process_set: ProcessSet, what: str
 ) -> list[int]:
-    """How many rows each rank of the set gets; a ValueError, in Horovod's words, where that does not come out."""
+    """Returns the number of rows for each rank of the set; raises Horovod's ValueErrors if they do not fit."""
     size = group_of(process_set, what).size
     if tensor.dim() == 0:
         raise UnsupportedError(f"{what}: a scalar has no rows to distribute: pass a tensor of at least one dimension")
@@ -113,7 +117,7 @@ def _splits_of_list(splits: Sequence[int], what: str) -> Tensor:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         given = None
     if given is not None and given.is_floating_point() and torch.equal(given, given.trunc()):
-        # So is an empty list.
+        # PyTorch makes an empty list a float tensor too.
         given = given.long()
     if given is None or given.dtype not in _WHOLE:
         raise ValueError(f"{what}: splits={shown(splits)} are not whole numbers of rows: pass a list of ints")

@@ -4,9 +4,9 @@ Batch normalization by the mean and variance of all ranks' batches, as if one pr
     forward  ── measure(batch) ── Moments (count, mean, spread) ── gathered from all ranks, merge ── normalized
     backward ── gradient_sums(batch) ── all-reduced, over the count ── input_gradient(batch)
 
-One operation of a process set in each direction. In the forward, layers that have a name pair up by it, others in the
-order of their calls, which is the same on all ranks since every one of them waits; a backward pairs up with its
-forward, whatever the order. Numbers of layers as they are built are nowhere used: a rank may build a model more.
+Each direction is one operation of the process set. Forwards of layers with a name pair up by it; others pair up in the
+order of their calls, which is the same on all ranks since every forward waits for all. A backward pairs up with its
+forward in any order. Pairing does not count the layers that a rank has built, so a rank may build an extra model.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _forwards = itertools.count(1)
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Normalizes with the statistics of the batches of all ranks of a process set, which may be of unequal size.
+    """Normalizes with the statistics of the batches of all ranks of a process set; batch sizes may differ.
 
-    For inputs of 2 dimensions or more, on CPU or GPU; the second is the channels. Arguments, parameters, buffers and
-    ``state_dict()`` are those of `torch.nn.BatchNorm2d` and its like. Every rank of the set must call it in training,
-    also with no samples; each waits for all. In evaluation, on a rank that is not in the set, and where there is one
-    rank, it is plain batch normalization. Half-precision inputs are computed in float32.
+    Inputs have 2 dimensions or more, on CPU or GPU; the second is the channels. Arguments, parameters, buffers and
+    ``state_dict()`` are those of `torch.nn.BatchNorm2d` and the like. In training, every rank of the set must call it,
+    even without samples, and each waits for all. In evaluation, on a rank outside the set, and with one rank, it is
+    plain batch normalization. Half-precision inputs are computed in float32.
 
     The gradients of weight and bias are those of the rank's own batch, for a `DistributedOptimizer` to average.
 
-    ``name``: what messages call the layer, equal on all ranks; `convert_sync_batchnorm` gives it its path.
+    ``name``: the layer's name in messages, equal on all ranks; `convert_sync_batchnorm` sets it to the layer's path.
     """
 
     def __init__(
@@ -70,16 +70,16 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: nn.Module, process_set: ProcessSet = global_process_set) -> nn.Module:
-        """Replace every BatchNorm layer inside, `torch.nn.SyncBatchNorm` included, by one that synchronizes.
+        """Replaces every BatchNorm layer inside, also `torch.nn.SyncBatchNorm`, by one that synchronizes.
 
-        Returns the module, or what replaces it if it is such a layer itself. Parameters and buffers are the same
-        tensors as before, so that an optimizer may have them already; hooks and all else stay too.
+        Returns the module, or its replacement if it is such a layer itself. Parameters and buffers remain the same
+        tensors, so an optimizer may already hold them; hooks and all other attributes are kept too.
         """
         check_process_set(process_set, "SyncBatchNorm.convert_sync_batchnorm")
         return _convert(cls, module, process_set, "", {})
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize a batch."""
+        """Normalizes a batch."""
         input = check_sendable(input, self._title())
         self._check_input_dim(input)
         group = self.process_set.membership().group if self.training else None
@@ -108,7 +108,7 @@ class SyncBatchNorm(_BatchNorm):
             )
 
     def _check_plain_dtype(self, input: Tensor) -> None:
-        """PyTorch's own takes halves in a layer of float32, and mixes no other dtypes."""
+        """Refuses dtypes that PyTorch does not mix: it takes half precision in a float32 layer, and nothing else."""
         own = self.running_mean if self.weight is None else self.weight
         if own is not None and own.dtype != input.dtype and not (input.dtype.itemsize == 2 and own.dtype.itemsize == 4):
             raise ValueError(
@@ -140,7 +140,7 @@ class SyncBatchNorm(_BatchNorm):
         return normalized
 
     def _gather(self, input: Tensor, group: Group) -> tuple[Moments, str]:
-        """The moments of all ranks' batches, and what all ranks call this forward."""
+        """Returns the moments of all ranks' batches, and the name that all ranks use for this forward."""
         mine = measure(input)
         packed = torch.cat([mine.mean, mine.spread])
         same = {
@@ -148,7 +148,7 @@ class SyncBatchNorm(_BatchNorm):
             "device": input.device.type,
             "num_features": self.num_features,
             "eps": self.eps,
-            # Whether a rank will come to the backward, in which the others wait for it.
+            # Whether this rank will run the backward, in which the others wait for it.
             "input_requires_grad": torch.is_grad_enabled() and input.requires_grad,
         }
         own = [f"{self.name or 'a layer'}, forward {next(_forwards)}", mine.count]
@@ -177,7 +177,7 @@ class SyncBatchNorm(_BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """A batch, by statistics to which every rank's batch has contributed."""
+    """Normalizes a batch by statistics to which every rank's batch has contributed."""
 
     @staticmethod
     def forward(
@@ -235,7 +235,7 @@ def _convert(
     cls: type[SyncBatchNorm], module: nn.Module, process_set: ProcessSet, path: str, seen: dict[nn.Module, nn.Module]
 ) -> nn.Module:
     if module in seen:
-        # The same layer in two places stays one.
+        # A layer in two places is converted once.
         return seen[module]
     converted = _converted(cls, module, process_set, path) if isinstance(module, _BatchNorm) else module
     seen[module] = seen[converted] = converted
@@ -249,11 +249,13 @@ def _converted(cls: type[SyncBatchNorm], layer: _BatchNorm, process_set: Process
     kind, place = type(layer).__name__, f"{path!r} is" if path else "the module is"
     if type(layer).forward not in _PLAIN_FORWARDS:
         raise ValueError(
-            f"convert_sync_batchnorm: {place} a {kind}, which has a forward of its own that would be lost: replace it "
-            "by hvd.SyncBatchNorm and what else it does"
+            f"convert_sync_batchnorm: {place} a {kind}, which overrides forward(), and that would be lost: replace "
+            "it with a subclass of hvd.SyncBatchNorm"
         )
     if isinstance(layer, nn.modules.lazy.LazyModuleMixin) and layer.has_uninitialized_params():
-        raise ValueError(f"convert_sync_batchnorm: {place} a {kind} that has seen no batch: pass one through it first")
+        raise ValueError(
+            f"convert_sync_batchnorm: {place} a {kind} without initialized parameters: run a batch through it first"
+        )
     converted = cls.__new__(cls)
     converted.__dict__.update(layer.__dict__)
     converted.process_set = process_set
@@ -261,12 +263,12 @@ def _converted(cls: type[SyncBatchNorm], layer: _BatchNorm, process_set: Process
     return converted
 
 
-# -- the numbers: in float64 once there is one for each channel, and without differences of large sums
+# -- the numerics: per-channel values are in float64, and no differences of large sums are taken
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of each channel: how many values, their mean, and the sum of their squared distances from it; in float64."""
+    """Per channel: the number of values, their mean, and the sum of their squared distances from it; in float64."""
 
     count: int
     mean: Tensor
@@ -274,17 +276,17 @@ class Moments:
 
     @property
     def variance(self) -> Tensor:
-        """Over all values, by which a batch is normalized."""
+        """The variance over all values, by which a batch is normalized."""
         return self.spread / max(1, self.count)
 
     @property
     def unbiased_variance(self) -> Tensor:
-        """What running statistics keep."""
+        """The variance that running statistics use."""
         return self.spread / max(1, self.count - 1)
 
 
 def measure(part: Tensor) -> Moments:
-    """Those of a tensor whose second dimension is the channels; of no values, zeros."""
+    """Returns the moments of a tensor whose second dimension is the channels; zeros for an empty one."""
     channels = part.size(1)
     values = part.detach().to(computed_in(part.dtype))
     count = values.numel() // channels
@@ -294,7 +296,7 @@ def measure(part: Tensor) -> Moments:
     if values.is_cuda:
         variance, mean = torch.var_mean(values, [0, *range(2, values.dim())], correction=0)
         return Moments(count, mean.double(), variance.double() * count)
-    # Ten times as fast as var_mean on a CPU, and one pass more makes it as exact.
+    # Ten times as fast as var_mean on a CPU; the second pass makes it as exact.
     rows = values.movedim(1, -1).reshape(-1, channels)
     near = rows.mean(0)
     distances = rows - near
@@ -303,7 +305,7 @@ def measure(part: Tensor) -> Moments:
 
 
 def merge(parts: Sequence[Moments]) -> Moments:
-    """Those of all parts' values together; at least one part."""
+    """Returns the moments of all parts' values together; there must be at least one part."""
     count = sum(part.count for part in parts)
     means = torch.stack([part.mean for part in parts])
     weights = means.new_tensor([[part.count / max(1, count)] for part in parts])
@@ -313,15 +315,15 @@ def merge(parts: Sequence[Moments]) -> Moments:
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """What a batch of this dtype is normalized in."""
+    """The dtype in which a batch of this dtype is normalized."""
     return torch.float64 if dtype is torch.float64 else torch.float32
 
 
 def gradient_sums(grad: Tensor, input: Tensor, mean: Tensor, variance: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Over this rank's batch: of the output's gradient, and of its products with the normalized input."""
+    """Sums, over this rank's batch, the output's gradient, and its products with the normalized input; per channel."""
     if input.numel() == 0:
         return torch.zeros_like(mean), torch.zeros_like(mean)
-    # As if the statistics were constants: the gradients of bias and weight are these sums.
+    # With constant statistics, the gradients of bias and weight are these sums.
     _, dot, total = torch.ops.aten.native_batch_norm_backward(
         grad, input, None, mean, variance, None, None, False, eps, [False, True, True]
     )
@@ -331,7 +333,10 @@ def gradient_sums(grad: Tensor, input: Tensor, mean: Tensor, variance: Tensor, e
 def input_gradient(
     grad: Tensor, input: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, eps: float, averages: Tensor
 ) -> Tensor:
-    """``averages``, over all values of all ranks, are of what `gradient_sums` sums."""
+    """Returns the input's gradient.
+
+    ``averages`` are all ranks' `gradient_sums`, divided by the number of values per channel of all ranks.
+    """
     shape = [1, -1] + [1] * (input.dim() - 2)
     inverse = (variance.double() + eps).rsqrt()
     scale = inverse if weight is None else inverse * weight.double()

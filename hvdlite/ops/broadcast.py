@@ -1,15 +1,15 @@
 """
-Broadcasts tensors, parameters and picklable objects from one rank to all; gathers objects of all (`allgather_object`).
+Broadcasts tensors, parameters and picklable objects from one rank; gathers objects of all ranks (`allgather_object`).
 
     a tensor ── broadcast ── a new one, or the rank's own overwritten
     named tensors ── packed as bytes into a few flat buffers, one per device and 64 MiB ── broadcast ── copied out
 
-Each call is one operation: all ranks compare what must be equal, then the bytes move. Objects are pickled
-and unpickled by who calls, since their own methods may do anything, other operations included. An optimizer's state is
-in `optim.optimizer_state`.
+Each call is one operation: all ranks compare what must be equal, then the bytes are sent. Objects are pickled and
+unpickled on the calling thread, since their methods may run any code, including other operations. An optimizer's state
+is in `optim.optimizer_state`, which uses this module.
 
-All functions must be called by every rank of the process set, and wait for all of them. ``root_rank`` is a global
-rank, in a process set too.
+Every rank of the process set must call these functions, and they wait for all of them. ``root_rank`` is a global rank,
+also in a process set.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from .base import Collective, submit, title
 from .reduction import Reduction
 from .sendable import check_sendable, check_writable, plain_tensor
 
-# Large enough for a handful of broadcasts per model, small beside the model itself.
+# Large enough that a model needs few broadcasts, and small relative to the model.
 PACK_BYTES = 64 * 2**20
 
 _PACK_ALIGNMENT_BYTES = 16
@@ -57,13 +57,13 @@ Dumps = Callable[[Any, type[pickle.Pickler]], bytes]
 
 
 class Broadcast(Collective):
-    """The tensor of the root, a global rank, on all ranks; ``in_place`` into the given tensor."""
+    """The root's tensor on all ranks, where the root is a global rank; with ``in_place``, into the given tensor."""
 
     def __init__(
         self, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet, *, in_place: bool = False
     ) -> None:
         super().__init__(BROADCAST, [tensor], name, process_set)
-        # Where the root's goes, if that is the given tensor, a subclass's included.
+        # The given tensor if it is to be overwritten; it may be of a subclass.
         self._target = tensor if in_place else None
         group = group_of(process_set, self.what)
         self._root_rank = root_rank
@@ -99,17 +99,17 @@ class Broadcast(Collective):
         (average,) = backward.differentiable()
         group = group_of(self.process_set)
         if group.rank != group.group_rank_of_root(self._root_rank, self.what):
-            # Not zeros that have come from nowhere: a second backward pass has to come through here on every rank.
+            # Not fresh zeros, which have no graph: every rank must go through here in a second backward pass.
             average = average.masked_fill(torch.ones((), dtype=torch.bool, device=average.device), 0)
         return [average]
 
 
 def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: ProcessSet = global_process_set) -> None:
-    """Overwrite tensors in place with those of the root.
+    """Overwrites tensors in place with those of the root.
 
-    ``params`` is a ``state_dict()``, a list of tensors, or ``named_parameters()``, the generator included;
-    entries of any dtype and layout. Every rank must pass tensors of the same names, shapes and dtypes, in
-    any order if they have names; where they differ, all ranks get a `MismatchError` that names the first.
+    ``params`` is a ``state_dict()``, a list of tensors, or ``named_parameters()``, which may be the generator itself;
+    entries may have any dtype and memory layout. Every rank must pass tensors of the same names, shapes and dtypes, in
+    any order if they have names. If they differ, all ranks raise a `MismatchError` that names the first.
 
     Several threads may call it at once for models whose tensors have different names.
     """
@@ -135,10 +135,10 @@ def broadcast_parameters(params: Params, root_rank: int = 0, *, process_set: Pro
 def broadcast_object(
     obj: object = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's picklable object, on every rank; on the root the object itself.
+    """Sends the root's picklable object to every rank, and returns it; the root returns the object itself.
 
-    Other ranks may pass anything. Calls with a ``name`` pair up by it, others by their order: where several threads
-    call it, each needs a name. A TypeError on every rank if the object cannot be pickled.
+    Other ranks may pass anything. Calls with a ``name`` pair up by it, others by their order. If several threads call
+    it, each needs a name. Every rank raises a TypeError if the object cannot be pickled.
     """
     what = title(BROADCAST_OBJECT, name)
     group = group_of(process_set, what)
@@ -159,10 +159,10 @@ def broadcast_object(
 def allgather_object(
     obj: object, name: str | None = None, *, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Every rank's picklable object, as a list in rank order.
+    """Returns every rank's picklable object, as a list in rank order.
 
-    Calls with a ``name`` pair up by it, others by their order: where several threads call it, each needs a name. A
-    TypeError on every rank if one of the objects cannot be pickled.
+    Calls with a ``name`` pair up by it, others by their order. If several threads call it, each needs a name. Every
+    rank raises a TypeError if one of the objects cannot be pickled.
     """
     what = title(ALLGATHER_OBJECT, name)
     group = group_of(process_set, what)
@@ -175,28 +175,28 @@ def allgather_object(
 
 
 def digest_of(value: object) -> str:
-    """What calls on all ranks pair up by; it is equal where the values are."""
+    """A digest by which calls of all ranks pair up; equal for values with the same repr."""
     return digest(repr(value).encode()).hex()
 
 
 def broadcast_tensors(tensors: list[Tensor], root: int, execution: Execution) -> None:
-    """Overwrite these tensors in place with those of group rank ``root``, in as few broadcasts as devices allow."""
+    """Overwrites these tensors in place with those of group rank ``root``, in as few broadcasts as devices allow."""
     for pack in _packs(tensors):
         _broadcast_pack(pack, root, execution.group, execution.what)
 
 
 @dataclass(frozen=True, slots=True)
 class _Unpicklable:
-    """Travels in place of an object that cannot, so that no rank waits for it in vain."""
+    """Sent in place of an object that cannot be pickled, so that no rank waits for it for ever."""
 
     cause: str
 
 
 def to_bytes(obj: object, dumps: Dumps | None = None) -> tuple[bytes, Exception | None]:
-    """What travels, and why the object itself does not.
+    """Returns the bytes to send for an object, and the error if it cannot be pickled.
 
-    What pickle refuses cloudpickle may take, such as a lambda; it comes second since with it classes of the main
-    program would arrive as others.
+    Cloudpickle takes objects that pickle refuses, such as lambdas. It is tried second, since it would send classes of
+    the main program by value, and they would arrive as different classes.
     """
     dumps = dumps or _dumps
     with contextlib.suppress(Exception):  # whatever an object's own methods raise
@@ -217,17 +217,19 @@ def _one_line(error: Exception) -> str:
 def from_bytes(
     data: bytes, owner: str, what: str, own_error: Exception | None, loads: Callable[[bytes], Any] = pickle.loads
 ) -> Any:
-    """The object of the rank described as ``owner``; ``data`` are known to be signed with the job's key."""
+    """Unpickles the object of the rank described as ``owner``; the signature of ``data`` must be checked before.
+
+    Raises a TypeError, from ``own_error`` if this rank has one, if the object could not be pickled or cannot be
+    unpickled.
+    """
     try:
         value = loads(data)
     except Exception as error:
         raise TypeError(
-            f"{what}: the object of {owner} cannot be unpickled here: {_one_line(error)}: pass another"
+            f"{what}: the object of {owner} cannot be unpickled on this rank: {_one_line(error)}"
         ) from error
     if isinstance(value, _Unpicklable):
-        raise TypeError(
-            f"{what}: the object of {owner} cannot be pickled, and so not sent: {value.cause}"
-        ) from own_error
+        raise TypeError(f"{what}: the object of {owner} cannot be pickled: {value.cause}") from own_error
     return value
 
 
@@ -247,7 +249,7 @@ def _named_tensors(params: Params) -> list[tuple[str, Tensor]]:
     if isinstance(params, Mapping):
         for name in params:
             _check_entry_name(name)
-        # Sorted, so that ranks that built their dictionaries in different orders still agree.
+        # Sorted, so that ranks whose dictionaries have different orders still agree.
         entries: list[tuple[str, Any]] = sorted(params.items(), key=lambda entry: (type(entry[0]).__name__, entry[0]))
     else:
         entries = [
@@ -260,9 +262,14 @@ def _named_tensors(params: Params) -> list[tuple[str, Tensor]]:
         if value is None:
             continue
         if not isinstance(value, Tensor):
+            hint = (
+                "pass model.state_dict()"
+                if isinstance(params, torch.nn.Module)
+                else "leave it out, and pass it through hvd.broadcast_object(...)"
+            )
             raise TypeError(
                 f"broadcast_parameters: {shown(name)} is {type(value).__name__}, not a tensor, and cannot be "
-                "overwritten in place: leave it out, and pass it through hvd.broadcast_object(...)"
+                f"overwritten in place: {hint}"
             )
         check_sendable(value, "broadcast_parameters", repr(name))
         check_writable(value, "broadcast_parameters", repr(name))
@@ -271,13 +278,13 @@ def _named_tensors(params: Params) -> list[tuple[str, Tensor]]:
 
 
 def _check_entry_name(name: object) -> None:
-    """A name travels, so that ranks can compare it; None is Horovod's for an entry without one."""
+    """Checks that a name can be sent for comparison; None is Horovod's for an entry without a name."""
     if name is not None and not isinstance(name, str | int):
         raise TypeError(f"broadcast_parameters: the name {shown(name)} of an entry is not a str: give it one")
 
 
 def _packs(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors that travel together: of one device, in order, to PACK_BYTES (a lone one may be larger)."""
+    """Yields tensors to send together: of one device, in order, up to PACK_BYTES (a single one may be larger)."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         by_device.setdefault(tensor.device, []).append(tensor)

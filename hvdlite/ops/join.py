@@ -4,8 +4,8 @@
     join ── all-reduces of the others: stand in, by the controller          ──┐
          ── steps of the others: one thread for each optimizer sits them out ┴─ until all have joined
 
-The ranks agree on which optimizers these are (`control.joined_steps`): those that live on all ranks of their set. When
-the garbage collector comes to one that nobody refers to any more differs by rank.
+The ranks agree on these optimizers (`control.joined_steps`): those alive on all ranks of their set. An unreferenced
+optimizer may be collected earlier on one rank than on another.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _OF_ALL, _OF_ACTIVE = "all", "active"
 
 
 def join(device: int = -1, average: str = _OF_ALL) -> int:
-    """Say that this rank has no more batches; wait until all ranks say so, and return the last one's rank.
+    """Declares that this rank has no more batches; waits until all ranks have joined, and returns the last one's rank.
 
-    Meanwhile the others may call ``step()`` of their optimizers and the all-reduces, in which this rank has zeros to
-    give (to a minimum, maximum or product: nothing). Other collectives raise an error on the ranks that call them.
-    When all have joined, all may go on; gradients of this rank are gone then.
+    Meanwhile the others may call ``step()`` of their optimizers and the all-reduces. This rank gives zeros to them, and
+    does not affect a minimum, maximum or product. Other collectives raise an error on the ranks that call them. When
+    all ranks have joined, all may continue; this rank's gradients are then cleared.
 
-    ``average``: with ``"all"``, as in Horovod, averages are over all ranks, those that joined counting as zero; with
-    ``"active"`` they are over the others alone, so that late batches weigh as much as early ones. All ranks pass the
-    same.
+    ``average``: with ``"all"``, as in Horovod, averages are over all ranks, and those that have joined count as zero.
+    With ``"active"`` averages are over the other ranks only, so that late batches weigh the same as early ones. All
+    ranks must pass the same.
 
     ``device``: the GPU for what this rank gives to all-reduces of CUDA tensors; -1 is the current one.
     """
@@ -55,7 +55,7 @@ def join(device: int = -1, average: str = _OF_ALL) -> int:
         raise
     for thread in sitting.members:
         thread.join()
-    # What has gone wrong in one of them, if anything.
+    # Raises the error of a thread, if one has failed.
     handle.wait()
     return last_rank
 
@@ -78,20 +78,20 @@ class _Sitting:
         self.members: dict[threading.Thread, SitsOut] = {}
 
     def begin(self, member: SitsOut, handle: Handle) -> None:
-        """Sit out the steps of one optimizer until all ranks do; what goes wrong is the handle's error."""
-        # Its own pin: others end with the join, which may be before the last step is through.
+        """Sits out the steps of one optimizer, on a new thread, until all ranks do; an error becomes the handle's."""
+        # Its own pin: the join's pins end with the join, which may be before the last step has ended.
         member.pin()
         thread = threading.Thread(target=self._run, args=(member, handle), name="hvdlite-join", daemon=True)
         self.members[thread] = member
         thread.start()
 
     def spoil(self, error: Exception) -> None:
-        """The join has failed: who waits in a step of other ranks does so for ever, or until they are gone."""
+        """Forbids further steps of optimizers whose threads still sit out a step: the join has failed."""
         for thread, member in list(self.members.items()):
             if thread.is_alive():
                 member.spoil(
-                    "this rank was sitting out a step of the others when hvd.join() failed, and they may have gone on: "
-                    f"make it anew on every rank. ({error})"
+                    "this rank, which had joined, was taking part in a step of the others when hvd.join() failed: make "
+                    f"a new optimizer on every rank. ({error})"
                 )
 
     def _run(self, member: SitsOut, handle: Handle) -> None:
@@ -105,7 +105,7 @@ class _Sitting:
 
 
 def _stand_in_on(device: int) -> StandIn:
-    """`allreduce.stand_in` on a GPU, -1 being the current one here: the controller's thread has another current one."""
+    """Returns `allreduce.stand_in` for a GPU; -1 is the calling thread's current one, not the controller's."""
     if device < 0 and torch.cuda.is_available():
         device = torch.cuda.current_device()
 

@@ -3,7 +3,8 @@ All-reduce and reduce-scatter with a user's own compression: tensors are compres
 
     tensors ── pack ── wires ── failures on any rank raised on all ── flat by dtype ── reduced ── unpack ── tensors
 
-In Horovod's order: what is scaled, summed, divided and scaled again is the wire, by its own dtype.
+`allreduce`, `allgather_reducescatter` and `optim` call it. As in Horovod, prescaling, the sum, the division and
+postscaling apply to the wire, in the wire's dtype.
 """
 
 from __future__ import annotations
@@ -21,42 +22,45 @@ from ..compression.custom import CustomCompression, Packed
 from .failures import raise_together
 from .reduction import Reduction
 
-# A further check of a wire, beside those of `compression.custom`: of the tensor, its wire, and words for them.
+# An additional check of a wire after those of `compression.custom`; takes the tensor, its wire, and words for them.
 Check = Callable[[Tensor, Tensor, str], None]
 
 
 class PackedTensors:
-    """Some tensors and their compressed wires; keeps the first error of the compression, to be raised on all ranks."""
+    """Tensors and their compressed wires; keeps the compression's first error, which the caller raises on all ranks."""
 
     def __init__(
         self, compression: CustomCompression, tensors: Sequence[Tensor], words: Sequence[str], check: Check
     ) -> None:
-        """Pack the tensors, which are contiguous in some order of dimensions, and have ``words`` in messages."""
+        """Packs the tensors, which are contiguous in some order of dimensions; ``words`` name them in messages."""
         self._compression = compression
-        # What is empty no compression need see.
+        # Empty tensors are not passed to the compression.
         self._named = [(tensor, of) for tensor, of in zip(tensors, words, strict=True) if tensor.numel()]
         self.packed: list[Packed] = []
         self.failure: Exception | None = None
         try:
             for tensor, of in self._named:
                 packed = compression.pack(tensor, of)
-                check(tensor, packed.wire, f"compression={compression!r}: what it made of {of}")
+                check(tensor, packed.wire, f"compression={compression!r}: its result for {of}")
                 self.packed.append(packed)
-        except Exception as error:  # noqa: BLE001 - raised when all ranks know of it
+        except Exception as error:  # noqa: BLE001 - raised later, on all ranks
             self.failure = error
 
     @property
     def layout(self) -> str:
-        """What travels, in words that are alike on all ranks."""
+        """Describes what is sent; equal on ranks whose wires match."""
         return ", ".join([f"{packed.wire.numel()} of {packed.wire.dtype}" for packed in self.packed])
 
     def clear(self) -> None:
-        """Have nothing to give: the wires are zeros."""
+        """Fills the wires with zeros, for a rank that has nothing to give."""
         for packed in self.packed:
             packed.wire.zero_()
 
     def flats(self) -> Iterator[tuple[Tensor, list[int], list[Packed]]]:
-        """The wires of each dtype as one flat tensor, their elements, and whose they are; a lone one's own memory."""
+        """Yields, for each dtype, the wires as one flat tensor, their element counts, and the packed tensors.
+
+        The flat tensor of a single wire is the wire's own memory.
+        """
         wires = [packed.wire for packed in self.packed]
         for members in fused(wires):
             yield (
@@ -66,28 +70,31 @@ class PackedTensors:
             )
 
     def unpack(self) -> None:
-        """Leave in each tensor what has come of its wire."""
+        """Writes the decompressed wires into the tensors; keeps an error in `failure`."""
         try:
             for (tensor, of), packed in zip(self._named, self.packed, strict=True):
                 self._compression.unpack(packed, tensor, of)
-        except Exception as error:  # noqa: BLE001 - raised when all ranks know of it
+        except Exception as error:  # noqa: BLE001 - raised later, on all ranks
             self.failure = self.failure or error
 
 
 def put_back(flat: Tensor, counts: Sequence[int], packed: Sequence[Packed]) -> None:
-    """Give each wire its part of a flat tensor, unless that is its memory."""
+    """Copies the parts of a flat tensor into the wires, unless they are the same memory."""
     for each, piece in zip(packed, pieces_of(flat, counts), strict=True):
         if piece.data_ptr() != each.wire.data_ptr():
             each.wire.copy_(piece.view(each.wire.shape))
 
 
 def of_wires(reduction: Reduction) -> Reduction:
-    """What is done to the wires, where a compression of a user's own has made them."""
+    """The reduction that applies to the wires of a user's own compression."""
     return replace(reduction, compression=Compression.none)
 
 
 def all_reduce_packed(group: Group, reduction: Reduction, tensors: Sequence[Tensor], divisor: int, what: str) -> None:
-    """Replace contiguous tensors, in place, by what comes of all ranks', each packed alone, in its shape."""
+    """Replaces contiguous tensors, in place, by their all-reduce over all ranks; each is packed on its own.
+
+    Every rank of the group must call it. If the compression fails on one rank, all ranks raise an error.
+    """
     assert isinstance(reduction.compression, CustomCompression), "others need no packing"
     wires = of_wires(reduction)
     pack = PackedTensors(reduction.compression, tensors, _words_of(tensors, what), wires.check_wire)
@@ -107,9 +114,10 @@ def reduce_scatter_packed(
     divisor: int,
     what: str,
 ) -> list[Tensor]:
-    """This rank's rows of what comes of all ranks' contiguous tensors, each packed as a whole; they are overwritten.
+    """Returns this rank's rows of the reduced tensors, which are contiguous and are overwritten.
 
-    As in Horovod the wire's rows are scattered, which must be as many as the tensor's.
+    Each tensor is packed as a whole. As in Horovod the wire's rows are scattered, so a wire must have as many rows as
+    its tensor. Every rank of the group must call it. If the compression fails on one rank, all ranks raise an error.
     """
     assert isinstance(reduction.compression, CustomCompression), "others need no packing"
     compression, wires, words = reduction.compression, of_wires(reduction), _words_of(tensors, what)
@@ -118,8 +126,8 @@ def reduce_scatter_packed(
         wires.check_wire(tensor, wire, of)
         if wire.dim() == 0 or len(wire) != len(tensor):
             raise ValueError(
-                f"{of} has shape {tuple(wire.shape)}, of which a reducescatter spreads the rows, and the tensor "
-                f"{tuple(tensor.shape)}: use one that keeps the first dimension"
+                f"{of} has shape {tuple(wire.shape)}, and the tensor has shape {tuple(tensor.shape)}: a reducescatter "
+                "needs a compression that keeps the first dimension, whose rows it scatters"
             )
 
     pack = PackedTensors(compression, tensors, words, check)
@@ -136,18 +144,18 @@ def reduce_scatter_packed(
         mine = wires.reduce_scatter(group, [part.view(-1) for part in parts], divisor, what)
         part = Packed(mine.view(parts[group.rank].shape), whole.context, is_as_it_was=whole.is_as_it_was)
         if whole.wire is whole.given:
-            # Then it may count on that.
+            # The compression may rely on the wire being the given tensor.
             part.given = part.wire
             results[-1] = out = torch.view_as_complex(part.wire) if tensor.is_complex() else part.wire
         try:
             if out.numel():
                 compression.unpack(part, out, of)
-        except Exception as error:  # noqa: BLE001 - raised when all ranks know of it
+        except Exception as error:  # noqa: BLE001 - raised later, on all ranks
             failure = failure or error
     raise_together(group, failure, f"the end of {what}")
     return [result.clone() for result in results]
 
 
 def _words_of(tensors: Sequence[Tensor], what: str) -> list[str]:
-    """What messages call each of the tensors of an operation."""
+    """The description of each tensor of an operation in messages."""
     return [what] if len(tensors) == 1 else [f"tensor {number} of {what}" for number in range(len(tensors))]

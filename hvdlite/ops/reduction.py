@@ -1,12 +1,13 @@
 """
-Reduces tensors over ranks, also by ops and of dtypes that gloo and NCCL lack.
+Reduces tensors over ranks, including ops and dtypes that gloo and NCCL lack.
 
     flat tensor ── scale ── compress ── all ranks combined ── decompress ── divide ── scale ── in place
 
-An average is the sum, divided: so that of equal tensors is that very tensor. What travels in 16 bits is scaled before
-the sum instead, so that it overflows no sooner than its terms. Integers are added up in wider ones, and their average
-is truncated towards zero. Of booleans, a sum and a maximum are "any", a product and a
-minimum "all", and so is an average. Which ranks, and when, is the caller's to say; nothing here knows of names.
+`allreduce`, `allgather_reducescatter`, `packing` and `optim` call it; it uses the collectives of `comm.group`. An
+average is the sum, divided: so the average of equal tensors is exactly that tensor. Tensors sent in 16 bits are divided
+before the sum instead, so that the sum overflows no sooner than its terms. Integers are summed in wider types, and
+their average is truncated towards zero. For booleans, a sum and a maximum are "any"; a product, a minimum and an
+average are "all". The caller chooses the ranks and the time; nothing here uses names.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import flat_of, is_plain, new_flat
+from ..comm.flat_bytes import flat_of, is_plain, new_memory, own_memory, pieces_of
 from ..comm.group import Group
 from ..comm.reduce_op import OP_OF_ENGINE, Adasum, Average, Max, Min, Product, ReduceOp, Sum
 from ..comm.work import Work
@@ -41,7 +42,7 @@ from .adasum import adasum_all_reduce
 
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 _FRACTIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-# By the names that travel, such as torch.int8.
+# By the names that are sent, such as torch.int8.
 DTYPE_OF = {str(dtype): dtype for dtype in (*WHOLE, *_FRACTIONS)}
 DTYPES = frozenset(DTYPE_OF.values())
 
@@ -56,7 +57,7 @@ _OP_OF_BOOLEANS = {Sum: Max, Max: Max, Min: Min, Product: Min}
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """What is done to the tensors of all ranks; equal on all of them."""
+    """The arguments of a reduction over all ranks; equal on all of them."""
 
     op: ReduceOp
     prescale_factor: float = 1.0
@@ -64,67 +65,69 @@ class Reduction:
     compression: ResolvedCompression = Compression.none
 
     def check_dtype(self, tensor: Tensor, what: str) -> None:
-        """Raise a ValueError if such a tensor cannot be reduced so."""
+        """Raises a ValueError if this reduction does not support the tensor's dtype."""
         if tensor.dtype not in DTYPES:
             # Horovod's words.
             raise ValueError(f"Tensor type {tensor.type()} is not supported. ({what})")
         if tensor.is_complex() and self.op in (Min, Max):
-            raise ValueError(f"{what}: complex numbers have no order: op=hvd.{self.op.name} is for real ones")
+            raise ValueError(f"{what}: op=hvd.{self.op.name} does not work for complex tensors, which have no order")
         if self.op is Adasum and not (tensor.is_floating_point() or tensor.is_complex()):
-            raise UnsupportedError(
-                f"{what}: op=hvd.Adasum is for floats, and the tensor is {tensor.dtype}: use hvd.Sum"
-            )
+            raise UnsupportedError(f"{what}: op=hvd.Adasum needs floats, and the tensor is {tensor.dtype}: use hvd.Sum")
 
     def check_wire(self, tensor: Tensor, wire: Tensor, of: str) -> None:
-        """Raise a ValueError if what a compression has made of a tensor cannot be reduced so."""
+        """Raises a ValueError if this reduction does not support the wire that a compression has made of a tensor."""
         self.check_dtype(wire, of)
         if self.op is Adasum and _reals(wire) != _reals(tensor):
             raise ValueError(f"{of}: op=hvd.Adasum needs a compression that keeps the number of elements")
 
     def warn_of_averaged_integers(self, sources: Sequence[Tensor], divisor: int, group: Group, what: str) -> None:
-        """Warn once, on the first rank: Horovod truncates without a word, and the accuracy of all ranks becomes 0."""
+        """Warns once, on rank 0, of averaged integers: Horovod truncates silently, and an accuracy can become 0."""
         if self.op is not Average or divisor == 1 or group.rank != 0 or _warned_of_integers.is_set():
             return
         whole = next((source.dtype for source in sources if source.dtype in WHOLE and source.dtype != torch.bool), None)
         if whole is not None:
             _warned_of_integers.set()
             log.warning(
-                "%s averages integers (%s), and truncates the averages, as Horovod does: of 3 and 4 that is 3. Average "
-                "tensor.float() instead, or add up with op=hvd.Sum. This is said once",
+                "%s averages integers (%s), and truncates the averages, as Horovod does: the average of 3 and 4 is "
+                "3. Average tensor.float() instead, or add up with op=hvd.Sum. This warning is shown once",
                 what,
                 whole,
             )
 
     def all_reduce(self, group: Group, flat: Tensor, segments: Sequence[int], divisor: int, what: str) -> None:
-        """Replace a flat contiguous tensor, in place, by what comes of all ranks'.
+        """Replaces a flat contiguous tensor, in place, by its reduction over all ranks. Blocks until that is done.
 
-        ``segments`` are the elements of each of the tensors that it is made of, which Adasum keeps apart. An
+        ``segments`` are the element counts of the tensors that it consists of, which Adasum treats separately. An
         average is the sum divided by ``divisor``. The result's bits are the same on every rank.
         """
         self.begin(group, flat, segments, divisor, what).finish()
 
-    def all_reduced(self, group: Group, tensors: Sequence[Tensor], divisor: int, what: str) -> Tensor:
-        """What `all_reduce` makes of tensors, one after the other in new memory; they stay as they are.
+    def all_reduced(self, group: Group, tensors: Sequence[Tensor], divisor: int, what: str) -> list[Tensor]:
+        """Returns what `all_reduce` would make of each tensor, in new memory and the tensor's shape.
 
-        They are of one dtype, on one device.
+        The tensors are of one dtype, on one device, and sent together; they are not changed.
         """
+        if len(tensors) == 1 and is_plain(tensors[0]) and self._needs_no_copy(group, tensors[0], divisor):
+            return [self._all_reduced_in_one_pass(group, tensors[0], divisor, what)]
         counts = [tensor.numel() for tensor in tensors]
-        if len(tensors) > 1 or not (is_plain(tensors[0]) and self._needs_no_copy(group, tensors[0], divisor)):
-            flat = flat_of(tensors)
-            self.all_reduce(group, flat, counts, divisor, what)
-            return flat
-        (tensor,) = tensors
-        flat = new_flat(tensor.numel(), tensor)
+        flat = flat_of(tensors)
+        self.all_reduce(group, flat, counts, divisor, what)
+        pieces = zip(pieces_of(flat, counts), tensors, strict=True)
+        return [own_memory(piece, flat).view(tensor.shape) for piece, tensor in pieces]
+
+    def _all_reduced_in_one_pass(self, group: Group, tensor: Tensor, divisor: int, what: str) -> Tensor:
+        """The same for one tensor, which the engine reads in place."""
+        result = new_memory(tensor.shape, tensor)
         divides_there = self._is_averaged_by_engine(group, tensor, divisor)
         op = Sum if self.op is Average and not divides_there else self.op
-        group.all_reduce_into(flat, tensor.view(-1), what, op).wait()
-        if self._divides_after(flat) and not divides_there:
-            divide(flat, divisor)
-        scale(flat, self.postscale_factor)
-        return flat
+        group.all_reduce_into(result, tensor, what, op).wait()
+        if self._divides_after(result) and not divides_there:
+            divide(result.view(-1), divisor)
+        scale(result, self.postscale_factor)
+        return result
 
     def begin(self, group: Group, flat: Tensor, segments: Sequence[int], divisor: int, what: str) -> Underway:
-        """The same, as something that is under way: until its end the tensor is not to be touched."""
+        """Begins `all_reduce`, and returns it as an `Underway`: the tensor must not be touched before its end."""
         if flat.numel() == 0:
             return Underway(None, lambda: None)
         values = self._as_real(flat)
@@ -147,9 +150,9 @@ class Reduction:
         return Underway(work, finish)
 
     def reduce_scatter(self, group: Group, parts: Sequence[Tensor], divisor: int, what: str) -> Tensor:
-        """What comes of all ranks' tensors for this rank, as a sum or an average; the parts are overwritten.
+        """Returns this rank's part of the sum or average of all ranks' tensors; the parts are overwritten.
 
-        ``parts`` are flat and contiguous, one for each rank, the same numbers of elements on all ranks.
+        ``parts`` are flat and contiguous, one for each rank, and of the same sizes on all ranks.
         """
         values = [self._as_real(part) for part in parts]
         for value in values:
@@ -173,7 +176,7 @@ class Reduction:
         return parts[group.rank]
 
     def same(self) -> dict[str, Any]:
-        """What ranks compare; a compression of the user's own by its words, or else its type's name."""
+        """The values that ranks compare; a user's own compression is compared by its repr."""
         return {
             "op": self.op.name,
             "prescale_factor": self.prescale_factor,
@@ -182,11 +185,11 @@ class Reduction:
         }
 
     def own(self) -> str | None:
-        """What a rank tells besides: the name of a compression that only those who use it know."""
+        """The repr of a user's own compression, else None; ranks that have joined do not have that compression."""
         return repr(self.compression) if isinstance(self.compression, CustomCompression) else None
 
     def neutral(self, dtype: torch.dtype) -> float | int | bool:
-        """The number that changes nothing where a rank has none to give; not to be scaled."""
+        """The value that leaves a result unchanged, for a rank that has none to give; it must not be scaled."""
         if self.op is Product:
             return 1
         if self.op not in (Min, Max):
@@ -199,11 +202,11 @@ class Reduction:
         return limits.max if self.op is Min else limits.min
 
     def wire_dtype(self, tensor: Tensor) -> torch.dtype:
-        """The dtype in which such a tensor travels, unless a compression of the user's own packs it."""
+        """The dtype in which the tensor is sent, unless a user's own compression packs it."""
         return self.compression.wire_dtype(tensor.dtype) if tensor.is_floating_point() else tensor.dtype
 
     def _as_real(self, tensor: Tensor) -> Tensor:
-        """Complex numbers as pairs of real ones, in the same memory, but for a product."""
+        """Returns complex numbers as pairs of real ones in the same memory; unchanged for a product."""
         return torch.view_as_real(tensor).view(-1) if tensor.is_complex() and self.op is not Product else tensor
 
     def _factor_before(self, values: Tensor, divisor: int) -> float:
@@ -212,15 +215,15 @@ class Reduction:
         return self.prescale_factor
 
     def _divides_after(self, wire: Tensor) -> bool:
-        """Whether what has been summed of floats is to be divided yet."""
+        """Whether a sum of floats must be divided after the collective."""
         return self.op is Average and _is_inexact(wire) and not is_narrow(wire.dtype)
 
     def _is_averaged_by_engine(self, group: Group, wire: Tensor, divisor: int) -> bool:
-        """Whether the engine divides, too. Ranks that ask for different ops fail: all of this is equal on all ranks."""
+        """Whether the engine also divides; equal on all ranks, since they must ask the engine for the same op."""
         return self._divides_after(wire) and divisor == group.size and group.reduces_in_one_pass(wire)
 
     def _needs_no_copy(self, group: Group, tensor: Tensor, divisor: int) -> bool:
-        """Whether the engine can read the tensor as it is, and leave the result elsewhere."""
+        """Whether the engine can read the tensor as it is, and write the result elsewhere."""
         dtype = tensor.dtype
         return (
             tensor.numel() > 0
@@ -243,9 +246,9 @@ class Reduction:
     def _begin_combining(
         self, group: Group, wire: Tensor, segments: Sequence[int], what: str, average_by: ReduceOp
     ) -> tuple[Work | None, Tensor]:
-        """What is under way, if it is not done already, and where the result will be.
+        """Begins the collective; returns its work, or None if it is done, and the tensor that will have the result.
 
-        ``average_by`` is what the engine is asked for where floats are averaged.
+        ``average_by`` is the engine's op for an average of floats.
         """
         if self.op is Adasum:
             adasum_all_reduce(group, wire, segments, what)
@@ -269,7 +272,7 @@ class Underway:
     """An all-reduce that has begun."""
 
     def __init__(self, work: Work | None, finish: Callable[[], None]) -> None:
-        """``work`` is None where there is nothing to wait for; ``finish`` is to be called once, after it."""
+        """``work`` is None if there is nothing to wait for; ``finish`` is called once, after it."""
         self.work = work
         self._finish = finish
 
@@ -278,12 +281,12 @@ class Underway:
         return self.work is None or self.work.is_completed()
 
     def wait(self) -> None:
-        """Wait for the other ranks. The tensor is not touched."""
+        """Waits for the other ranks; does not touch the tensor."""
         if self.work is not None:
             self.work.wait()
 
     def finish(self) -> None:
-        """Wait, and leave the result in the tensor."""
+        """Waits, and writes the result into the tensor."""
         self.wait()
         self._finish()
 
@@ -296,11 +299,16 @@ def make_reduction(
     postscale_factor: float,
     compression: AnyCompression = Compression.none,
 ) -> Reduction:
-    """The user's arguments, checked; ``average`` is how ``op`` was said before it was there."""
+    """Checks the user's arguments, and returns the `Reduction`; ``average`` is Horovod's older form of ``op``."""
     if average is not None:
         # Horovod's words, both.
         if op is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        if isinstance(average, str):
+            raise ValueError(
+                f"{what}: the argument after the tensor is `average`, Horovod's older form of `op`, and "
+                f"{shown(average)} is neither True nor False: if it is the operation's name, pass name={shown(average)}"
+            )
         warnings.warn(
             "Parameter `average` has been replaced with `op` and will be removed in v1.0",
             DeprecationWarning,
@@ -319,7 +327,7 @@ def make_reduction(
 
 def _known_op(what: str, op: object) -> ReduceOp:
     try:
-        # A bool is none of the numbers that Horovod has for them.
+        # Horovod's numbers for the ops do not include bools.
         return ReduceOp(whole_number(op))  # type: ignore[arg-type]  # None is refused by it
     except ValueError:
         names = ", ".join(f"hvd.{member.name}" for member in ReduceOp)
@@ -332,14 +340,12 @@ def _check_factor(what: str, argument: str, value: object) -> float:
     if factor is None:
         raise TypeError(f"{what}: {argument}={shown(value)} is not a number: pass one, such as 0.5")
     if not math.isfinite(factor):
-        raise UnsupportedError(
-            f"{what}: {argument} is {shown(value)}, by which nothing can be scaled: pass a finite number"
-        )
+        raise UnsupportedError(f"{what}: {argument}={shown(value)} is not finite: pass a finite number, such as 0.5")
     return factor
 
 
 def scale(values: Tensor, factor: float) -> None:
-    """Multiply in place; integers are truncated towards zero."""
+    """Multiplies in place; integers are truncated towards zero."""
     if factor == 1.0:
         return
     if _is_inexact(values):
@@ -349,7 +355,7 @@ def scale(values: Tensor, factor: float) -> None:
 
 
 def average(total: Tensor, divisor: int) -> None:
-    """Divide a contiguous tensor in place; integers are truncated towards zero."""
+    """Divides a contiguous tensor in place; integers are truncated towards zero."""
     if _is_inexact(total):
         divide((torch.view_as_real(total) if total.is_complex() else total).view(-1), divisor)
     else:
@@ -365,5 +371,5 @@ def _is_inexact(values: Tensor) -> bool:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Where many of these integers, or booleans, can be added up."""
+    """A dtype in which many of these integers, or booleans, can be summed."""
     return torch.int32 if dtype.itemsize <= 2 else torch.int64

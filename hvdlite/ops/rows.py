@@ -1,9 +1,10 @@
 """
-Gathers rows of tensors: each rank has some, of the same shape and dtype, and every rank gets all of them.
+Gathers rows of tensors: each rank has some rows, of the same shape and dtype, and every rank gets all of them.
 
     tensors of one device ── one buffer of bytes ── all-gather ── each tensor's rows, joined in rank order
 
-How many rows each rank has is known before. Dtypes may be any, since bytes travel.
+`allreduce` (for sparse tensors), `allgather_reducescatter`, `alltoall` and `optim` use it. The callers know how many
+rows each rank has. Any dtype works, since the rows are sent as bytes.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from ..comm.group import Group
 
 
 def gather_rows(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], group: Group, what: str) -> list[Tensor]:
-    """Each of some tensors joined along the first dimension over all ranks; ``rows`` are by tensor and rank.
+    """Joins each tensor along the first dimension over all ranks; ``rows`` are the counts by tensor and rank.
 
-    All those that are on one device travel as one.
+    All tensors on one device are sent together. Blocks until all ranks' rows have arrived.
     """
     outputs = list(tensors)
     devices = [tensor.device for tensor in tensors]
@@ -34,19 +35,19 @@ def gather_rows(tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], group:
 
 
 class RowGather:
-    """An all-gather of the rows of some tensors, of one device, which travel as one: begun here, ended by `finish`."""
+    """An all-gather of rows of tensors on one device, sent together: begun on construction, ended by `finish`."""
 
     def __init__(self, tensors: Sequence[Tensor], rows: Sequence[Sequence[int]], group: Group, what: str) -> None:
-        """``rows`` are by tensor and rank, and equal on all ranks."""
+        """``rows`` are the counts by tensor and rank, equal on all ranks."""
         self._tensors, self._rows = tensors, rows
         sizes = [[count * row_bytes(tensor) for count in counts] for tensor, counts in zip(tensors, rows, strict=True)]
-        # By rank, the bytes of each tensor.
+        # By rank: the bytes of each tensor.
         self._sizes = list(zip(*sizes, strict=True))
         mine = torch.cat([as_bytes(plain(tensor)) for tensor in tensors])
         self._parts, self._work = group.begin_all_gather(mine, what, [sum(column) for column in self._sizes])
 
     def finish(self) -> list[Tensor]:
-        """Wait for the rows of all ranks; each tensor's, joined in rank order."""
+        """Waits for all ranks' rows; returns each tensor's, joined in rank order."""
         self._work.wait()
         pieces = [pieces_of(part, column) for part, column in zip(self._parts, self._sizes, strict=True)]
         return [
@@ -61,12 +62,12 @@ def row_count(tensor: Tensor) -> int:
 
 
 def row_bytes(tensor: Tensor) -> int:
-    """The bytes of each row."""
+    """The number of bytes of one row."""
     return prod(tensor.shape[1:]) * tensor.element_size()
 
 
 def join_rows(parts: Sequence[Tensor], like: Tensor, rows: Sequence[int]) -> Tensor:
-    """Parts as bytes, made to rows of the other's shape and dtype, one after the other."""
+    """Joins parts, given as bytes, into one tensor of rows with the shape and dtype of ``like``."""
     output = torch.empty((sum(rows), *like.shape[1:]), dtype=like.dtype, device=like.device)
     for place, part in zip(pieces_of(output, rows), parts, strict=True):
         as_bytes(place).copy_(part)

@@ -1,7 +1,8 @@
 """
-Checks the arguments of DistributedOptimizer: numbers, names of parameters, groups of them.
+Checks the arguments of `DistributedOptimizer`: numbers, names of parameters, groups of parameters.
 
-Pure functions of their arguments; errors are ValueErrors, in Horovod's words where it has them.
+`optimizer` calls these functions when it constructs an optimizer. They communicate with no other rank. They raise
+ValueError or TypeError, with Horovod's message where Horovod has one.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Named = list[tuple[str, Tensor]]
 
 
 def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
-    """The optimizer, if it is one whose gradients can be averaged."""
+    """Returns the optimizer. Raises TypeError if it is no `torch.optim.Optimizer`, and ValueError if it is LBFGS."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "torch.optim.LBFGS cannot be wrapped: it calls its closure a varying number of times per step, and "
@@ -39,25 +40,23 @@ def check_optimizer(optimizer: object) -> torch.optim.Optimizer:
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"hvd.DistributedOptimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer: pass one of "
-            "torch.optim's, such as SGD"
+            f"hvd.DistributedOptimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer: pass one, "
+            "such as torch.optim.SGD"
         )
     return optimizer
 
 
 def check_op(op: object) -> ReduceOp:
-    """The operation, if gradients can be combined by it."""
+    """Returns the operation as a `ReduceOp`. Raises ValueError unless it is Average, Sum or Adasum."""
     number = whole_number(op)
     for known in (Average, Sum, Adasum):
         if number == known:
             return known
-    raise ValueError(
-        f"op={shown(op)} is not one that gradients can be combined by: use hvd.Average, hvd.Sum or hvd.Adasum"
-    )
+    raise ValueError(f"op={shown(op)} cannot combine gradients: use hvd.Average, hvd.Sum or hvd.Adasum")
 
 
 def check_predivide(factor: object, op: ReduceOp) -> float:
-    """The factor, if it is positive and there is an average to divide."""
+    """Returns the factor. It must be positive and finite, and 1.0 if ``op`` is not Average; else a ValueError."""
     number = real_number(factor)
     if number is None or not (0 < number < math.inf):
         raise ValueError(f"gradient_predivide_factor={shown(factor)} is not a positive number, such as 2.0")
@@ -68,26 +67,26 @@ def check_predivide(factor: object, op: ReduceOp) -> float:
 
 
 def check_sparse_as_dense(wanted: object) -> bool:
-    """Whether it is wanted; numbers will do, as for Horovod."""
+    """Returns the argument as a bool. The numbers 0 and 1 are accepted too, as in Horovod."""
     if real_number(wanted) not in (0.0, 1.0):
         raise ValueError(f"sparse_as_dense={shown(wanted)} is neither True nor False")
     return bool(wanted)
 
 
 def check_step_on_arrival(wanted: object, op: ReduceOp) -> bool:
-    """Whether it is wanted, if averages arrive before the step."""
+    """Returns the argument. Raises ValueError with Adasum, which has no averages before the step."""
     if not isinstance(wanted, bool):
         raise ValueError(f"step_on_arrival={shown(wanted)} is neither True nor False")
     if wanted and op == Adasum:
         raise ValueError(
-            "step_on_arrival=True with op=hvd.Adasum: the step comes first there, and what it changed travels after "
-            "it; leave one of them out"
+            "step_on_arrival=True does not work with op=hvd.Adasum, which combines what each rank's step has changed: "
+            "leave out one of them"
         )
     return wanted
 
 
 def check_cap(bucket_cap_mb: float | None, threshold_bytes: int | None, default_bytes: int) -> int:
-    """The cap in bytes: the argument's, or the environment's, or the default."""
+    """Returns the bucket cap in bytes: the argument (in MiB), else ``threshold_bytes``, else the default."""
     if bucket_cap_mb is None:
         return default_bytes if threshold_bytes is None else threshold_bytes
     number = None if isinstance(bucket_cap_mb, bool) else real_number(bucket_cap_mb)
@@ -102,14 +101,18 @@ def check_cap(bucket_cap_mb: float | None, threshold_bytes: int | None, default_
 def check_exchange(
     exchange: object, op: ReduceOp, compression: ResolvedCompression, predivide: float
 ) -> Callable[[], Exchange] | None:
-    """What makes the exchange, if the user has given one, which then says by itself how gradients are combined."""
+    """Returns the user's factory of exchanges, or None if there is none.
+
+    Raises TypeError if it is not callable. Raises ValueError if ``op``, ``compression`` or ``predivide`` is given too,
+    since an exchange decides itself how gradients are combined.
+    """
     if exchange is None:
         return None
     if isinstance(exchange, Exchange) or not callable(exchange):
         hint = ", not an object of it" if isinstance(exchange, Exchange) else ""
         raise TypeError(
-            f"exchange={shown(exchange)} makes no exchange: pass a class derived from hvd.Exchange{hint}, or a "
-            "function that makes an object of one and takes no argument"
+            f"exchange={shown(exchange)} does not make an exchange: pass a class derived from hvd.Exchange{hint}, or a "
+            "function without arguments that returns an object of one"
         )
     given = {
         f"op=hvd.{op.name}": op != Average,
@@ -119,7 +122,7 @@ def check_exchange(
     for argument, is_given in given.items():
         if is_given:
             raise ValueError(
-                f"exchange={shown(exchange)} says by itself how gradients travel and are combined: leave out {argument}"
+                f"exchange={shown(exchange)} decides how gradients are sent and combined: leave out {argument}"
             )
     return exchange
 
@@ -131,29 +134,34 @@ def check_autotune(
     environment: Environment,
     exchange: Callable[[], Exchange] | None = None,
 ) -> bool:
-    """Whether the cap is to be measured. An argument beats the environment, which is said in the log."""
+    """Returns whether autotune is to choose the bucket cap.
+
+    Where it cannot, ``autotune=True`` is a ValueError, and HVDLITE_AUTOTUNE=1 only a line in the log.
+    """
     if not isinstance(autotune, bool):
         raise ValueError(f"autotune={shown(autotune)} is neither True nor False")
     if bucket_cap_mb is not None:
-        obstacle = f"bucket_cap_mb={shown(bucket_cap_mb)} says already how large buckets are: give one of the two"
+        obstacle = (
+            f"bucket_cap_mb={shown(bucket_cap_mb)} already sets the size of the buckets: leave out one of the two"
+        )
     elif environment.fusion_threshold_bytes is not None:
         size = environment.fusion_threshold_bytes
-        obstacle = f"HVDLITE_FUSION_THRESHOLD={size} says already how large buckets are: give one of the two"
+        obstacle = f"HVDLITE_FUSION_THRESHOLD={size} already sets the size of the buckets: leave out one of the two"
     elif op == Adasum:
-        obstacle = "with op=hvd.Adasum nothing travels during backward, so that the size of buckets decides nothing"
+        obstacle = "with op=hvd.Adasum nothing is sent during backward, so the size of the buckets makes no difference"
     elif exchange is not None:
-        obstacle = f"it measures all-reduces, and exchange={shown(exchange)} is another way: give bucket_cap_mb"
+        obstacle = f"it measures all-reduces, which exchange={shown(exchange)} replaces: pass bucket_cap_mb"
     else:
         return autotune or environment.autotune
     if autotune:
         raise ValueError(f"autotune=True: {obstacle}")
     if environment.autotune:
-        log.info("HVDLITE_AUTOTUNE=1 measures nothing for this optimizer: %s", obstacle)
+        log.info("HVDLITE_AUTOTUNE=1 has no effect on this optimizer: %s", obstacle)
     return False
 
 
 def check_positive_int(value: object, argument: str) -> int:
-    """The number, or a ValueError unless it is a whole one of at least 1."""
+    """Returns the value as an int. Raises ValueError unless it is a whole number of at least 1."""
     number = whole_number(value)
     if number is None or not 1 <= number <= MOST:
         raise ValueError(f"{argument} must be > 0: {shown(value)} is not a whole number of at least 1, {MOST} at most")
@@ -163,10 +171,10 @@ def check_positive_int(value: object, argument: str) -> int:
 def check_named_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, Tensor]] | None
 ) -> Named:
-    """The optimizer's parameters with their names, in the order of the names.
+    """Returns the optimizer's parameters as (name, parameter), in the order of ``named_parameters``.
 
-    Names of parameters that the optimizer does not have are left out; a parameter under several names has
-    the first.
+    Parameters that the optimizer does not have are left out. A parameter with several names gets the first one.
+    Without ``named_parameters`` the names are the optimizer's own, or else positions in ``param_groups``.
     """
     if named_parameters is None:
         return _own_names(optimizer, set())
@@ -180,10 +188,10 @@ def check_named_parameters(
 
 
 def check_trained(named: Named) -> Named:
-    """The parameters; a TypeError or ValueError for one whose gradients could not travel."""
+    """Returns the parameters. Raises TypeError or ValueError if the gradients of one cannot be sent."""
     for name, param in named:
         what = "hvd.DistributedOptimizer"
-        # Whole numbers, as frozen and quantized layers have them, never have one.
+        # Parameters of integers, as in frozen or quantized layers, never have a gradient.
         if not nn.parameter.is_lazy(param) and not (param.is_floating_point() or param.is_complex()):
             continue
         check_sendable(param, what, f"parameter {name!r}")
@@ -196,7 +204,7 @@ def check_trained(named: Named) -> Named:
 
 
 def names_of_added_group(optimizer: torch.optim.Optimizer, taken: Sequence[str]) -> Named:
-    """The parameters of the last parameter group, with names that are not among those taken."""
+    """Returns the parameters of the last parameter group, with names that are not in ``taken``."""
     number = len(optimizer.param_groups) - 1
     return _names_of_group(optimizer, number, set(taken))
 
@@ -204,7 +212,7 @@ def names_of_added_group(optimizer: torch.optim.Optimizer, taken: Sequence[str])
 def groups_of(
     num_groups: int, groups: int | Sequence[Sequence[Tensor]] | None
 ) -> int | Sequence[Sequence[Tensor]] | None:
-    """The groups, where they may also be said in Horovod's older way, a number of them or 0; ``groups`` counts more."""
+    """Returns ``groups``, or ``num_groups`` (Horovod's older name for a number of groups) if only that is given."""
     number = 0 if num_groups is False else whole_number(num_groups)
     if number is None or number < 0:
         raise ValueError(f"num_groups={shown(num_groups)} is not a number of groups: give one, or lists as groups")
@@ -215,7 +223,7 @@ def groups_of(
 
 
 def check_groups(groups: int | Sequence[Sequence[Tensor]] | None, named: Named) -> list[list[str]]:
-    """The names of each group's parameters; as many even chunks of neighbours where a number is given."""
+    """Returns the parameter names of each group. A number of groups splits the parameters into even runs."""
     if groups is None:
         return []
     number = None if isinstance(groups, Tensor) else whole_number(groups)
@@ -253,7 +261,7 @@ def _names_of_groups(groups: Sequence[Sequence[Tensor]], name_of: dict[Tensor, s
                 raise ValueError(f"A parameter can only appear once in groups. {which} appears again in group {number}")
             seen.add(member)
             if name is not None:
-                # Others are another optimizer's, and are left out, as in Horovod.
+                # Parameters of another optimizer are left out, as in Horovod.
                 names.append(name)
         result.append(names)
     return result
@@ -305,7 +313,7 @@ def _own_names(optimizer: torch.optim.Optimizer, taken: set[str]) -> Named:
 
 
 def _names_of_group(optimizer: torch.optim.Optimizer, number: int, taken: set[str]) -> Named:
-    """By the names that the optimizer was built with, if it was, else by their places."""
+    """Returns the parameters of group ``number``, with the names that the optimizer was built with, else positions."""
     entry = optimizer.param_groups[number]
     places = [f"param_groups[{number}]['params'][{place}]" for place in range(len(entry["params"]))]
     names = [

@@ -1,14 +1,16 @@
 """
 Chooses the size of an optimizer's buckets by measuring how long buckets of a few sizes take between its ranks.
 
-    measure: buckets of zeros ── seconds ── fit: Line (latency + bandwidth)   for each device and dtype of gradients
-    candidates: the predicted step for each size ── the shortest ── rank 0 logs it ── the same on every rank
+    measure: all-reduces of zeros ── seconds ── fit: Line (latency and bandwidth)   once per device type and dtype
+    candidates: the predicted step for each size ── rank 0 takes the shortest, logs it and sends it to every rank
 
-The model of a step: gradients become ready in the order of backward, evenly by their bytes, and a bucket with the last
-of its gradients. Buckets travel one after the other, each for as long as its line says. Small buckets cost many
-latencies; with large ones the step waits for the last. The length of backward is not known before the first step and is
-assumed to be the time that all bytes travel, without latencies. There the size matters most: a longer backward hides
-all but the last bucket anyway, and in a shorter one the link is busy from end to end whatever the size.
+`optimizer` passes `tuned_cap` to the reducer, and `opening` calls it once the optimizer's engine is open.
+
+The model of a step: backward produces gradients at a constant rate in bytes. A bucket is ready when its last gradient
+is. Buckets are sent one after the other, and each takes the time that its line predicts. Small buckets pay many
+latencies; large ones make the step wait long for the last. The length of backward is not known before the first step.
+It is assumed to be as long as sending all bytes without latency. The size matters most then: a longer backward hides
+all buckets but the last, and with a shorter one the link is always busy, whatever the size.
 
 The log has one line of JSON for each optimizer: ``at`` (UTC), ``ranks``, ``compression``; ``engines``, each with
 ``device_type``, ``dtype`` (of gradients), ``bytes`` and ``medians_s`` as measured, ``alpha_s`` and ``beta_s_per_byte``
@@ -36,18 +38,18 @@ from ..comm.group import Group
 from ..comm.reduce_op import Max
 from ..log import log
 from ..ops.failures import raise_together
+from .builtin_exchanges import exchange_of
 from .exchange import Gradients, Links
-from .exchanges import exchange_of
 from .flags import ParticipantCount
-from .gradient_hooks import require_same_model
+from .opening import require_same_model
 from .plan import BucketPlan, ParamSpec, plan_buckets
 from .settings import Settings
 
 LIMIT_S = 1.0
-"""About how long measuring may take, over all types of gradients."""
+"""Approximate limit in seconds for all measurements together."""
 
 SIZES = tuple(kib * 2**10 for kib in (4, 32, 256, 1024, 4096, 16384))
-"""Bytes of gradients that are tried: always the first two, and none that is larger than the model."""
+"""Bucket sizes in bytes to measure. The first two are always measured; of the rest, none larger than the model."""
 
 MOST_TIMES, FEWEST_TIMES = 9, 3
 SMALLEST_CAP_BYTES = 64 * 2**10
@@ -55,30 +57,33 @@ _SHORTEST_S = 1e-9
 
 
 class GradientType(NamedTuple):
-    """The device type and the dtype of gradients, such as ``cpu`` and ``float32``; what travels together."""
+    """The device type and dtype of gradients, such as ``cpu`` and ``float32``. A bucket holds one type only."""
 
     device_type: str
     dtype: str
 
     @classmethod
     def of(cls, part: ParamSpec | BucketPlan) -> GradientType:
-        """That of a parameter's gradient, or of a bucket."""
+        """Returns the type of a parameter's gradient, or of a bucket."""
         return cls(part.device.type, str(part.dtype).removeprefix("torch."))
 
 
 class Line(NamedTuple):
-    """How long a bucket takes: a latency and the seconds of a byte, neither of them negative."""
+    """A linear model of a bucket's time: ``alpha_s`` latency plus ``beta_s`` seconds per byte, neither negative."""
 
     alpha_s: float
     beta_s: float
 
     def time_s(self, nbytes: int) -> float:
-        """Seconds that a bucket of so many bytes takes."""
+        """Returns the predicted seconds of a bucket of ``nbytes``."""
         return self.alpha_s + self.beta_s * nbytes
 
 
 class Candidate(NamedTuple):
-    """A size of buckets and the predicted seconds from the start of backward to the last average; the least is best."""
+    """A bucket cap and its prediction: ``step_s`` is from the start of backward to the last average.
+
+    ``step_s`` is the first field, so that ``min`` of candidates finds the shortest step.
+    """
 
     step_s: float
     buckets: int
@@ -94,11 +99,11 @@ def tuned_cap(
     path: str | None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> int:
-    """The cap in bytes for these parameters over this group, whose engine nobody else uses meanwhile; waits for all.
+    """Measures, and returns the bucket cap in bytes for these parameters. Every rank of the group must call it.
 
-    ``path`` is where rank 0 appends what was measured. Where a rank is alone there is nothing to measure, and the
-    cap stays that of ``settings``. A MismatchError on every rank if one has other parameters, an OSError on every rank
-    if rank 0 cannot write.
+    Nothing else may use the group's engine meanwhile. Rank 0 appends a line of JSON to the file ``path``. A group of
+    one rank measures nothing and keeps the cap of ``settings``. Raises MismatchError on every rank if the ranks'
+    parameters differ, and OSError on every rank if rank 0 cannot write the file.
     """
     specs = [ParamSpec.of(name, param) for name, param in named]
     require_same_model(group, [(spec.name, spec.describe()) for spec in specs])
@@ -128,11 +133,12 @@ def tuned_cap(
 def measure(
     group: Group, settings: Settings, like: ParamSpec, *, most_bytes: int, limit_s: float, clock: Callable[[], float]
 ) -> dict[int, float]:
-    """The seconds that buckets of gradients ``like`` this one take on the slowest rank, by their bytes.
+    """Returns the seconds that a bucket takes on the slowest rank, by its size in bytes. Every rank must call it.
 
-    Sizes go up to ``most_bytes``, and on a slow link no further than about ``limit_s`` allow. How often each is sent,
-    and how far up, ranks decide by common numbers alone, so that their collectives pair up though their clocks differ.
+    The buckets have the dtype and device of ``like``. Sizes go up to ``most_bytes``, or as far as ``limit_s`` allows.
     """
+    # Ranks decide how often and how large to send by the slowest rank's times alone: by their own clocks they might
+    # decide differently, and their collectives would no longer pair up.
     exchange, links = exchange_of(settings, group.size), Links(group, by_host=False)
     count = ParticipantCount.of_all(group.size)
     sizes = [nbytes // like.dtype.itemsize for nbytes in SIZES if nbytes <= max(most_bytes, SIZES[1])]
@@ -141,7 +147,7 @@ def measure(
     memory = group.zeros(plans[-1].numel, like.dtype, like.device)
 
     def send(plan: BucketPlan) -> float:
-        """The seconds from full to averaged, by this rank's clock."""
+        """Averages one bucket, and returns the seconds that it took on this rank."""
         what, flat = f"{plan.describe()} (a trial of autotune)", memory[: plan.grad_numel]
         gradients = Gradients(plan, flat, lambda: [flat], what=what, with_counts=memory[: plan.numel])
         begin_s = clock()
@@ -155,12 +161,12 @@ def measure(
         return clock() - begin_s
 
     def slowest(own_s: float) -> float:
-        """The largest of all ranks' numbers."""
+        """Returns the maximum over all ranks. Waits for them."""
         wire = torch.tensor([own_s], dtype=torch.float64)
         group.all_reduce(wire, "comparing times for autotune", Max).wait()
         return float(wire.item())
 
-    # An engine may open its connections only now.
+    # Not timed: an engine may open its connections only at the first collective.
     send(plans[0])
     start_s = clock()
     times_s: dict[int, float] = {}
@@ -168,7 +174,7 @@ def measure(
         left_s = limit_s - slowest(clock() - start_s)
         if len(times_s) > 1 and left_s < (1 + FEWEST_TIMES) * fit(times_s).time_s(plan.nbytes):
             break
-        # The first has to come by its memory, and is not counted.
+        # The first send of a size also allocates memory, so it only decides how often to repeat.
         first_s = max(slowest(send(plan)), _SHORTEST_S)
         times = min(MOST_TIMES, max(FEWEST_TIMES, int(left_s / 4 / first_s)))
         times_s[plan.nbytes] = slowest(statistics.median(send(plan) for _ in range(times)))
@@ -176,11 +182,11 @@ def measure(
 
 
 def fit(times_s: Mapping[int, float]) -> Line:
-    """The line with the least sum of relative deviations from the measured times, by bytes.
+    """Returns the line with the least sum of relative deviations from ``times_s``, the measured seconds by bytes.
 
-    Tried are those through two of the points, and through one of them with a latency or a bandwidth alone. Relative
-    deviations let a latency of microseconds count as much as milliseconds of a large bucket; their sum, rather than
-    that of squares, lets a size at which the machine was busy count as one point only.
+    It tries every line through two points, and every line through one point that has only a latency or only a
+    bandwidth. Deviations are relative, so that a small bucket's microseconds count as much as a large one's
+    milliseconds. They are not squared, so that one size measured on a busy machine does not dominate.
     """
     points = [(nbytes, max(time_s, _SHORTEST_S)) for nbytes, time_s in times_s.items()]
     lines = [Line(time_s, 0.0) for _, time_s in points]
@@ -194,7 +200,7 @@ def fit(times_s: Mapping[int, float]) -> Line:
 def candidates(
     specs: Sequence[ParamSpec], groups: Sequence[Sequence[str]], line_of: Mapping[GradientType, Line]
 ) -> list[Candidate]:
-    """The powers of two from 64 KiB to the first that holds all gradients, each with its predicted step."""
+    """Returns the caps from 64 KiB in powers of two up to the first that holds all gradients, with their steps."""
     total = sum(plan.nbytes for plan in _travelling(specs, 0, groups))
     found: list[Candidate] = []
     while not found or found[-1].cap_bytes < total:
@@ -205,7 +211,7 @@ def candidates(
 
 
 def step_s(specs: Sequence[ParamSpec], plans: Sequence[BucketPlan], line_of: Mapping[GradientType, Line]) -> float:
-    """Predicted seconds from the start of backward to the last average, with these buckets."""
+    """Returns the predicted seconds from the start of backward to the last average, with these buckets."""
     travelling = {piece.spec.name for plan in plans for piece in plan.slices}
     order = [spec for spec in reversed(specs) if spec.name in travelling]
     sizes = [spec.numel * spec.dtype.itemsize for spec in order]
@@ -220,7 +226,7 @@ def step_s(specs: Sequence[ParamSpec], plans: Sequence[BucketPlan], line_of: Map
 
 
 def _travelling(specs: Sequence[ParamSpec], cap_bytes: int, groups: Sequence[Sequence[str]] = ()) -> list[BucketPlan]:
-    """The buckets that travel in every step."""
+    """Plans buckets, and returns those that are sent in every step (not the sleeping ones)."""
     return [plan for plan in plan_buckets(specs, cap_bytes=cap_bytes, groups=groups) if not plan.asleep]
 
 
@@ -231,19 +237,19 @@ def _conclude(
     groups: Sequence[Sequence[str]],
     measured: Mapping[GradientType, Mapping[int, float]],
 ) -> dict[str, Any]:
-    """What the log gets, the chosen ``cap_bytes`` among it."""
+    """Fits lines, chooses ``cap_bytes``, and returns the entry for the log with that choice in it."""
     line_of = {kind: fit(times_s) for kind, times_s in measured.items()}
     among = candidates(specs, groups, line_of) if measured else []
     cap_bytes = min(among).cap_bytes if among else settings.cap_bytes
-    size = f"gradients travel in buckets of at most {cap_bytes / 2**20:g} MiB"
+    size = f"buckets of at most {cap_bytes / 2**20:g} MiB"
     if among:
         lines = [
-            f"{kind.device_type} {kind.dtype}: {line.alpha_s * 1e6:.4g} µs and {line.beta_s * 2**20 * 1e6:.4g} µs a MiB"
+            f"{kind.device_type} {kind.dtype}: {line.alpha_s * 1e6:.4g} µs + {line.beta_s * 2**20 * 1e6:.4g} µs per MiB"
             for kind, line in line_of.items()
         ]
-        log.info("autotune: %s, %d of them (%s)", size, min(among).buckets, "; ".join(lines))
+        log.info("autotune: %s, %d of them (an all-reduce takes: %s)", size, min(among).buckets, "; ".join(lines))
     else:
-        log.info("autotune: one rank has nothing to measure; %s", size)
+        log.info("autotune: a single rank has nothing to measure: %s", size)
     engines = [
         {
             **kind._asdict(),

@@ -3,8 +3,8 @@
 
     loss.backward() ── Reducer (hooks) ── step: synchronize, then the wrapped optimizer's own step
 
-It wraps an instance and leaves it whole: state, schedulers and step hooks stay with it. How gradients become averages
-is in `reducer`; how one is made of a user's arguments is in `optimizer`.
+The wrapped instance keeps its state, LR schedulers and step hooks. `reducer` averages the gradients. The subclass
+`DistributedOptimizer` in `optimizer` checks the user's arguments and constructs the reducer.
 """
 
 from __future__ import annotations
@@ -23,20 +23,32 @@ from .horovod_attributes import HorovodsAttributes
 from .reducer import Reducer
 from .step_by_bucket import StepByBucket
 
-# In a state_dict.
+# The key of the exchange's state in a state_dict.
 _EXCHANGE = "exchange"
 
-# So many steps in a row are no accident.
+# Warn after this many steps with a single backward pass: fewer may be an accident.
 _SINGLE_PASSES = 3
 
 
 class AveragingOptimizer(HorovodsAttributes):
-    """Adds to a proxy what averages gradients; whoever makes one calls `_connect`."""
+    """An optimizer proxy that averages gradients. A subclass's constructor calls `_connect`."""
 
-    def _connect(self, reducer: Reducer, named: Sequence[tuple[str, Tensor]], groups: Sequence[Sequence[str]]) -> None:
+    def _connect(
+        self,
+        reducer: Reducer,
+        named: Sequence[tuple[str, Tensor]],
+        groups: Sequence[Sequence[str]],
+        *,
+        claims: bool,
+    ) -> None:
+        """Starts to average the gradients of these parameters. Waits for no other rank.
+
+        ``claims``: take the optimizer's number now, as when every rank constructs one. Without it, the number is taken
+        at first use, so the optimizers that all ranks use first at that time belong together.
+        """
         self._reducer = reducer
-        # GradScaler is to unscale averages itself before it decides whether to step. With Adasum gradients are each
-        # rank's own, and so is what it finds: there the ranks decide together.
+        # If False, GradScaler unscales the averages itself before it decides whether to step. With Adasum each rank has
+        # its own gradients, so the ranks must decide together: see `Reducer.agree_to_step`.
         self._step_supports_amp_scaling = reducer.steps_first
         self._by_bucket: StepByBucket | None = None
         if reducer.settings.step_on_arrival:
@@ -45,43 +57,46 @@ class AveragingOptimizer(HorovodsAttributes):
         self._named_groups = groups
         self._skipping = False
         self._synchronized = False
-        # Whether the user was told that a step came after `synchronize`.
+        # Whether `_warn_of_synchronizing_twice` has warned.
         self._has_warned = False
-        # The steps so far that came after a single backward pass; None once that is told, or another has come.
+        # The number of steps so far that followed a single backward pass. None after the warning, or after a step that
+        # followed several.
         self._single_passes: int | None = 0
         reducer.add_params(named, groups)
+        if claims:
+            reducer.take_number()
         # Parameters outlive their optimizer; the hooks on them must not.
         self._finalizer = weakref.finalize(self, reducer.abandon)
         self._finalizer.atexit = False
 
     def close(self) -> None:
-        """Remove every hook from the parameters; backward then communicates nothing."""
+        """Removes every hook from the parameters. Backward then communicates nothing."""
         self._reducer.close()
-        # It would keep the reducer, with the parameters and their buckets, beyond the collection that finds this.
+        # The finalizer refers to the reducer, and would keep its parameters and buckets in memory.
         self._finalizer.detach()
 
     # -- gradients
 
     def synchronize(self) -> None:
-        """Wait until every gradient is the average over all ranks. Every rank must call it.
+        """Waits until every gradient is the average over all ranks. Every rank must call it.
 
-        For clipping and the like::
+        For example, to clip gradients::
 
             optimizer.synchronize()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             with optimizer.skip_synchronize():
                 optimizer.step()
 
-        A second call before the next backward does nothing, and ``step()`` without ``skip_synchronize``
-        does not average again either, but warns once, as Horovod does.
+        A second call before the next backward does nothing. A ``step()`` without ``skip_synchronize`` does not average
+        again either; it warns once, as Horovod does. With Adasum, `synchronize` does nothing.
         """
         self._reducer.synchronize()
-        # With Adasum nothing has been waited for.
+        # With Adasum, `synchronize` did nothing.
         self._synchronized = not self._reducer.steps_first
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Let ``step()`` inside use the gradients as they are; call `synchronize` before."""
+        """A context in which ``step()`` uses the gradients as they are. Call `synchronize` before."""
         if self._reducer.steps_first:
             # Horovod's words.
             raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
@@ -93,30 +108,30 @@ class AveragingOptimizer(HorovodsAttributes):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes inside only add to the gradients; the next one outside averages the sum."""
+        """A context in which backward passes only add to the gradients. The next pass outside averages the sum."""
         with self._reducer.only_accumulating():
             yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many backward passes make a step; on every rank, between two steps."""
+        """Sets how many backward passes add to a gradient before it is averaged; on every rank, between steps."""
         self.backward_passes_per_step = passes
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As PyTorch's. A GradientError where gradients are on their way, since they would be lost."""
+        """Works like PyTorch's. Raises GradientError while gradients are being averaged, since they would be lost."""
         # The first two sentences are Horovod's.
         self._reducer.require_nothing_pending(
             "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
-            "optimizer.synchronize(). This is prohibited as it can cause a race condition: it came",
-            "call step() first, or, to drop them, synchronize(), on every rank. Gradients that are never wanted are "
-            "best computed under `with optimizer.no_sync():`, or with the parameters frozen meanwhile",
+            "optimizer.synchronize(). This is prohibited as it can cause a race condition: it was called",
+            "call step() first, or synchronize() to drop them, on every rank. If these gradients are never used, "
+            "compute them under `with optimizer.no_sync():`, or freeze the parameters meanwhile",
         )
         self._optimizer.zero_grad(set_to_none)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Wait for the averages, then take the wrapped optimizer's step. Every rank must call it.
+        """Waits for the averages, then takes the wrapped optimizer's step. Every rank must call it.
 
-        A ``closure`` is called once; its gradients are averaged before they are used. What it returns,
-        its own rank's loss, is returned.
+        A ``closure`` is called once, and the gradients that it computes are averaged before they are used. Returns
+        what the closure returns, this rank's own loss.
         """
         self._warn_of_synchronizing_twice()
         self._warn_of_accumulating_nothing()
@@ -126,8 +141,8 @@ class AveragingOptimizer(HorovodsAttributes):
         by_bucket = self._by_bucket
         if closure is not None and by_bucket is not None:
             raise ValueError(
-                "step(closure) with step_on_arrival=True: a closure computes gradients inside the step; call it before "
-                "step(), without an argument, or leave step_on_arrival out"
+                "step(closure) does not work with step_on_arrival=True, because the closure computes gradients inside "
+                "the step: call the closure before step(), or leave out step_on_arrival"
             )
         result = None
         with self._reducer.stepping():
@@ -156,7 +171,7 @@ class AveragingOptimizer(HorovodsAttributes):
         passes = self.backward_passes_per_step
         if self._single_passes is None or passes == 1 or self._reducer.backwards_of_step == 0:
             return
-        # A single one may be all that is left at the end of an epoch.
+        # The last step of an epoch may have a single pass left, so one such step proves nothing.
         self._single_passes = self._single_passes + 1 if self._reducer.backwards_of_step == 1 else None
         if self._single_passes == _SINGLE_PASSES:
             self._single_passes = None
@@ -181,25 +196,26 @@ class AveragingOptimizer(HorovodsAttributes):
             self._reducer.synchronize()
         elif self._reducer.has_arrivals:
             raise GradientError(
-                "step() was called in skip_synchronize() while gradients are on their way between the ranks: "
-                "call synchronize() before, or leave out skip_synchronize()"
+                "step() was called in skip_synchronize() while gradients are being averaged: call synchronize() "
+                "before step(), or call step() without skip_synchronize()"
             )
         self._reducer.require_sound()
 
     # -- what belongs to the wrapped optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, so that checkpoints do not depend on the wrapping.
+        """Returns the wrapped optimizer's state dict, so that checkpoints do not depend on the wrapping.
 
-        And this rank's state of an exchange that keeps one, under the key ``"exchange"``.
+        If the exchange keeps state, this rank's part of it is added under the key ``"exchange"``.
         """
         state, exchanged = super().state_dict(), self._reducer.exchange.state_dict()
         return {**state, _EXCHANGE: exchanged} if exchanged else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load on every rank, or on one and `broadcast_optimizer_state`, which leaves each rank its exchange's state.
+        """Loads the wrapped optimizer's state and this rank's state of the exchange.
 
-        Where there is none for an exchange that keeps one, it begins anew.
+        Call it on every rank, or on one and then `broadcast_optimizer_state`, which does not send the exchange's
+        state. If ``state_dict`` has none for the exchange, the exchange starts with empty state.
         """
         self._reducer.exchange.load_state_dict(state_dict.get(_EXCHANGE, {}))
         super().load_state_dict({key: value for key, value in state_dict.items() if key != _EXCHANGE})
@@ -208,9 +224,11 @@ class AveragingOptimizer(HorovodsAttributes):
     def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's parameter groups.
 
-        Reading them waits for gradients that are on their way: GradScaler.unscale_ and clipping by group
-        reach the gradients through here, without a call of `synchronize`.
+        Reading them waits for gradients that are being averaged, since GradScaler.unscale_ and clipping by group
+        reach the gradients through this property without a call of `synchronize`. Those that were on their way in a
+        world that has been shut down are dropped: other ranks may have none.
         """
+        self._reducer.follow_world()
         if self._reducer.has_arrivals and not self._skipping:
             self._reducer.synchronize()
         return self._optimizer.param_groups
@@ -220,7 +238,7 @@ class AveragingOptimizer(HorovodsAttributes):
         self._optimizer.param_groups = value
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As PyTorch's, and average its gradients too. Every rank must call it; it waits for all."""
+        """Works like PyTorch's, and averages the group's gradients too. Every rank must call it; it waits for all."""
         self._reducer.require_nothing_pending("add_param_group() was called", "call step() first")
         self._optimizer.add_param_group(param_group)
         try:
@@ -230,4 +248,4 @@ class AveragingOptimizer(HorovodsAttributes):
             raise
         self._named += named
         self._reducer.add_params(named)
-        self._reducer.meet()
+        self._reducer.connect()

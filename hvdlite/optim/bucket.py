@@ -1,10 +1,11 @@
 """
-A bucket in memory: one flat buffer, the views of it that are the gradients, and what has arrived.
+`Bucket`: a flat buffer whose views become the gradients of its parameters. It also tracks which of them are complete.
 
-    param.grad ── take ── view of the buffer      (nothing to pack: the gradient lives there)
-    seal: zeros for what did not arrive, flags for the others ── all-reduce elsewhere ── give back
+    param.grad ── take ── view of the buffer      (no packing: the gradient is kept in the buffer)
+    seal: zeros for missing gradients, and the flags ── all-reduce by an exchange ── averages in param.grad
 
-What a bucket holds is decided in `plan`; when it travels, in `reducer`; what happens to it then, in an `exchange`.
+`plan` decides which gradients a bucket holds. `reducer` calls `take` during backward. `in_flight` decides when to send
+a bucket, seals it, and passes it to an `exchange`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import torch
 from torch import Tensor
 
 from .flags import TAKES_PART, Flags, ParticipantCount, RankAndSize, presence_of
+from .gradient_state import GradientState, changed_too_early, misfit
 from .plan import BucketPlan
-from .slot import Slot, changed_too_early, misfit
 
-# Where a flat tensor of zeros comes from: elements, dtype, device.
+# Allocates a flat tensor of zeros: number of elements, dtype, device.
 Memory = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
 class BucketMemory(NamedTuple):
-    """A bucket's flat buffer, and the two parts of it: the gradients, with gaps between them, and the flags."""
+    """A bucket's flat buffer and views of its two parts: the gradients (with gaps if aligned), and then the flags."""
 
     flat: Tensor
     gradients: Tensor
@@ -33,7 +34,7 @@ class BucketMemory(NamedTuple):
 
 
 class Bucket:
-    """The gradients of some parameters as one flat tensor, and the flags that travel with them."""
+    """The gradients of some parameters as one flat tensor, followed by the flags that are summed with them."""
 
     def __init__(
         self,
@@ -46,92 +47,91 @@ class Bucket:
         memory: Memory,
     ) -> None:
         self.plan = plan
-        # By the names that it holds, for messages.
         self.description = plan.describe()
         self._allocate = memory
-        # By what gradients are multiplied before they travel.
+        # The factor that gradients are multiplied by before they are sent.
         self._scale = scale
         self.asleep = plan.asleep
-        # The sleeping buckets that this one's flags wake.
+        # The sleeping buckets that this bucket's flags can wake.
         self.sleepers: list[Bucket] = []
-        # Whether sparse gradients travel as dense ones, instead of another way.
+        # Whether sparse gradients are sent as dense ones. If not, `sparse_gather` averages them.
         self._densify = densify
-        self.slots = [Slot(self, piece, param) for piece, param in zip(plan.slices, params, strict=True)]
+        self.states = [GradientState(self, piece, param) for piece, param in zip(plan.slices, params, strict=True)]
         self._memory: BucketMemory | None = None
         self._flags = Flags(plan, ranks)
-        # PyTorch's count of changes to the buffer after our own last one, from a gradient's arrival until all
-        # buckets' averages are there; None when a change is the user's good right.
+        # The buffer's `Tensor._version` after hvdlite's last write. If it differs later, the user has changed a
+        # gradient. None while the user may change them: before the first gradient, and once the averages are returned.
         self._version: int | None = None
         self._is_wanted = True
-        # What this rank adds to the counts of those that sit out and do not count, and of those that take part.
+        # What this rank adds to two counts: ranks that sit out and do not count, and ranks that take part.
         self._presence = TAKES_PART
-        # In this step: the gradients that are to come, and of those that came the dense ones, and the scaled of these.
-        self._missing = len(self.slots)
-        # Whether every gradient that is to come in this step has come.
+        # In this step: the number of gradients that the bucket still waits for.
+        self._missing = len(self.states)
         self.is_full = self._missing == 0
+        # In this step: the number of dense gradients so far, and how many of these are scaled.
         self._dense = 0
         self._scaled = 0
-        # By `time.monotonic_ns`, for a timeline; None while gradients of this step are missing.
+        # A `time.monotonic_ns` for the timeline; None while gradients of this step are missing.
         self.full_since_ns: int | None = None
 
     @property
     def memory(self) -> BucketMemory:
-        """The flat buffer and its parts; taken when it is first asked for."""
+        """The flat buffer and its parts. Allocated at first access."""
         memory = self._memory
         if memory is None:
             plan = self.plan
             flat = self._allocate(plan.numel, plan.dtype, plan.device)
             memory = self._memory = BucketMemory(flat, flat[: plan.grad_numel], flat[plan.grad_numel :])
-            for slot in self.slots:
-                spec = slot.piece.spec
-                slot.view = flat.as_strided(spec.shape, spec.stride, slot.piece.start)
+            for state in self.states:
+                spec = state.piece.spec
+                state.view = flat.as_strided(spec.shape, spec.stride, state.piece.start)
         return memory
 
     def expect(self) -> None:
-        """Begin a step: wait for the parameters that require a gradient now."""
+        """Starts a step, in which the bucket waits for every parameter that requires a gradient now."""
         self._version = None
         self._is_wanted = True
         self._presence = TAKES_PART
-        self._missing = sum([slot.param.requires_grad for slot in self.slots])
+        self._missing = sum([state.param.requires_grad for state in self.states])
         self.is_full = self._missing == 0
         self._dense = self._scaled = 0
         self.full_since_ns = None
 
-    def take(self, slot: Slot, last_pass: bool) -> bool:
-        """Make ``param.grad`` the view of the buffer, with the value that it has now.
+    def take(self, state: GradientState, last_pass: bool) -> bool:
+        """Copies ``param.grad`` into the buffer and replaces it by the view. Returns True if this filled the bucket.
 
-        On the last pass before it travels the value is scaled on the way, since that costs nothing there.
-        A sparse gradient stays where it is, and its flag will say so. Whether the bucket is full now.
+        On the last pass before the bucket is sent, the copy also scales the value, at no extra cost. A sparse gradient
+        stays in ``param.grad``, and `seal` sets its flag.
         """
-        # Once for each parameter in each step: all in one place, without a call that is not needed.
-        param = slot.param
-        grad, view = param.grad, slot.view
+        # Runs for every parameter in every pass, so it is one function without avoidable calls.
+        param = state.param
+        grad, view = param.grad, state.view
         if view is None:
-            view = self._view_of(slot)
+            view = self._view_of(state)
         is_dense = True
         if grad is view:
-            pass  # autograd has added to it
+            pass  # autograd has added to the view in place
         elif grad is not None and grad.layout is torch.strided:
             if grad.dtype != view.dtype or grad.device != view.device:
-                raise misfit(slot, grad)
+                raise misfit(state, grad)
             if self._version is not None and self._version != view._version:
-                self._require_untouched()
+                self.require_untouched()
             value = grad.detach() if grad.requires_grad else grad
             if last_pass and self._scale != 1.0:
                 torch.mul(value, self._scale, out=view)
-                slot.scaled = True
+                state.scaled = True
                 self._scaled += 1
             else:
                 view.copy_(value)
             param.grad = view
         else:
             is_dense = False
-            slot.sparse = grad is not None
+            state.sparse = grad is not None
         if is_dense and (last_pass or self._version is not None):
             self._version = view._version
         if not last_pass:
             return False
-        slot.arrived = True
+        state.ready = True
         self._dense += is_dense
         self._missing -= param.requires_grad
         self.is_full = self._missing == 0
@@ -140,27 +140,28 @@ class Bucket:
         self.full_since_ns = time.monotonic_ns()
         return True
 
-    def _view_of(self, slot: Slot) -> Tensor:
-        assert self.memory is not None, "it is taken when it is asked for"
-        assert slot.view is not None, "the memory sets the views"
-        return slot.view
+    def _view_of(self, state: GradientState) -> Tensor:
+        assert self.memory is not None, "it is taken when it is asked for"  # the access allocates, which sets the view
+        assert state.view is not None, "the memory sets the views"
+        return state.view
 
     def seal(self, *, leave_scale: bool) -> tuple[BucketMemory, float]:
-        """The memory, ready to travel: no stale values, and the flags of this rank set.
+        """Makes the buffer ready to send: zeros for missing gradients, and this rank's flags.
 
-        And by what its gradients are still to be multiplied, which is 1 unless the caller would do that on the way.
+        Returns the memory, and the factor that the caller must still multiply the gradients by. That is 1 unless
+        ``leave_scale``, with which the caller offers to scale them itself.
         """
         memory = self.memory
         if self._presence != TAKES_PART:
             memory.flat.zero_()
             self._flags.write_presence(memory.tail, self._presence)
             return memory, 1.0
-        self._require_untouched()
+        self.require_untouched()
         is_complete = self.is_complete
-        used = [True] * len(self.slots) if is_complete else [self._fill(slot) for slot in self.slots]
+        used = [True] * len(self.states) if is_complete else [self._fill(state) for state in self.states]
         scale_left = 1.0 if self._scale == 1.0 else self._scale_rest(leave_scale)
         if self.sleepers or not is_complete:
-            sparse = [slot.arrived and slot.sparse for slot in self.slots]
+            sparse = [state.ready and state.sparse for state in self.states]
             wake = [sleeper.asleep and sleeper.needed for sleeper in self.sleepers]
             self._flags.write(memory.tail, used, sparse, wake)
         else:
@@ -169,123 +170,130 @@ class Bucket:
         return memory, scale_left
 
     def views(self) -> list[Tensor]:
-        """The gradients' places in the flat buffer, each in its parameter's shape."""
-        return [self._view_of(slot) for slot in self.slots]
+        """Returns the gradients as views of the flat buffer, each in its parameter's shape."""
+        return [self._view_of(state) for state in self.states]
 
     @property
     def takes_part(self) -> bool:
-        """Whether this rank does not sit out this step."""
+        """Whether this rank takes part in this step, rather than sits out."""
         return self._presence == TAKES_PART
 
-    def give_up(self) -> None:
-        """What this step brings is wanted by nobody: it may be changed, or cast away, at any time."""
+    def allow_changes(self) -> None:
+        """Stops checking for changes by the user in this step, because its averages will be dropped."""
         self._is_wanted = False
 
     def sit_out(self, average_of_active: bool) -> None:
-        """Travel in this step with nothing to give; whether averages are to be over the other ranks alone."""
-        self.give_up()
+        """Makes this rank send zeros in this step. ``average_of_active``: do not count it in the averages' divisor."""
+        self.allow_changes()
         self._presence = (int(average_of_active), 0)
 
-    def accept(self) -> None:
-        """The averages are about to be written over the gradients, which must be what has travelled."""
-        self._require_untouched()
-
-    def hold(self) -> None:
-        """The averages are there. Maybe sooner than the user can know: they are not to be changed yet."""
+    def guard(self) -> None:
+        """Makes any later change to the buffer an error: the user must not touch averages that are not returned yet."""
         self._version = self.memory.flat._version
 
-    def release(self) -> None:
-        """All buckets have come back: from now on the gradients are the user's to change."""
+    def unguard(self) -> None:
+        """Lets the user change the gradients again, since their averages are returned."""
         self._version = None
 
-    def drop(self, kept: Sequence[Slot]) -> None:
-        """Leave no gradient but those ``kept``, which are not in it; memory is taken again when the next one comes.
+    def drop(self, kept: Sequence[GradientState]) -> None:
+        """Sets the gradients to None, except those in ``kept``, and frees the buffer. The next gradient allocates it.
 
-        An engine's own memory stays: to map it anew on all ranks in every step would cost more than it is worth.
+        Memory of the engine, such as shared memory, is not freed: mapping it on all ranks in every step is too slow.
         """
-        for slot in self.slots:
-            if slot not in kept:
-                slot.param.grad = None
+        for state in self.states:
+            if state not in kept:
+                state.param.grad = None
         if self._memory is not None and self._memory.flat.untyped_storage().resizable():
             self._memory = None
-            for slot in self.slots:
-                slot.view = None
+            for state in self.states:
+                state.view = None
+
+    def renew(self) -> None:
+        """Makes the next gradient allocate a new buffer. Existing gradients keep their old memory."""
+        self._memory = None
+        self._version = None
+        for state in self.states:
+            state.view = None
 
     def abandon(self) -> None:
-        """Leave the memory to what is under way, with its gradients: the next one to come has memory of its own."""
-        for slot in self.slots:
-            if slot.param.grad is slot.view:
-                slot.param.grad = None
-            slot.view = None
+        """Gives up the buffer and its gradients, since a collective may still write to it.
+
+        The next gradient allocates a new buffer.
+        """
+        for state in self.states:
+            if state.param.grad is state.view:
+                state.param.grad = None
+            state.view = None
         self._memory = None
         self._version = None
 
     def require_same(self) -> None:
-        """Raise a GradientError if the user has changed, replaced or dropped a gradient that is on its way."""
+        """Raises GradientError if the user has changed, replaced or dropped a gradient that is being averaged."""
         if not self._is_wanted:
             return
-        self._require_untouched()
-        for slot in self.slots:
-            if slot.param.grad is not slot.view and slot.arrived and not slot.sparse:
-                how = "set to None" if slot.param.grad is None else "replaced"
-                raise changed_too_early(f"the gradient of {slot.name} was {how}", slot.param)
+        self.require_untouched()
+        for state in self.states:
+            if state.param.grad is not state.view and state.ready and not state.sparse:
+                how = "set to None" if state.param.grad is None else "replaced"
+                raise changed_too_early(f"the gradient of {state.name} was {how}", state.param)
 
-    def _require_untouched(self) -> None:
+    def require_untouched(self) -> None:
+        """Raises GradientError if the user has changed the buffer since hvdlite last wrote to it."""
         if self._is_wanted and self._version is not None and self._version != self.memory.flat._version:
-            raise changed_too_early(f"one of the {self.description} was changed", self.slots[0].param)
+            raise changed_too_early(f"one of the {self.description} was changed", self.states[0].param)
 
-    def _fill(self, slot: Slot) -> bool:
-        """Make sure that the slice holds this rank's share; whether it has one."""
-        # What is written from here on, for this slice or the one before it, is no change of the user's.
+    def _fill(self, state: GradientState) -> bool:
+        """Writes this rank's gradient, or zeros, into the slice. Returns whether this rank has a dense gradient."""
+        # hvdlite writes to the buffer from here on, so the version no longer shows changes by the user.
         self._version = None
-        if not slot.arrived and slot.param.grad is not None:
-            # Half an accumulation, or a gradient that no backward of ours made: it counts as it is.
-            self.take(slot, last_pass=True)
-        assert slot.view is not None, "the buffer sets the views"
-        if slot.arrived and slot.sparse and self._densify and slot.param.grad is not None:
-            slot.view.copy_(slot.param.grad.to_dense())
-        elif not slot.arrived or slot.sparse:
-            slot.view.zero_()
+        if not state.ready and state.param.grad is not None:
+            # Fewer passes than backward_passes_per_step, or a gradient that the user has set: it is averaged as it is.
+            self.take(state, last_pass=True)
+        assert state.view is not None, "the buffer sets the views"
+        if state.ready and state.sparse and self._densify and state.param.grad is not None:
+            state.view.copy_(state.param.grad.to_dense())
+        elif not state.ready or state.sparse:
+            state.view.zero_()
             return False
         return True
 
     def _scale_rest(self, leave: bool) -> float:
-        """Scale what was not scaled as it was taken; by what all is to be scaled where that is left."""
-        if self._scaled == len(self.slots):
+        """Scales the gradients that `take` did not. Returns the factor that the caller must scale all of them by."""
+        if self._scaled == len(self.states):
             return 1.0
         if self._scaled == 0:
             if leave:
                 return self._scale
             self.memory.gradients.mul_(self._scale)
             return 1.0
-        for slot in self.slots:
-            if slot.arrived and not slot.scaled:
-                assert slot.view is not None, "the buffer sets the views"
-                slot.view.mul_(self._scale)
+        for state in self.states:
+            if state.ready and not state.scaled:
+                assert state.view is not None, "the buffer sets the views"
+                state.view.mul_(self._scale)
         return 1.0
 
     @property
     def needed(self) -> bool:
-        """Whether this rank has, or will have, a gradient for it in this step."""
-        return any(slot.param.requires_grad or slot.param.grad is not None for slot in self.slots)
+        """Whether this rank has, or will have, a gradient for this bucket in this step."""
+        return any(state.param.requires_grad or state.param.grad is not None for state in self.states)
 
     @property
     def is_complete(self) -> bool:
-        """Whether this rank gave a dense gradient for every slice, and so need not ask who else did."""
-        return self._dense == len(self.slots)
+        """Whether this rank has a dense gradient in every slice. If so, it need not read the other ranks' flags."""
+        return self._dense == len(self.states)
 
-    def read_flags(self, *, alone: bool) -> list[tuple[Slot, bool, bool]]:
-        """After the all-reduce: for every slot whether any rank used it, and whether any had it sparse.
+    def read_flags(self, *, alone: bool) -> list[tuple[GradientState, bool, bool]]:
+        """Returns (state, used by any rank, sparse on any rank) for each parameter. Call it after the all-reduce.
 
-        On a GPU this waits for the device, unless this rank is ``alone``: ask only where the answer is needed.
+        On a GPU this waits for the device, unless this rank is ``alone``, so call it only where it is needed.
         """
         flags = self._flags.read(self.memory.tail, alone=alone)
-        return [(slot, *used_and_sparse) for slot, used_and_sparse in zip(self.slots, flags, strict=True)]
+        return [(state, *used_and_sparse) for state, used_and_sparse in zip(self.states, flags, strict=True)]
 
     def read_wake(self, *, alone: bool) -> list[bool]:
-        """After the all-reduce: which of the `sleepers` some rank needs; waits as `read_flags` does."""
+        """Returns which of the `sleepers` some rank needs. Call it after the all-reduce; waits like `read_flags`."""
         return self._flags.read_wake(self.memory.tail, alone=alone)
 
     def count(self, size: int) -> ParticipantCount:
-        """How many of ``size`` ranks took part; to be read when the counts of all ranks are in the bucket."""
+        """Returns how many of ``size`` ranks took part. Read it only after the flags are summed over all ranks."""
         return ParticipantCount(presence_of(self.plan, self.memory.tail), size)

@@ -1,12 +1,13 @@
 """
-`Exchange`, the interface for how ranks combine a bucket's gradients (what DDP calls a communication hook).
+`Exchange`: how ranks send and combine a bucket's gradients, in any format (what DDP calls a communication hook).
 
-    Gradients (of a full bucket) ── begin (launch what is to travel over the Links) ── ExchangeWork
-                                 ── finish (when that is done: leave the result in the gradients)
+    Gradients (of a full bucket) ── begin (launches collectives over the Links) ── ExchangeWork
+                                 ── finish (after these have ended: writes the result into the gradients)
 
-An exchange sees gradients and nothing else. When a bucket is full, in which order buckets travel and who waits for them
-is the `Reducer`'s; which ranks have used a parameter, and how many take part, travels beside the gradients, exactly.
-Those that come with hvdlite are in `exchanges`; a user passes another to ``hvd.DistributedOptimizer(exchange=...)``.
+The `Reducer` decides when a bucket is full, in which order buckets are sent, and when to wait for them; its
+`in_flight.BucketQueue` calls `begin` and `finish`. The counts of ranks that used a parameter and that take part are
+sent beside the gradients, and stay exact whatever an exchange does to gradients. The built-in exchanges are in
+`builtin_exchanges`; users pass their own to ``hvd.DistributedOptimizer(exchange=...)``.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from .plan import BucketPlan
 
 
 class Gradients:
-    """The gradients of one bucket, of one dtype on one device.
+    """The gradients of one bucket, all of one dtype on one device.
 
-    ``flat``, of shape ``(numel,)``, holds them one after the other; ``pieces``, one for each of ``names``, are the same
-    memory in the parameters' shapes. A parameter that this rank did not use has zeros. On a rank that sits out a step
-    (see `hvd.join`) ``takes_part`` is False, and all are zeros.
+    ``flat``, of shape ``(numel,)``, holds them one after the other. ``pieces`` are views of it in the parameters'
+    shapes, one for each of ``names``. The gradient of a parameter that this rank did not use is zeros. On a rank that
+    sits out a step (see `hvd.join`) ``takes_part`` is False, and all gradients are zeros.
     """
 
     def __init__(
@@ -47,11 +48,11 @@ class Gradients:
         scale: float = 1.0,
         launching: Callable[[], None] | None = None,
     ) -> None:
-        """``views`` gives the pieces; ``what`` are words for the bucket, the same on all ranks, for errors and stalls.
+        """``views`` returns the pieces. ``what`` names the bucket in messages, equally on all ranks.
 
-        ``with_counts`` and ``scale`` are what exchanges look at that say so: ``flat`` with the counts behind it, and
-        what it is still to be multiplied by. ``launching`` may be called in `Exchange.begin` when all is packed, before
-        the first launch: a timeline then shows the one apart from the other.
+        ``with_counts`` is ``flat`` with the counts behind it, for exchanges with `Exchange.carries_counts`.
+        ``scale`` is the factor that ``flat`` must still be multiplied by. It is 1 unless `Exchange.scales`.
+        `Exchange.begin` may call ``launching`` between packing and the first launch, for timelines to show them apart.
         """
         self.plan = plan
         self.flat = flat
@@ -74,20 +75,21 @@ class Gradients:
 
     @property
     def counts(self) -> Tensor:
-        """What lies behind ``flat``, of an exchange that has them carried."""
+        """The counts behind ``flat``, which an exchange with `Exchange.carries_counts` must sum over the ranks."""
         return self.with_counts[self.flat.numel() :]
 
 
 @dataclass(slots=True)
 class ExchangeWork:
-    """What `Exchange.begin` has launched for one bucket, and what `Exchange.finish` needs of it."""
+    """The collectives that `Exchange.begin` has launched for one bucket, and ``kept``: anything that `finish` needs."""
 
     works: Sequence[Work] = ()
     kept: Any = None
-    # What travels, for a timeline; and whether it is in memory beside the gradients, which is free after `finish`.
+    # The tensor that is sent, for a timeline.
     wire: Tensor | None = None
+    # Whether the wire is in memory other than the gradients', which `finish` frees.
     takes_memory: bool = False
-    # What has gone wrong on this rank alone, which the others are to be told of at the end of the step.
+    # An error on this rank alone. With `Exchange.tells_failures` all ranks learn of it at the end of the step.
     failure: Exception | None = None
 
     def is_completed(self) -> bool:
@@ -98,22 +100,23 @@ class ExchangeWork:
         return True
 
     def wait(self) -> None:
-        """Block until all works are done; on a GPU the current stream waits instead of the host."""
+        """Blocks until all works are done. On a GPU the current stream waits instead of the host."""
         for work in self.works:
             work.wait()
 
 
 class Links:
-    """The ranks that an exchange may communicate with, as groups (see `Group` for what they can do).
+    """The groups of ranks that an exchange may communicate over (see `Group` for its collectives).
 
-    ``all`` are all ranks of the optimizer, ``within`` those on this rank's host, and ``across`` one rank of each host,
-    those with this rank's local rank: a sum over ``within`` and then over ``across`` is one over ``all``. Where there
-    are no two levels to be had (all ranks on one host, one on each, or hosts with different numbers of ranks) one of
-    the two is all ranks and the other this rank by itself. Each has an engine of its own.
+    ``all`` is all ranks of the optimizer. ``within`` is the ranks on this rank's host. ``across`` is one rank of each
+    host, those with this rank's local rank. A sum over ``within`` and then over ``across`` is a sum over ``all``. If
+    all ranks are on one host, ``within`` is all ranks and ``across`` this rank alone. If each host has one rank, or
+    hosts have different numbers of ranks, ``across`` is all ranks and ``within`` this rank alone. Two groups of
+    different ranks have separate engines.
     """
 
     def __init__(self, group: Group, *, by_host: bool) -> None:
-        """Opens groups within and across hosts where ``by_host``, for which it waits for all ranks."""
+        """With ``by_host``, opens groups within and across hosts. Every rank must do so, and waits for all."""
         self.all = self.across = group
         self.within = group.alone()
         if not by_host or group.size == 1:
@@ -129,71 +132,72 @@ class Links:
 
 
 class Exchange(ABC):
-    """Combines the gradients of all ranks, a bucket at a time. One is made for each optimizer.
+    """Combines the gradients of all ranks, one bucket at a time. Each optimizer has its own instance.
 
-    On every rank `begin` is called for the same buckets in the same order, and `finish` in that order. So collectives
-    of several buckets pair up, as long as each is launched in the one or the other by all ranks alike.
+    On every rank `begin` is called for the same buckets in the same order, and `finish` in that order. So the
+    collectives of several buckets pair up, if all ranks launch each collective in the same one of the two methods.
     """
 
     by_host: ClassVar[bool] = True
-    """Whether the links are to lead within hosts and across them; else all ranks are across."""
+    """Whether `Links` opens groups within hosts and across them. If not, ``across`` is all ranks."""
 
     during_backward: ClassVar[bool] = True
-    """Whether buckets may travel during backward; not, where `begin` waits for other ranks."""
+    """Whether buckets may be sent during backward. It must be False if `begin` waits for other ranks."""
 
     word: ClassVar[str] = "exchange"
-    """What it is called in errors and timelines, as in "the exchange of the gradients of weight"."""
+    """The noun for this exchange in errors and timelines, as in "the exchange of the gradients of weight"."""
 
     after_step: ClassVar[bool] = False
-    """Whether each rank steps with its own gradients, and is given what the step has changed in place of gradients.
+    """Whether each rank first steps with its own gradients, and the exchange then gets the changes of the parameters.
 
-    What `finish` leaves is then added to the parameters as they were before the step.
+    The result of `finish` is then added to the parameters as they were before the step.
     """
 
     aligned: ClassVar[bool] = False
-    """Whether each gradient begins at a multiple of 64 bytes in ``flat``, behind zeros; else there are no gaps."""
+    """Whether each gradient begins at a multiple of 64 bytes in ``flat``, with zeros in the gaps. If not, no gaps."""
 
     carries_counts: ClassVar[bool] = False
-    """Whether `begin` has `Gradients.counts` summed over the ranks, as by an all-reduce of ``with_counts``.
+    """Whether `begin` sums `Gradients.counts` over the ranks itself, for example by an all-reduce of ``with_counts``.
 
-    Else they travel in an all-reduce of their own beside each bucket.
+    If not, a second all-reduce beside each bucket sums them.
     """
 
     tells_failures: ClassVar[bool] = False
-    """Whether a step fails on all ranks where `finish` has left an `ExchangeWork.failure` on one of them.
+    """Whether a step fails on all ranks if `finish` has set `ExchangeWork.failure` on one of them.
 
-    For that the ranks tell each other at the end of each step.
+    This costs one small all-reduce at the end of each step.
     """
 
     @abstractmethod
     def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
-        """Launch what is to travel. The gradients may be overwritten; they stay in place until `finish`."""
+        """Launches the collectives of one bucket. It may overwrite the gradients; their memory lasts until `finish`."""
 
     @abstractmethod
     def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
-        """Leave the result in the gradients, when all works of ``begun`` are done.
+        """Writes the result into the gradients. It is called when all works of ``begun`` are done.
 
         An average is over ``int(count)`` ranks: all, unless some have joined and do not count.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state by the names of parameters, for checkpoints; nothing where there is none."""
+        """Returns this rank's state by the names of parameters, for checkpoints. Empty if the exchange keeps none."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up what `state_dict` gave, or nothing."""
+        """Loads a dict that `state_dict` returned, or an empty one."""
         if state:
             raise ValueError(
-                f"the checkpoint has the state of an exchange, for {next(iter(state))!r} and others, and {self!r} has "
-                "none: make the optimizer with the same exchange=, or delete the key 'exchange' from the state_dict"
+                f"the checkpoint has the state of an exchange, for {next(iter(state))!r} and others, and {self!r} "
+                "keeps none: make the optimizer with the same exchange=, or delete the key 'exchange' from the "
+                "state_dict"
             )
 
     def scale_before(self, dtype: torch.dtype, size: int) -> float:
-        """What gradients of this dtype are multiplied by as they come, for so many ranks."""
+        """Returns the factor that gradients of this dtype are multiplied by before `begin`, with ``size`` ranks."""
         return 1.0
 
     def scales(self, plan: BucketPlan) -> bool:
-        """Whether `begin` can multiply a bucket by `Gradients.scale` better than who fills it."""
+        """Whether `begin` multiplies this bucket by `Gradients.scale` itself. If not, the bucket is scaled before."""
         return False
 
     def __repr__(self) -> str:

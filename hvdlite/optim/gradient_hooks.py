@@ -1,7 +1,7 @@
 """
-Autograd hooks on an optimizer's parameters, and the optimizer's own communicator between its ranks.
+`GradientHooks`: autograd hooks on an optimizer's parameters, and its communicator, reopened in each new world.
 
-What is done with the gradients is in `reducer`.
+`Reducer` is its subclass, and does the work on the gradients. `opening` opens the communicator.
 """
 
 from __future__ import annotations
@@ -18,105 +18,126 @@ from torch.utils.hooks import RemovableHandle
 from ..comm import deferred_close
 from ..comm.group import Group
 from ..control.generation import Generation
-from ..errors import GradientError, MismatchError
+from ..control.operation import OPTIMIZER
+from ..errors import GradientError
 from ..ops.base import compare
+from .opening import Opened, Opening, Submit, raise_difference
 from .parameter_check import ParameterCheck
-from .plan import Description, can_have_gradient, first_difference
+from .plan import Description, can_have_gradient
 from .step_trace import StepTrace
 
-# Autograd's number of the backward pass under way. Looked up once: it is called at every gradient.
+# Returns autograd's number of the current backward pass. A global, since it is called for every gradient.
 number_of_backward = torch._C._current_graph_task_id
 
 
 class GradientHooks(ABC):
-    """Hears, by a bound method, when a gradient has been added to, and has a channel to the other ranks.
+    """Hooks on some parameters' gradients, and a communicator to the other ranks. A subclass handles the gradients.
 
-    A parameter has one listener at most. What is done with the gradients is a subclass's.
+    The hooks call a bound method after each addition to a gradient. At most one `GradientHooks` listens to a parameter.
     """
 
     def __init__(
-        self, group: Group, generation: Generation, backward_passes_per_step: int, check_parameters: bool | int
+        self,
+        group: Group,
+        generation: Generation,
+        backward_passes_per_step: int,
+        check_parameters: bool | int,
+        submit: Submit | None,
     ) -> None:
         self.backward_passes_per_step = backward_passes_per_step
-        self._join(group, generation, check_parameters)
+        # The optimizer's number among those of these ranks. It keeps the number in a later world if that is free.
+        self._number: int | None = None
+        self._join(group, generation, check_parameters, submit)
         self._hooks: list[RemovableHandle] = []
         self._is_closed = False
         self._spoilt_by: str | None = None
-        # How many count on the channel, closed or not; held to look at that, never by a finalizer.
+        # The number of `pin` calls without `unpin`. Finalizers must not take the lock: they call `abandon` instead.
         self._pins = 0
         self._pinning = threading.Lock()
         self._only_accumulating = False
-        # Autograd's numbers of the backward passes since the last step, those under `only_accumulating` among them.
+        # Autograd's numbers of the backward passes since the last step, including those under `only_accumulating`.
         self._backwards: set[int] = set()
 
-    def _join(self, group: Group, generation: Generation, check_parameters: bool | int) -> None:
-        """Attach to ``group``; the communicator of its own is opened when the ranks first meet."""
+    def _join(self, group: Group, generation: Generation, check_parameters: bool | int, submit: Submit | None) -> None:
+        """Sets the ranks to communicate with. Their communicator is opened later, by `connect`."""
+        self._submit = submit
         self.size = group.size
         self._ranks = group
         self._reducers = generation.reducers
-        self._tracks = StepTrace(generation.recorder)
+        self._trace = StepTrace(generation.recorder)
         self._check = ParameterCheck(group, check_parameters)
-        # A channel of our own between the same ranks, opened when they first meet.
+        # The optimizer's own communicator between the same ranks, opened by `connect`.
+        self._opening: Opening | None = None
         self._group: Group | None = None
         self._uncompared: list[Description] = []
 
     @property
-    def ranks(self) -> Group:
-        """The group that was given, not the communicator of the optimizer's own."""
-        return self._ranks
-
-    @property
     def backwards_of_step(self) -> int:
-        """How many backward passes there were since the last step."""
+        """The number of backward passes since the last step."""
         return len(self._backwards)
 
     @property
     @abstractmethod
     def _collecting(self) -> bool:
-        """Whether something is under way on the channel to the other ranks."""
+        """Whether a step is in progress, so that collectives may be running on the communicator."""
 
     @abstractmethod
     def sit_out(self, average_of_active: bool) -> bool:
-        """Take part in one step of the other ranks with nothing to give; False if they all sat out as well."""
+        """Takes part in one step of the other ranks without gradients. Returns False if all ranks sat out."""
 
     def _compare_later(self, named: Mapping[str, Tensor], description: Description) -> None:
-        """Have the ranks compare these parameters when they next meet; their values, in a step."""
+        """Schedules checks of these parameters: their shapes at the next `connect`, their values in the next step."""
         self._check.add(named.items())
         self._uncompared.append(description)
 
     def _hear(self, params: Sequence[Tensor], on_gradient: Callable[[Tensor], None]) -> None:
-        """Listen to more parameters; the bound method ``on_gradient`` is called after each addition to a gradient."""
+        """Hooks more parameters: ``on_gradient``, a bound method, is called after each addition to a gradient."""
+        deferred_close.prepare()
         take_over(params)
         self._hooks += [listen(param, on_gradient) for param in params if can_have_gradient(param.dtype)]
 
-    def meet(self) -> Group:
-        """The channel to the other ranks; the first call opens it and compares the models.
-
-        Every rank must call it before the first gradient, or leave it to that. A MismatchError on every
-        rank if one has other parameters than another.
-        """
-        if self._group is None or self._uncompared:
-            with self.only_one_thread():
-                return self._open()
-        return self._group
+    def take_number(self) -> None:
+        """Takes a number among the optimizers of these ranks. Every rank must call it; it does not wait for them."""
+        self._number = self._reducers.take_number(self._ranks, self._number)
+        self._opening = self._make_opening(self._number, self._uncompared.pop(0))
+        self._reducers.open_later(self._opening)
 
     def only_one_thread(self) -> AbstractContextManager[None]:
-        """A RuntimeError for a thread that makes an optimizer for these ranks while another one does."""
-        return self._reducers.only_one_thread(self._ranks, "hvd.DistributedOptimizer")
+        """A context that raises RuntimeError if two threads construct optimizers for these ranks at once."""
+        return self._reducers.only_one_thread(self._ranks, OPTIMIZER.name)
 
-    def _open(self) -> Group:
-        while self._uncompared:
-            require_same_model(self._ranks, self._uncompared.pop(0))
+    @abstractmethod
+    def _make_opening(self, number: int, description: Description) -> Opening:
+        """Returns the operation that opens the communicator and compares ``description``."""
+
+    def connect(self) -> Group:
+        """Returns the communicator to the other ranks. The first call opens it and compares the models.
+
+        Every rank must call it; the first step does. Raises MismatchError on every rank if the ranks have different
+        parameters or arguments.
+        """
         if self._group is None:
-            deferred_close.prepare()
-            self._reducers.enter(self._ranks, self)
-            self._group = self._ranks.duplicate()
+            self._ranks.require_open("averaging gradients")
+        if self._opening is None:
+            self.take_number()
+        self._reducers.open_all()
+        if self._group is None:
+            assert self._opening is not None, "it has a number"
+            self._take(self._opening.wait())
+        while self._uncompared:
+            description = self._uncompared.pop(0)
+            raise_difference(self._ranks, compare(self._ranks, description, "comparing the models"))
+        assert self._group is not None, "it has been taken"
         return self._group
 
-    def close(self) -> None:
-        """Listen no more. Gradients stay where they are; what is under way is not waited for.
+    def _take(self, opened: Opened) -> None:
+        """Uses this engine from now on."""
+        self._group = opened.group
 
-        While it is pinned the channel stays, for the last steps of ranks that have joined.
+    def close(self) -> None:
+        """Removes the hooks and closes the communicator. Leaves the gradients, and waits for no collective.
+
+        A pinned communicator stays open, for the last steps of ranks that have joined.
         """
         self._is_closed = True
         for hook in self._hooks:
@@ -125,17 +146,17 @@ class GradientHooks(ABC):
         self._give_back()
 
     def abandon(self) -> None:
-        """`close`, called by the garbage collector: in any thread, in the middle of whatever that does."""
+        """Closes in another thread, soon. For the garbage collector, which may run while this thread holds locks."""
         self._is_closed = True
         deferred_close.close_later(self.close)
 
     def spoil(self, why: str) -> None:
-        """Something is under way on the channel that will not come to its end: no step may be taken any more."""
+        """Makes every later step raise an error with ``why``, since a collective on the communicator will never end."""
         self._spoilt_by = why
         self._is_closed = True
 
     def pin(self) -> bool:
-        """Keep the channel to the other ranks until `unpin`, closed or not; False if it is given back already."""
+        """Keeps the communicator open until `unpin`, even after `close`. Returns False if it is closed already."""
         with self._pinning:
             if self._is_closed and not self._pins:
                 return False
@@ -143,32 +164,32 @@ class GradientHooks(ABC):
             return True
 
     def unpin(self) -> None:
-        """Undo one `pin`."""
+        """Undoes one `pin`."""
         with self._pinning:
             self._pins -= 1
         self._give_back()
 
     def _give_back(self) -> None:
         with self._pinning:
-            # A channel that something is under way on stays until the group is closed.
-            if not self._is_closed or self._pins or self._collecting:
+            # With a collective running on it, the communicator stays open until the group is closed.
+            if not self._is_closed or self._pins or (self._collecting and self._group is not None):
                 return
-            group, self._group = self._group, None
-        if group is not None:
-            group.close()
+            opening, self._group = self._opening, None
+        if opening is not None:
+            opening.close()
 
     def _require_not_closed(self) -> None:
         if self._spoilt_by is not None:
-            raise GradientError(f"this DistributedOptimizer takes no more steps: {self._spoilt_by}")
+            raise GradientError(f"this DistributedOptimizer can take no more steps: {self._spoilt_by}")
         if self._is_closed:
             raise GradientError(
-                "this DistributedOptimizer averages nothing any more: it was closed, or another one was made over "
-                "the same parameters since; step with that one, or with the optimizer that was wrapped"
+                "this DistributedOptimizer no longer averages gradients: it was closed, or a newer one has the same "
+                "parameters. Use the newer one, or the original optimizer"
             )
 
     @contextmanager
     def only_accumulating(self) -> Iterator[None]:
-        """Let backward passes inside add to the gradients, without counting and without communication."""
+        """A context in which backward passes add to gradients, without being counted and without communication."""
         earlier, self._only_accumulating = self._only_accumulating, True
         try:
             yield
@@ -177,7 +198,7 @@ class GradientHooks(ABC):
 
 
 def take_over(params: Iterable[Tensor]) -> None:
-    """Close whoever listens to these parameters so far: averaged twice, their gradients would be too small."""
+    """Closes any earlier `GradientHooks` on these parameters, since gradients averaged twice would be too small."""
     for param in params:
         for hook in list((param._post_accumulate_grad_hooks or {}).values()):
             earlier = getattr(hook, "__self__", None)
@@ -186,8 +207,8 @@ def take_over(params: Iterable[Tensor]) -> None:
 
 
 def listen(param: Tensor, on_gradient: object) -> RemovableHandle:
-    """Have a bound method of a `GradientHooks` called after each addition to the gradient."""
-    # Only what requires a gradient can be hooked. A frozen parameter may be unfrozen later.
+    """Registers a bound method of a `GradientHooks`, to be called after each addition to the gradient."""
+    # PyTorch hooks only parameters that require a gradient, but a frozen one may be unfrozen later.
     frozen = not param.requires_grad
     if frozen:
         param.requires_grad_(True)
@@ -199,7 +220,7 @@ def listen(param: Tensor, on_gradient: object) -> RemovableHandle:
 
 
 def too_many_passes(name: str, backward_passes_per_step: int) -> GradientError:
-    """What a listener raises at a gradient that is one backward pass too many."""
+    """Returns the error for a gradient that gets more than ``backward_passes_per_step`` backward passes."""
     # The first two sentences are Horovod's.
     return GradientError(
         "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
@@ -207,23 +228,3 @@ def too_many_passes(name: str, backward_passes_per_step: int) -> GradientError:
         f"backward_passes_per_step={backward_passes_per_step}. Or wrap all backward passes but the last in `with "
         "optimizer.no_sync():`)"
     )
-
-
-def require_same_model(group: Group, description: Description) -> None:
-    """A MismatchError on every rank, which names the first parameter, if one has others; waits for all."""
-    descriptions = compare(group, description, "comparing the models")
-    if descriptions is not None:
-        raise MismatchError(_words_of_difference(descriptions, group))
-
-
-def _words_of_difference(descriptions: Sequence[Description], group: Group) -> str:
-    for rank, description in enumerate(descriptions):
-        difference = first_difference(descriptions[0], description)
-        if difference is not None:
-            name, here, there = difference
-            return (
-                f"parameter {name!r} has {here} on {group.describe_rank(0)} and {there} on "
-                f"{group.describe_rank(rank)}: every rank must build the same model; check the arguments that "
-                "size it"
-            )
-    raise AssertionError("called only where the descriptions differ")

@@ -1,10 +1,10 @@
 """
 Attributes of Horovod's `DistributedOptimizer` that programs read, under Horovod's names.
 
-    optimizer._parameter_names, ._handles, ._requires_update, .op, ... ── read from where hvdlite keeps it, at each look
+    optimizer._parameter_names, ._handles, ._requires_update, .op, ... ── computed from the reducer at each access
 
-Nothing is kept here, so that nothing can be out of date: dictionaries and sets are made anew at each look, and what a
-program changes in one, it changes in its own.
+Nothing is stored here, so nothing can be out of date. Each access returns a new dictionary or set, and changing it has
+no effect on the optimizer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .settings import Settings
 
 
 class HorovodsAttributes(OptimizerProxy):
-    """Has Horovod's attributes; whoever makes one sets what is declared here."""
+    """An optimizer proxy with Horovod's attributes. The subclasses set the fields declared here."""
 
     _reducer: Reducer
     _named: list[tuple[str, Tensor]]
@@ -39,12 +39,12 @@ class HorovodsAttributes(OptimizerProxy):
 
     @property
     def op(self) -> ReduceOp:
-        """How gradients are combined."""
+        """The operation that combines gradients."""
         return self._given_settings.op
 
     @property
     def gradient_predivide_factor(self) -> float:
-        """By what an average is divided before the sum."""
+        """The divisor that is applied to gradients before the sum."""
         return self._given_settings.gradient_predivide_factor
 
     @property
@@ -54,24 +54,24 @@ class HorovodsAttributes(OptimizerProxy):
 
     @property
     def process_set(self) -> ProcessSet:
-        """The ranks that take part."""
+        """The process set whose ranks' gradients are averaged."""
         return self._given_process_set
 
     @property
     def _compression(self) -> AnyCompression:
-        """The compression, as it was given."""
+        """The compression, as the user passed it."""
         return self._given_compression
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many backward passes add to a gradient before it travels."""
+        """The number of backward passes that add to a gradient before it is averaged."""
         return self._reducer.backward_passes_per_step
 
     @backward_passes_per_step.setter
     def backward_passes_per_step(self, passes: int) -> None:
         self._reducer.backward_passes_per_step = check_positive_int(passes, "backward_passes_per_step")
 
-    # Of older versions.
+    # The name in older versions of Horovod.
     _backward_passes_per_step = backward_passes_per_step
 
     @property
@@ -81,15 +81,15 @@ class HorovodsAttributes(OptimizerProxy):
 
     @property
     def _requires_update(self) -> set[Tensor]:
-        """The parameters that are trained."""
+        """The parameters that require a gradient."""
         return {param for _, param in self._named if param.requires_grad and can_have_gradient(param.dtype)}
 
     @property
     def _handles(self) -> dict[Tensor, tuple[None, None]]:
-        """The parameters whose gradients have come since the last step, or `synchronize`.
+        """The parameters that got a gradient since the last step or `synchronize`, as keys.
 
-        There is no handle to each, nor a context: gradients travel in buckets. An empty dictionary may be set where
-        nothing is on its way.
+        The values are pairs of None: gradients are sent in buckets, and have no handle or context each. A program may
+        set an empty dictionary while no gradient is being averaged.
         """
         return dict.fromkeys(self._reducer.passes_of(), (None, None))
 
@@ -97,19 +97,19 @@ class HorovodsAttributes(OptimizerProxy):
     def _handles(self, value: Mapping[Any, Any]) -> None:
         if value or self._reducer.has_arrivals:
             raise GradientError(
-                "optimizer._handles was set while gradients are on their way between the ranks, or to what is none of "
-                "these: call optimizer.synchronize(), and to drop them optimizer.zero_grad(), on every rank"
+                "optimizer._handles may only be set to an empty dict, and not while gradients are being averaged: call "
+                "optimizer.synchronize() on every rank before, and optimizer.zero_grad() to drop the gradients"
             )
 
     @property
     def _allreduce_delay(self) -> dict[Tensor, int]:
-        """For each parameter, how many backward passes are still to come before its gradient travels."""
+        """The number of backward passes that each parameter still waits for before its gradient is averaged."""
         passes_of, needed = self._reducer.passes_of(), self._reducer.backward_passes_per_step
         return {param: max(0, needed - passes_of.get(param, 0)) for _, param in sorted(self._named, key=_name)}
 
     @property
     def _should_synchronize(self) -> bool:
-        """Whether ``step()`` waits for the averages itself, which it does but in `skip_synchronize`."""
+        """Whether ``step()`` waits for the averages itself. It does, except in `skip_synchronize`."""
         return not self._skipping
 
     @_should_synchronize.setter

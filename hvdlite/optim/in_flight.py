@@ -1,11 +1,12 @@
 """
 Launches a step's buckets in plan order, and waits for their results.
 
-    BucketQueue: launch_full (in backward) ── finish_all (in step) ── buckets that have come back
+    BucketQueue: launch_full (in backward) ── finish_all (in step) ── buckets with their results
     InFlight:    bucket.seal ── exchange.begin (and the counts, unless it carries them) ── wait ── exchange.finish
 
-On a GPU what travels is in the engine's own stream, and waiting holds up the program's stream and not the program. All
-else is in the program's: it takes as long as a copy, and would compete with backward for the same memory elsewhere.
+`reducer` calls `BucketQueue`, which creates an `InFlight` for each bucket that it launches. On a GPU collectives run on
+the engine's stream, and waiting for one blocks the program's stream, not the program. Packing and unpacking run on the
+program's stream: they take as long as a copy, and on another stream would compete with backward for memory bandwidth.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ from torch import Tensor
 
 from ..comm.work import Work
 from .bucket import Bucket
+from .builtin_exchanges import as_real
 from .exchange import Exchange, Gradients, Links
-from .exchanges import as_real
 from .flags import ParticipantCount
 from .parameter_check import ParameterCheck
 from .step_trace import BucketTrace, StepTrace, captures
 
-# Wires beside a bucket's own memory that are under way together, at most: one travels while the next is made.
+# The maximum number of wires in separate memory at a time: one is sent while the next is packed.
 _WIRES = 2
 
 
 class InFlight:
-    """A bucket under way, and all that must outlive it: engines read and write that memory meanwhile."""
+    """A bucket whose collectives are running. It holds references to all memory that engines read and write."""
 
     def __init__(
         self, bucket: Bucket, exchange: Exchange, links: Links, trace: BucketTrace | None = None, *, name: str
     ) -> None:
-        """Begin; ``name`` is the bucket's, by which errors and stalls tell it from others.
+        """Seals the bucket and launches its collectives.
 
-        ``trace`` is the bucket's row in a timeline, where one is recorded.
+        ``name`` is the bucket's name in errors and stall messages. ``trace`` is its row of the timeline, if one is
+        recorded.
         """
         self.bucket = bucket
         self._exchange = exchange
@@ -62,26 +64,26 @@ class InFlight:
         try:
             self._begun = exchange.begin(self._gradients, links)
         except BaseException:
-            # Something may have been launched before.
+            # A collective may have been launched before the error, and may still write to the buffer.
             bucket.abandon()
             raise
-        # The exchange may have used the gradients' own memory.
-        bucket.hold()
-        # Whether it takes memory beside the bucket's, of a kind that is scarce until `finish`. On a GPU the program is
-        # ahead of what it launches: were it to wait there for a wire, nothing would travel during backward.
+        # The exchange may have written to the gradients.
+        bucket.guard()
+        # Whether it holds one of the `_WIRES` until `finish`. Not on a GPU: there the program runs ahead of the device,
+        # and if it waited for a free wire, it would launch nothing during backward.
         self.holds_wire = self._is_on_cpu and self._begun.takes_memory
         if trace is not None and self._begun.works and self._begun.wire is not None:
-            # They end in order.
+            # Works end in order, so the last one stands for all.
             trace.launched(self._begun.works[-1], self._begun.wire)
 
     @property
     def failure(self) -> Exception | None:
-        """After `finish`: what has gone wrong on this rank, which the others are to be told of."""
+        """The error of `Exchange.finish` on this rank, for `raise_together`. Set after `finish`."""
         return self._begun.failure
 
     def is_completed(self) -> bool:
         """Whether `finish` would not have to wait."""
-        # What a CUDA graph captures does not happen yet, and cannot be asked.
+        # While a CUDA graph captures, collectives do not run yet, and must not be queried.
         return (
             (self._is_on_cpu or not captures(self.bucket.plan.device))
             and (self._counting is None or self._counting[1].is_completed())
@@ -89,9 +91,9 @@ class InFlight:
         )
 
     def finish(self, count: ParticipantCount | None = None) -> ParticipantCount:
-        """Block until done; leave the result in the bucket, and so in every gradient that is a view of it.
+        """Blocks until the collectives end, and writes the result into the bucket, of which gradients are views.
 
-        ``count`` is that of another bucket of the same step; returned, and without it read from this one.
+        Returns the count of participants of this step: ``count`` if another bucket has it already, else this bucket's.
         """
         bucket = self.bucket
         if self._trace is None:
@@ -99,13 +101,13 @@ class InFlight:
         else:
             with self._trace.waiting():
                 self._wait()
-        bucket.accept()
+        bucket.require_untouched()
         if self._counting is not None:
             as_real(bucket.memory.tail).copy_(self._counting[0])
-        # The counts may travel in the exchange's wire, and are in the bucket when it has finished.
+        # This only refers to the counts: with `carries_counts` they are in the bucket after `Exchange.finish`.
         count_of_step = bucket.count(self._size) if count is None else count
         self._exchange.finish(self._gradients, self._begun, count_of_step)
-        bucket.hold()
+        bucket.guard()
         if count is None:
             count_of_step.keep()
         return count_of_step
@@ -117,35 +119,37 @@ class InFlight:
 
 
 class BucketQueue:
-    """Launches the buckets of a step in plan order, waits for them in that order, and wakes those that sleep.
+    """Launches the buckets of a step in plan order, waits for them in that order, and wakes sleeping buckets.
 
-    In plan order, not as buckets fill: ranks may fill them in different orders, and collectives pair up by the order of
-    their launch alone.
+    It does not launch buckets in the order in which they fill. Ranks may fill them in different orders, and collectives
+    pair up only by the order of their launch.
     """
 
     def __init__(self, exchange: Exchange, trace: StepTrace, check: ParameterCheck, size: int) -> None:
-        """``check`` travels behind the buckets, where it is due; ``size`` is the number of ranks."""
+        """``check`` is sent after the buckets in steps where it is due. ``size`` is the number of ranks."""
         self._exchange = exchange
         self._trace = trace
         self._check = check
         self._size = size
-        # Those that are to be launched; those that were; of these the last, which have not been finished; and how many
-        # wires these take.
+        # In this step: the buckets that are not launched yet.
         self._waiting: deque[Bucket] = deque()
+        # Those that are, in order.
         self._launched: list[Bucket] = []
+        # The launched ones that are not finished, at the end of `_launched`.
         self._in_flight: deque[InFlight] = deque()
+        # The number of unfinished ones that hold a wire.
         self._wires = 0
-        # How many ranks took part in the step, once the first bucket has come back.
+        # How many ranks took part in the step, once the first bucket is finished.
         self.count: ParticipantCount | None = None
-        # What an exchange that tells the others of it has failed with on this rank.
+        # The first `InFlight.failure` on this rank.
         self.failure: Exception | None = None
 
     def begin(self, buckets: Sequence[Bucket]) -> None:
-        """Begin a step of these buckets, in plan order; those that sleep may be called later."""
+        """Starts a step with these buckets, given in plan order. Sleeping ones are skipped until `finish_all`."""
         self._waiting.extend([bucket for bucket in buckets if not bucket.asleep])
 
     def end(self) -> None:
-        """End the step; what is still under way goes on in the memory where it lies, and nobody waits for it."""
+        """Ends the step. Collectives that still run are not waited for, and keep their buckets' memory."""
         for in_flight in self._in_flight:
             in_flight.bucket.abandon()
         self._waiting.clear()
@@ -155,21 +159,21 @@ class BucketQueue:
         self.count = self.failure = None
 
     def launch_full(self, links: Links) -> None:
-        """Launch what is full, as far as everything before it in the plan is; nothing that waits for the others."""
+        """Launches full buckets in plan order, up to the first that is not full. Waits for no other rank."""
         if not self._exchange.during_backward:
             return
-        # Those that are done give their wires back, so that memory holds few of them at a time.
+        # Finished buckets give their wires back.
         while self._in_flight and self._in_flight[0].is_completed():
             self._finish_first()
         while self._waiting and self._waiting[0].is_full and self._wires < _WIRES:
             self._launch(self._waiting.popleft(), links)
 
     def finish_all(self, links: Links) -> Iterator[Bucket]:
-        """Launch all that has not been, full or not; each bucket when it has come back.
+        """Launches all remaining buckets, full or not, and yields each bucket when its result is in it.
 
-        From then on its gradients are the user's to change. A GradientError before anything is, where that has been
-        done too early. Behind the buckets travels the comparison of parameters, where one is due; a MismatchError when
-        all have come back.
+        From then on the user may change its gradients. Raises GradientError if the user has changed one earlier. A
+        comparison of parameters, if one is due, is sent after the buckets. Raises MismatchError at the end if the
+        parameters differ.
         """
         waiting, launched = self._waiting, self._launched
         first = launched[0] if launched else waiting[0] if waiting else None
@@ -180,7 +184,7 @@ class BucketQueue:
         has_sent = False
         while waiting or called or back < len(launched):
             if not waiting and back == len(launched):
-                # A call to wake travels in a bucket that has come back, so all ranks hear it at the same time.
+                # All ranks read the same calls from the same bucket, so all wake its sleepers at the same point.
                 for sleeper in called:
                     sleeper.asleep = False
                 waiting.extend(called)
@@ -188,7 +192,7 @@ class BucketQueue:
             while waiting and self._wires < _WIRES:
                 self._launch(waiting.popleft(), links)
             if not waiting and not has_sent:
-                # After those that are awake, on every rank.
+                # On every rank at the same point: after the buckets that were awake at the start.
                 has_sent = True
                 self._check.send(links.all)
             for bucket in launched[checked:]:
@@ -200,20 +204,20 @@ class BucketQueue:
             back += 1
             if bucket.sleepers:
                 called += self._calls_of(bucket)
-            bucket.release()
+            bucket.unguard()
             yield bucket
         self._check.finish(links.all)
 
     def _launch(self, bucket: Bucket, links: Links) -> None:
         number = len(self._launched)
-        trace, name = self._trace.of(number, bucket), self._trace.name_of(number)
+        trace, name = self._trace.trace_of(number, bucket), self._trace.name_of(number)
         self._launched.append(bucket)
         in_flight = InFlight(bucket, self._exchange, links, trace, name=name)
         self._in_flight.append(in_flight)
         self._wires += in_flight.holds_wire
 
     def _finish_first(self) -> None:
-        # It is under way until it is finished: a wait may be interrupted.
+        # Remove it only after `finish`: an exception may interrupt the wait.
         first = self._in_flight[0]
         self.count = first.finish(self.count)
         self._in_flight.popleft()
@@ -222,7 +226,7 @@ class BucketQueue:
             self.failure = first.failure
 
     def _calls_of(self, carrier: Bucket) -> list[Bucket]:
-        """The sleeping buckets that some rank needs, by the flags of this one."""
+        """Returns the sleeping buckets that some rank needs, by the flags of ``carrier``."""
         if not any(sleeper.asleep for sleeper in carrier.sleepers):
             return []
         calls = zip(carrier.sleepers, carrier.read_wake(alone=self._size == 1), strict=True)

@@ -1,11 +1,11 @@
 """
-`Layout`: an optimizer's buckets in plan order, and its sparse gradients, which are gathered instead.
+`Layout`: an optimizer's buckets in plan order, and the parameters whose sparse gradients are gathered instead.
 
-    named parameters ── plan ── buckets, some asleep ── a sparse gradient shows itself ── one moves out
-                     └─ where they stay, on a rank that is alone and compresses nothing
+    named parameters ── plan ── buckets, some asleep ── first sparse gradient of a parameter ── move_out
+                     └─ no buckets, if gradients stay in param.grad (a single rank, or Adasum)
 
-The order of both lists is the same on every rank at all times, since collectives follow it: they change
-only by what all ranks know together.
+`reducer` owns a `Layout`; `sparse_gather` moves parameters out of buckets. Collectives follow the order of both lists,
+so it must always be the same on every rank. The lists therefore change only by information that all ranks share.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..errors import GradientError
 from .bucket import Bucket, Memory
 from .flags import RankAndSize
-from .homes import SparseHome, StayingHome, require_same
+from .gradient_state import GradientState
 from .plan import BucketPlan, Description, ParamSpec, plan_buckets
-from .slot import Slot
+from .unbucketed_gradients import GatheredHome, InPlaceHome, require_same
 
 
 class Layout:
-    """The homes of the gradients of one optimizer's parameters."""
+    """The buckets and other homes of one optimizer's gradients."""
 
     def __init__(
         self,
@@ -36,18 +37,17 @@ class Layout:
         stays: bool,
         aligned: bool,
     ) -> None:
-        """``scale_of`` is by what gradients of a dtype are multiplied before they travel.
+        """``scale_of`` returns the factor that gradients of a dtype are multiplied by before they are sent.
 
-        ``memory`` is where buckets take theirs when a first gradient comes; there are none where all ``stays``.
-        ``aligned`` is as of `plan_buckets`.
+        ``memory`` allocates a bucket's buffer at its first gradient. With ``stays`` gradients stay in ``param.grad``,
+        and there are no buckets. ``aligned`` is as in `plan_buckets`.
         """
         self.buckets: list[Bucket] = []
-        self.sparse: list[SparseHome] = []
-        # By the parameter's `id`: to hash a tensor is a call of Python's, and this is looked up at every gradient.
-        self.slots: dict[int, Slot] = {}
-        # Where all gradients are kept if not in buckets.
-        self._staying = StayingHome() if stays else None
-        # Of what is planned from now on.
+        self.sparse: list[GatheredHome] = []
+        # By the parameter's `id`, which hashes faster than a tensor: this is looked up for every gradient.
+        self.states: dict[int, GradientState] = {}
+        # The home of all gradients if there are no buckets.
+        self._staying = InPlaceHome() if stays else None
         self.cap_bytes = cap_bytes
         self._ranks = ranks
         self._scale_of = scale_of
@@ -58,7 +58,10 @@ class Layout:
     def add(
         self, params: dict[str, Tensor], groups: Iterable[Iterable[str]]
     ) -> tuple[Description, Sequence[BucketPlan]]:
-        """Plan buckets for more parameters, after those there are; what ranks are to compare of them, and the plans."""
+        """Plans buckets for more parameters, behind the existing ones.
+
+        Returns the description of the parameters, for the ranks to compare, and the plans.
+        """
         specs = [ParamSpec.of(name, param) for name, param in params.items()]
         plans = plan_buckets(
             specs,
@@ -68,64 +71,77 @@ class Layout:
             count_slots=self._ranks.count_slots,
         )
         if self._staying is not None:
-            slots = [Slot(self._staying, piece, params[piece.spec.name]) for plan in plans for piece in plan.slices]
-            self._enter(slots)
+            states = [
+                GradientState(self._staying, piece, params[piece.spec.name]) for plan in plans for piece in plan.slices
+            ]
+            self._enter(states)
         else:
             buckets = [self._make_bucket(plan, [params[piece.spec.name] for piece in plan.slices]) for plan in plans]
             if buckets:
-                # The first bucket's plan has room for their calls.
+                # The plan of the first bucket has the wake slots.
                 buckets[0].sleepers = [bucket for bucket in buckets if bucket.asleep]
             self.buckets += buckets
         return [(spec.name, spec.describe()) for spec in specs], plans
 
     def expect(self) -> None:
-        """Begin a step."""
+        """Starts a step in every bucket."""
         for bucket in self.buckets:
             bucket.expect()
 
     def give_up(self) -> None:
-        """Discard this step's averages."""
+        """Lets the user change gradients in this step, because its averages will be dropped."""
         for bucket in self.buckets:
-            bucket.give_up()
+            bucket.allow_changes()
 
     def require_same(self) -> None:
-        """Raise a GradientError if the user has changed a gradient that stays where it is, since it was complete."""
+        """Raises GradientError if gradients stay in ``param.grad`` and the user has changed a complete one."""
         if self._staying is not None:
-            require_same(self.slots.values())
+            require_same(self.states.values())
+
+    def allow_change(self) -> GradientError | None:
+        """Returns the first error about a gradient that the user has changed, if any. All buckets can still be sent."""
+        changed: GradientError | None = None
+        for bucket in self.buckets:
+            try:
+                bucket.require_same()
+            except GradientError as error:
+                changed = changed or error
+                bucket.unguard()
+        return changed
 
     def forget(self) -> None:
-        """A step is over: nothing of the next one has been seen."""
-        for slot in self.slots.values():
-            slot.passes = 0
-            slot.arrived = slot.sparse = slot.scaled = slot.fresh = False
+        """Resets the state of every gradient at the end of a step."""
+        for state in self.states.values():
+            state.passes = 0
+            state.ready = state.sparse = state.scaled = state.fresh = False
         if self._staying is not None:
-            # What the user drops is not to be held.
-            for slot in self.slots.values():
-                slot.view = None
+            # If the user drops a gradient, this must not keep its memory.
+            for state in self.states.values():
+                state.view = None
 
     def drop_gradients(self) -> None:
-        """Leave no parameter a gradient."""
-        for slot in self.slots.values():
-            slot.param.grad = None
+        """Sets every parameter's gradient to None."""
+        for state in self.states.values():
+            state.param.grad = None
 
-    def move_out(self, bucket: Bucket, slots: Sequence[Slot]) -> None:
-        """From now on these gradients are gathered; their bucket is planned again without them."""
+    def move_out(self, bucket: Bucket, states: Sequence[GradientState]) -> None:
+        """Moves gradients out of their bucket, to be gathered from now on, and replans the bucket without them."""
         index = self.buckets.index(bucket)
-        kept = [slot.param for slot in bucket.slots if slot not in slots]
-        plan = bucket.plan.without({slot.name for slot in slots})
+        kept = [state.param for state in bucket.states if state not in states]
+        plan = bucket.plan.without({state.name for state in states})
         smaller = self._make_bucket(plan, kept)
         smaller.sleepers = bucket.sleepers
-        # Even without a slice it stays, for what its tail tells.
+        # A bucket without slices is kept for the flags in its tail.
         self.buckets[index] = smaller
-        for slot in slots:
-            slot.home, slot.view = SparseHome(slot), None
-            self.sparse.append(slot.home)
+        for state in states:
+            state.home, state.view = GatheredHome(state), None
+            self.sparse.append(state.home)
 
     def _make_bucket(self, plan: BucketPlan, params: Sequence[Tensor]) -> Bucket:
         scale = self._scale_of(plan.dtype)
         bucket = Bucket(plan, params, ranks=self._ranks, scale=scale, densify=self._densify, memory=self._memory)
-        self._enter(bucket.slots)
+        self._enter(bucket.states)
         return bucket
 
-    def _enter(self, slots: Iterable[Slot]) -> None:
-        self.slots.update({id(slot.param): slot for slot in slots})
+    def _enter(self, states: Iterable[GradientState]) -> None:
+        self.states.update({id(state.param): state for state in states})

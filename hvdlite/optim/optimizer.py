@@ -1,9 +1,9 @@
 """
-`DistributedOptimizer`: checks its arguments, compares them on all ranks, and makes its reducer; also from a pickle.
+`DistributedOptimizer`: checks its arguments and constructs its reducer. It also supports pickle.
 
-    optimizer, arguments ── checked, compared between the ranks ── Reducer ── DistributedOptimizer
+    optimizer, arguments ── checked (`arguments`) ── Reducer, which has all ranks compare them ── DistributedOptimizer
 
-What it does then is in `averaging_optimizer`.
+Its methods, such as ``step``, are those of its base class in `averaging_optimizer`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 from ..comm.reduce_op import Average, ReduceOp
 from ..compression.casts import AnyCompression, Compression, check_compression
 from ..environment import Environment
-from ..ops.base import require_equal
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
 from ..runtime.world import current_world, is_initialized
@@ -40,74 +39,78 @@ from .arguments import (
 from .autotune import tuned_cap
 from .averaging_optimizer import AveragingOptimizer
 from .exchange import Exchange
-from .reducer import Connection, Reducer
+from .opening import Arguments
+from .reducer import Connection, Described, Reducer
 from .settings import Settings
 
-# Measured with two ranks over gloo, from 1 to 64 MiB, on a 25 M-parameter MLP and on a ResNet of many small
-# tensors: fastest, by a few per cent, on both.
+# The fastest of 1 to 64 MiB by a few per cent, measured with two ranks over gloo on a 25 M-parameter MLP and on a
+# ResNet of many small tensors.
 DEFAULT_BUCKET_CAP_BYTES = 16 * 2**20
 
 
 class DistributedOptimizer(AveragingOptimizer):
     """Wraps an optimizer so that ``step()`` uses gradients averaged over all ranks.
 
-    Every rank must construct it, with the same arguments and a model of the same shapes (a `MismatchError`
-    names the first parameter that differs), and must call ``step()`` equally often. Of several, all ranks construct
-    one after the other, in the same order: two threads at once are a RuntimeError.
+    Every rank must construct it, with the same arguments and a model of the same shapes, and must call ``step()``
+    equally often. The constructor waits for no other rank. At the first step the ranks compare arguments and models,
+    and a `MismatchError` on every rank names the argument or the first parameter that differs. All ranks must construct
+    several optimizers one after the other, in the same order, but may use them in any order. Constructing in two
+    threads at once raises RuntimeError.
 
-    ``optimizer``: any of `torch.optim` but LBFGS, or a subclass of `torch.optim.Optimizer`. It is wrapped,
-    not copied: its state, its LR schedulers and its hooks go on working.
+    ``optimizer``: any of `torch.optim` except LBFGS, or a subclass of `torch.optim.Optimizer`. It is wrapped, not
+    copied: its state, LR schedulers and hooks keep working.
 
-    ``named_parameters``: ``model.named_parameters()``; names make messages readable and must be unique.
+    ``named_parameters``: ``model.named_parameters()``. The names appear in messages and must be unique.
 
-    ``compression``: what travels, see `Compression`. Parameters and optimizer state keep their dtype. One of your own
-    sees gradients and nothing else: in hvdlite's manner (see `Compressor`) those of a bucket, in Horovod's each alone,
-    in its shape. The wires that it makes are summed and divided. They travel in ``step()``, not during backward; and
-    what goes wrong in it is an error on every rank.
+    ``compression``: the format in which gradients are sent, see `Compression`. Parameters and optimizer state keep
+    their dtype. Your own compression gets only gradients: a whole bucket if it is a `Compressor`, or each gradient in
+    its shape if it is in Horovod's style. The wires that it makes are summed and divided. They are sent in ``step()``,
+    not during backward. An error in it is raised on every rank.
 
-    ``backward_passes_per_step``: how many backward passes add to a gradient before it is averaged. They
-    are summed, not averaged, as in Horovod. A ``step()`` that comes early, at the end of an epoch, averages
-    what there is.
+    ``backward_passes_per_step``: the number of backward passes that add to a gradient before it is averaged. They are
+    summed, not averaged, as in Horovod. An earlier ``step()``, for example at the end of an epoch, averages the
+    gradients so far.
 
     ``op``: ``hvd.Average``, ``hvd.Sum``, or ``hvd.Adasum`` (arXiv 2006.02924). With Adasum each rank takes the wrapped
-    optimizer's step with its own gradients, and what the steps changed is combined; the state of the optimizer, and a
-    GradScaler's scale, are each rank's own. `synchronize` does nothing then, and `skip_synchronize` is an error.
+    optimizer's step with its own gradients, and then the changes of the parameters are combined. Each rank keeps its
+    own optimizer state and GradScaler scale. `synchronize` does nothing then, and `skip_synchronize` is an error.
 
-    ``gradient_predivide_factor``: f scales by 1/f before the sum and by f/size after it; only for
-    ``Average``. With 1.0 the sum is divided by size: the average of equal gradients is that very gradient. What travels
-    in 16 bits is then scaled by 1/size before the sum, so that it overflows no sooner than its terms.
+    ``gradient_predivide_factor``: f scales by 1/f before the sum and by f/size after it; only for ``Average``. With 1.0
+    the sum is divided by size, so the average of equal gradients is exactly that gradient. Gradients sent in 16 bits
+    are then scaled by 1/size before the sum instead, so that the sum does not overflow.
 
     ``num_groups``: Horovod's older name for a number of ``groups``.
 
-    ``groups``: gradients that travel together: a number of groups of neighbouring parameters, or lists of
-    parameters. Others are grouped by size.
+    ``groups``: gradients that are sent together: a number of groups of neighbouring parameters, or lists of parameters.
+    Other gradients are grouped by size.
 
-    ``sparse_as_dense``: average sparse gradients as dense ones instead of gathering their rows. They are
-    sparse again when the optimizer sees them.
+    ``sparse_as_dense``: average sparse gradients as dense ones instead of gathering their rows. The optimizer gets them
+    as sparse gradients again.
 
-    ``process_set``: the ranks that take part. Any other rank steps with its own gradients and waits for nobody.
+    ``process_set``: the ranks that take part. Any other rank steps with its own gradients and waits for no rank.
 
-    ``bucket_cap_mb``: gradients travel in buckets of at most so many MiB, each as soon as it is full. Unless
-    given, it is 16, or what ``HVDLITE_FUSION_THRESHOLD`` says in bytes (0: a bucket for each parameter).
+    ``bucket_cap_mb``: the maximum size of a bucket in MiB. Each bucket is sent as soon as it is full. The default is
+    ``HVDLITE_FUSION_THRESHOLD`` in bytes (0: one bucket for each parameter), or else 16 MiB.
 
-    ``autotune``: choose that size by measuring. For about a second at most, before the constructor returns, buckets of
-    zeros travel as those of gradients will; the latency and the bandwidth that follow from it, and the sizes of this
-    model's gradients, say which cap makes the shortest step. All ranks take the same, for parameters that are added
-    later too; the log tells which at level info. `HVDLITE_AUTOTUNE=1` does it for every optimizer that is given no
-    ``bucket_cap_mb``. Not for ``hvd.Adasum``, nor together with a size that is given: a ValueError.
+    ``autotune``: choose the bucket size by measuring. For about a second at most, in the first step, the ranks average
+    buckets of zeros. From the measured latency and bandwidth, and the sizes of this model's gradients, they predict
+    which cap gives the shortest step. All ranks use the same cap from then on, also for parameters that are added
+    later, and rank 0 logs it at level info. `HVDLITE_AUTOTUNE=1` does this for every optimizer without
+    ``bucket_cap_mb``. ``autotune=True`` with ``hvd.Adasum``, or with a given size, is a ValueError.
 
-    ``step_on_arrival``: let ``step()`` update the parameters of a bucket as soon as its averages are there, while other
-    buckets still travel, with the same bits; then their gradients are freed, so that after it every ``param.grad`` is
-    None. (Memory that ranks share stays theirs.) For optimizers that update each parameter by itself, as all that may
-    be wrapped of `torch.optim` do. A step that comes after all averages (after `synchronize` or GradScaler), or that a
-    step hook watches, is taken as a whole. One that fails on the way, with a rank that has gone, may have updated some
-    parameters. Neither closures nor Adasum.
+    ``step_on_arrival``: let ``step()`` update the parameters of a bucket as soon as its averages arrive, while other
+    buckets are still being sent. The results are bit-identical. The gradients are then freed: after ``step()`` every
+    ``param.grad`` is None. (Buckets in shared memory keep their memory.) The optimizer must update each parameter
+    independently, as all of `torch.optim` do that can be wrapped. The step is taken as a whole if all averages have
+    arrived before it (after `synchronize` or with GradScaler), or if a step hook is registered. A step that fails
+    midway, since another rank has crashed, may have updated some of the parameters. It supports neither closures nor
+    Adasum.
 
-    ``exchange``: what happens to gradients between the ranks, in place of an all-reduce: a class of your own derived
-    from `Exchange`, or a function without arguments that makes an object of one. It says by itself how gradients travel
-    and are combined, so that ``op``, ``compression`` and ``gradient_predivide_factor`` are left out, and ``autotune``.
-    What it keeps, ``state_dict()`` has under the key ``"exchange"``: each rank's own, to be saved and loaded on every
-    rank. Sparse gradients are gathered, unless ``sparse_as_dense``.
+    ``exchange``: your own way to combine gradients, in place of an all-reduce: a class derived from `Exchange`, or a
+    function without arguments that returns an instance. It replaces ``op``, ``compression``,
+    ``gradient_predivide_factor`` and ``autotune``, which must be left out. ``state_dict()`` has its state under the key
+    ``"exchange"``. That state differs by rank, so save and load it on every rank. Sparse gradients are gathered, unless
+    ``sparse_as_dense``.
 
     An average is bit-identical on all ranks, and from run to run.
     """
@@ -154,22 +157,10 @@ class DistributedOptimizer(AveragingOptimizer):
         named = check_trained(check_named_parameters(optimizer, named_parameters))
         named_groups = check_groups(groups_of(num_groups, groups), named)
         reducer = Reducer(partial(_connection_of, process_set, settings), passes)
-        group, settings = reducer.ranks, reducer.settings
-        tunes = tunes and _is_member(process_set)
         try:
             with reducer.only_one_thread():
-                require_equal(
-                    group,
-                    (*settings.signature(reducer.exchange), passes, named_groups, tunes),
-                    "hvd.DistributedOptimizer",
-                    f"({'compression' if exchange is None else 'exchange'}, op, predivide, bucket cap in bytes, "
-                    "sparse_as_dense, step_on_arrival, passes per step, groups, autotune)",
-                )
-                if tunes:
-                    path = environment.autotune_log
-                    reducer.set_cap(tuned_cap(reducer.meet(), settings, named, named_groups, path=path))
-                self._connect(reducer, named, named_groups)
-                reducer.meet()
+                _compare_and_tune(reducer, named, named_groups, is_tuned_here=lambda: tunes and _is_member(process_set))
+                self._connect(reducer, named, named_groups, claims=True)
         except BaseException:
             reducer.close()
             raise
@@ -190,14 +181,16 @@ class DistributedOptimizer(AveragingOptimizer):
             "settings": self._reducer.settings,
             "compression": self._given_compression,
             "backward_passes_per_step": self._reducer.backward_passes_per_step,
+            # False once autotune has run: the chosen cap is in the settings.
+            "autotune": self._reducer.is_to_be_tuned,
             "exchange_state": self._reducer.exchange.state_dict(),
         }
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
-        """Wrap the unpickled optimizer anew, in the world as it is now.
+        """Wraps the unpickled optimizer for the current world.
 
-        Talks to no other rank: where one alone unpickles, to look at it, nothing hangs. The ranks compare
-        their models at the first gradient.
+        Communicates with no other rank and takes no number, so a single rank may unpickle one to inspect it. At its
+        first step it takes the next number, and belongs together with those that the other ranks first use then.
         """
         super().__init__(pickled["optimizer"])
         self._given_settings, self._given_compression = pickled["settings"], pickled["compression"]
@@ -207,25 +200,56 @@ class DistributedOptimizer(AveragingOptimizer):
         connect = partial(_connection_of, global_process_set, pickled["settings"])
         reducer = Reducer(connect, pickled["backward_passes_per_step"])
         reducer.exchange.load_state_dict(pickled["exchange_state"])
-        self._connect(reducer, named, pickled["groups"])
+        _compare_and_tune(reducer, named, pickled["groups"], is_tuned_here=lambda: pickled["autotune"])
+        self._connect(reducer, named, pickled["groups"], claims=False)
 
     def _params(self) -> list[Tensor]:
         return [param for entry in self._optimizer.param_groups for param in entry["params"]]
 
 
+def _compare_and_tune(
+    reducer: Reducer,
+    named: Sequence[tuple[str, Tensor]],
+    groups: Sequence[Sequence[str]],
+    *,
+    is_tuned_here: Callable[[], bool],
+) -> None:
+    """Prepares the comparison of arguments, and autotune, for when the ranks of a world open the engine.
+
+    ``is_tuned_here`` returns whether this rank takes part in autotune in the current world.
+    """
+    passes = reducer.backward_passes_per_step
+
+    def describe(settings: Settings, exchange: Exchange) -> Described:
+        tunes = is_tuned_here()
+        values = (*settings.signature(exchange), passes, groups, tunes)
+        words = (
+            f"({'compression' if settings.exchange is None else 'exchange'}, op, predivide, bucket cap in bytes, "
+            "sparse_as_dense, step_on_arrival, passes per step, groups, autotune)"
+        )
+        if not tunes:
+            return Arguments(values, words), None
+        environment = current_world().environment if is_initialized() else Environment()
+        tune = partial(tuned_cap, settings=settings, named=named, groups=groups, path=environment.autotune_log)
+        return Arguments(values, words), tune
+
+    reducer.compare_and_tune(describe)
+
+
 def _is_member(process_set: object) -> bool:
-    """Whether this rank is one of the set's; also where it is no set, of which `group_of` has more to say."""
+    """Whether this rank is in the process set. Also True for an object of another type, on which `group_of` raises."""
     return not isinstance(process_set, ProcessSet) or process_set.membership().group is not None
 
 
 def _connection_of(process_set: ProcessSet, settings: Settings) -> Connection:
-    """The ranks of the set in the world of the time. One that is no member trains by itself."""
+    """Returns the connection to the set's ranks in the current world. On a rank outside the set: to itself alone."""
     # A process set may be used without a world.
     world = current_world() if is_initialized() else None
     check = Environment().check_parameters if world is None else world.environment.check_parameters
     ranks = None if world is None else world.group
     if not _is_member(process_set):
         world = current_world()
-        return Connection(world.group.alone(), world.generation, settings.of_bystander(), check, ranks)
+        return Connection(world.group.alone(), world.generation, settings.for_nonmember(), check, ranks)
+    submit = None if world is None else world.controller.submit
     group = group_of(process_set, "hvd.DistributedOptimizer")
-    return Connection(group, process_set.membership().generation, settings, check, ranks)
+    return Connection(group, process_set.membership().generation, settings, check, ranks, submit)

@@ -1,7 +1,7 @@
 """
-Wraps an optimizer and passes everything through to it: state, parameter groups, state dicts.
+`OptimizerProxy`: wraps an optimizer, and forwards everything to it: state, parameter groups, state dicts.
 
-What `DistributedOptimizer` adds to that is in `optimizer`.
+Its subclass `averaging_optimizer.AveragingOptimizer` adds the averaging.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import torch
 
 
 class OptimizerProxy(torch.optim.Optimizer):
-    """Is an optimizer for LR schedulers, GradScaler and the like; its state is the wrapped one's.
+    """An optimizer, for LR schedulers, GradScaler and the like, that shares the wrapped one's state.
 
     A subclass adds ``step``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        # Not Optimizer.__init__, which would make groups, state and hooks of its own.
+        # Does not call Optimizer.__init__, which would create separate groups, state and hooks.
         self._optimizer = optimizer
 
     @property
@@ -49,15 +49,15 @@ class OptimizerProxy(torch.optim.Optimizer):
         self._optimizer.defaults = value
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's, so that checkpoints do not depend on the wrapping."""
+        """Returns the wrapped optimizer's state dict, so that checkpoints do not depend on the wrapping."""
         return self._optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The wrapped optimizer's. Load on every rank, or on one and `broadcast_optimizer_state`."""
+        """Loads the wrapped optimizer's state; on every rank, or on one and then `broadcast_optimizer_state`."""
         self._optimizer.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        # What the wrapped optimizer's class adds: a subclass's own methods and settings.
+        # Attributes that the wrapped optimizer's own class adds.
         if name == "_optimizer":
             raise AttributeError(name)
         return getattr(self._optimizer, name)

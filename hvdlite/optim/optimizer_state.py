@@ -1,12 +1,12 @@
 """
-Broadcasts an optimizer's state from the root to all ranks: groups' options, momenta, step counters.
+`broadcast_optimizer_state`: sends an optimizer's state from the root to all ranks: options, momenta, step counters.
 
-    options, states ── pickled, but for their tensors ── broadcast ── unpickled, with tensors of this rank's devices
+    options, states ── pickled without their tensors ── broadcast ── unpickled, with tensors on this rank's devices
               tensors ── as bytes, in a few broadcasts ──┘
 
-What an optimizer has is copied as it stands there: on its way through ``load_state_dict()`` every tensor would become
-one of the parameter's dtype. Only optimizers that have a ``state_dict()`` of their own are asked for it. Ranks compare
-what parameters they have and of what class their optimizers are, and nothing else.
+The optimizer's ``param_groups`` and ``state`` are copied directly, since ``load_state_dict()`` would cast every tensor
+to the parameter's dtype. ``state_dict()`` is used only for optimizers that override it. Ranks first compare the shapes
+of their parameters and the classes of their optimizers, and nothing else.
 """
 
 from __future__ import annotations
@@ -30,27 +30,26 @@ from ..runtime.process_set_functions import global_process_set, group_of
 from ..values import shown
 from .optimizer_proxy import OptimizerProxy
 
-# The owner of a tensor that is no parameter's state.
+# The owner of a tensor that does not belong to one parameter's state.
 _NOBODY = -1
 
 
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int = 0,
-    model: torch.nn.Module | None = None,  # Horovod's, for the step that it takes here
+    model: torch.nn.Module | None = None,  # unused: Horovod takes a step here, and needs it for that
     *,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give every rank the root's optimizer state: learning rates, momenta, step counters.
+    """Sends the root's optimizer state to every rank: learning rates, momenta, step counters.
 
-    Afterwards each rank has what the root has and nothing else: options of parameter groups that only the root had, and
-    none that only another rank had; state of the parameters for which the root has some. Values keep their types, and
-    tensors their dtypes. ``optimizer.defaults``, which groups that are added later begin with, stay each rank's own, as
-    in Horovod.
+    Every rank must call it. Afterwards each rank has exactly the root's options of parameter groups and state of
+    parameters: whatever only another rank had is removed. Values keep their types, and tensors their dtypes.
+    ``optimizer.defaults``, which apply to groups that are added later, are not sent, as in Horovod.
 
-    Takes no step and changes no parameter; an optimizer that has no state yet stays without. ``model`` is needed for
-    nothing, and may be given as to Horovod. A `MismatchError` on every rank where parameters have other shapes, or lie
-    in other groups, or where the optimizers are of different classes.
+    Takes no step and changes no parameter. If the root's optimizer has no state yet, none has any afterwards. ``model``
+    is ignored, and accepted since Horovod has it. Raises `MismatchError` on every rank if the ranks' parameters have
+    different shapes or groups, or if their optimizers have different classes.
 
     Several threads may call it at once for optimizers whose parameters have different shapes.
     """
@@ -58,11 +57,11 @@ def broadcast_optimizer_state(
     own = _checked(optimizer, kind)
     group = group_of(process_set, kind)
     root = group.group_rank_of_root(root_rank, kind)
-    # Through the wrapper, which then waits for gradients that are on their way.
+    # The property of a DistributedOptimizer waits for gradients that are being averaged.
     groups = optimizer.param_groups
     params = [param for entry in groups for param in entry["params"]]
     for param in params:
-        # The others have a shape, and need not travel themselves.
+        # Other parameters are not sent themselves: only their shapes are needed.
         if torch.nn.parameter.is_lazy(param) or param.is_nested:
             check_sendable(param, kind, "a parameter")
     shapes = [[list(param.shape) for param in entry["params"]] for entry in groups]
@@ -89,7 +88,7 @@ def broadcast_optimizer_state(
     name = digest_of([type(own).__qualname__, shapes])
     operation = Operation(BROADCAST_OPTIMIZER_STATE, run, name, same, has_users_name=False)
     received, tensors = submit(operation, process_set, [*params, *tensors]).wait()
-    # Where the root's cannot be pickled, the error is told on the root too.
+    # If the root cannot pickle its state, this raises the error, on the root as well.
     unpacker = _Unpacker(params, tensors)
     state = from_bytes(received, group.describe_rank(root), kind, error, unpacker.loads)
     if not is_root:
@@ -97,30 +96,32 @@ def broadcast_optimizer_state(
 
 
 def _checked(optimizer: Any, kind: str) -> Any:
-    """The optimizer itself, where it is wrapped."""
+    """Returns the optimizer, unwrapped. Raises ValueError for LBFGS, and TypeError for anything but an optimizer."""
     if isinstance(optimizer, torch.optim.LBFGS):
         # Horovod's words.
-        raise ValueError("cannot broadcast torch.optim.LBFGS state: it is not averaged by hvdlite either")
+        raise ValueError("cannot broadcast torch.optim.LBFGS state: hvdlite does not support this optimizer")
     if not all(hasattr(optimizer, name) for name in ("param_groups", "state_dict", "load_state_dict")):
-        raise TypeError(f"{kind}: optimizer={shown(optimizer)} is not a torch.optim.Optimizer")
+        raise TypeError(
+            f"{kind}: optimizer={shown(optimizer)} is not a torch.optim.Optimizer: pass the optimizer itself"
+        )
     return optimizer._optimizer if isinstance(optimizer, OptimizerProxy) else optimizer
 
 
 @dataclass(frozen=True, slots=True)
 class _Standing:
-    """What an optimizer has, as it stands there."""
+    """The contents of an optimizer's ``param_groups`` and ``state``."""
 
     options: list[dict[str, Any]]
-    # By the parameter's number among all.
+    # By the parameter's number, counted over all groups.
     states: dict[int, Any]
-    # What is kept under keys that are no parameters.
+    # Entries of ``state`` whose keys are not parameters.
     rest: dict[Any, Any]
 
     def give_to(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
-        """Have it be what this optimizer has."""
+        """Replaces the optimizer's options and state by these."""
         for entry, options in zip(optimizer.param_groups, self.options, strict=True):
             members = entry["params"]
-            # In place: a scheduler, or a wrapper, may hold the same dictionary.
+            # In place, since a scheduler or wrapper may refer to the same dictionary.
             entry.clear()
             entry.update({"params": members, **options})
         optimizer.state.clear()
@@ -130,27 +131,27 @@ class _Standing:
 
 @dataclass(frozen=True, slots=True)
 class _StateDict:
-    """What an optimizer says that it has, which has a way of its own to say so."""
+    """The ``state_dict()`` of an optimizer that overrides that method."""
 
     value: Any
 
     def give_to(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
-        """Have the optimizer load it."""
+        """Loads it into the optimizer."""
         optimizer.load_state_dict(self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class _Meta:
-    """What a rank needs to make room for a tensor that it does not have yet."""
+    """The description of a tensor, by which a rank allocates memory to receive it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     on_cpu: bool
-    # The number of the parameter whose state it is, which says on which device it has its place.
+    # The number of the parameter whose state it is, which determines its device on each rank.
     owner: int
 
     def pack(self) -> list[Any]:
-        """For a message; see `unpack`."""
+        """Returns it as JSON values; see `unpack`."""
         return [list(self.shape), str(self.dtype), self.on_cpu, self.owner]
 
     @classmethod
@@ -159,13 +160,13 @@ class _Meta:
         return cls(tuple(shape), getattr(torch, dtype.removeprefix("torch.")), on_cpu, owner)
 
     def empty(self, params: Sequence[Tensor]) -> Tensor:
-        """Room for it, where the same has its place on this rank."""
+        """Allocates the tensor, on the device of its parameter on this rank, or on the CPU."""
         device = "cpu" if self.on_cpu or not params else params[max(0, self.owner)].device
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 class _Packer:
-    """Pickles what an optimizer has, and keeps the tensors out of it."""
+    """Pickles an optimizer's contents, with its tensors replaced by references."""
 
     def __init__(self, params: Sequence[Tensor]) -> None:
         self._params = params
@@ -176,19 +177,19 @@ class _Packer:
         self.metas: list[_Meta] = []
 
     def dumps(self, optimizer: Any, pickler_class: type[pickle.Pickler]) -> bytes:
-        """What `_Unpacker` makes the same of; ``tensors`` and ``metas`` are what it needs besides."""
+        """Returns the pickle for `_Unpacker`, and sets ``tensors`` and ``metas``, which are sent separately."""
         self.clear()
         file = io.BytesIO()
         pickler = pickler_class(file)
         pickler.persistent_id = self._persistent_id  # type: ignore[method-assign]  # as its documentation allows
-        # Part by part, so that it is known whose tensors come.
+        # Pickles each parameter's state separately, so that `_persistent_id` knows a tensor's owner.
         for owner, part in self._parts(optimizer):
             self._owner = owner
             pickler.dump(part)
         return file.getvalue()
 
     def clear(self) -> None:
-        """Forget the tensors of what could not be pickled."""
+        """Drops the tensors, as after a failed pickle."""
         self.tensors.clear()
         self.metas.clear()
         self._place_of.clear()
@@ -213,7 +214,7 @@ class _Packer:
         if number is not None:
             return "parameter", number
         if type(obj) not in (Tensor, torch.nn.Parameter) or not is_sendable(obj):
-            # It knows itself how it is pickled.
+            # Subclasses and unsendable tensors are pickled by their own methods.
             return None
         place = self._place_of.get(id(obj))
         if place is None:
@@ -224,19 +225,19 @@ class _Packer:
 
 
 class _Unpacker:
-    """Makes of the bytes what they were, of this rank's parameters and the tensors that have come."""
+    """Unpickles what `_Packer` made, with this rank's parameters and the received tensors."""
 
     def __init__(self, params: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
         self._params = params
         self._tensors = tensors
 
     def loads(self, data: bytes) -> Any:
-        """What has come, or what says why nothing has."""
+        """Returns the contents, or an object that describes the root's error."""
         unpickler = pickle.Unpickler(io.BytesIO(data))
         unpickler.persistent_load = self._persistent_load  # type: ignore[method-assign]  # as for the pickler
         is_plain = unpickler.load()
         if not isinstance(is_plain, bool):
-            # It is what says that there was nothing to be sent.
+            # `to_bytes` has sent an error in place of the contents.
             return is_plain
         if not is_plain:
             return _StateDict(unpickler.load())
@@ -251,7 +252,7 @@ class _Unpacker:
 
 
 def _is_plain(optimizer: Any) -> bool:
-    """Whether all that it has lies in its groups and its state, as in those of `torch.optim`."""
+    """Whether it overrides neither ``state_dict`` nor ``load_state_dict``, so that groups and state are all it has."""
     return isinstance(optimizer, torch.optim.Optimizer) and all(
         getattr(getattr(optimizer, name), "__func__", None) is getattr(torch.optim.Optimizer, name)
         for name in ("state_dict", "load_state_dict")

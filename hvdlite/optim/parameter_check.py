@@ -1,12 +1,12 @@
 """
 Checks that all ranks train the same model: compares a fingerprint of every parameter before a step.
 
-    parameters ── 64 bits of each chunk, where it lies ── one read ── a digest ── its maximum and minimum over the ranks
-               ── equal: nothing more ── different: the fingerprints, exchanged ── MismatchError
+    parameters ── 64 bits of each chunk, on its device ── one read ── a digest ── its maximum and minimum over the ranks
+               ── equal: done ── different: all-gather of the fingerprints ── MismatchError
 
-It finds the broadcast that was forgotten. What is compared are the bits of the parameters that an optimizer has, frozen
-ones included; not a model's buffers, nor the optimizer's state. `reducer` says at which place of a step, the
-same on all ranks.
+It finds a forgotten broadcast. It compares the bits of the parameters that an optimizer has, including frozen ones, but
+not a model's buffers, nor the optimizer's state. `in_flight` and `step_deltas` call it, at the same point of a step on
+all ranks.
 """
 
 from __future__ import annotations
@@ -26,43 +26,46 @@ from ..ops.sendable import is_sendable, plain_tensor
 from ..signing import digest
 from .plan import is_dense
 
-# Words of 8 bytes that are mixed at once: few enough for a processor's cache.
+# Words of 8 bytes that are hashed at once: few enough for a processor's cache.
 _CHUNK_WORDS = 1 << 16
 _WORD_BYTES = 8
-# Odd, as signed 64-bit numbers: those of MurmurHash3's last steps, and the golden ratio, for the places in a chunk.
+# Odd constants as signed 64-bit numbers: the two of MurmurHash3's finalizer, and the golden ratio's for positions.
 _FIRST, _SECOND, _PLACES = -49064778989728563, -4265267296055464877, -7046029254386353131
 _LEAST = -(1 << 63)
 _WHAT = "comparing the parameters"
 
 
 class ParameterCheck:
-    """Compares the parameters of one optimizer over the ranks of a group, in steps that all of them take part in.
+    """Compares the parameters of one optimizer over the ranks of a group.
 
-    In each step all ranks call `begin`, `send` and `finish`, one after the other; where no comparison is due, these do
-    nothing.
+    In each step all ranks call `begin`, `send` and `finish`, in this order. These do nothing in a step in which no
+    comparison is due.
     """
 
     def __init__(self, ranks: Group, when: bool | int) -> None:
-        """``when``: True for the first step alone, a number N for that and every N-th thereafter, False for none."""
+        """``when``: True for the first step only, N for the first step and every N-th after it, False for none."""
         self._is_on = when is not False and ranks.size > 1
         self._every = 0 if isinstance(when, bool) else when
         self._params: list[tuple[str, Tensor]] = []
-        # The steps before the next comparison; None where no other is to come.
+        # The number of steps before the next comparison; None if none is due any more.
         self._steps_left: int | None = None
-        # In a step with a comparison: each parameter's fingerprint, and the all-reduce with what it leaves.
+        # In a step with a comparison: the fingerprint of each parameter, the all-reduce, and its tensor.
         self._own: list[str] = []
         self._work: Work | None = None
         self._extremes: Tensor | None = None
 
     def add(self, params: Iterable[tuple[str, Tensor]]) -> None:
-        """Compare more parameters, and all of them at the next step. On every rank."""
+        """Adds parameters, and makes a comparison of all of them due in the next step. Every rank must call it."""
         self._params += params
         if self._is_on and self._params:
             self._steps_left = 0
 
     def begin(self, *, takes_part: bool) -> None:
-        """Take the fingerprints, before anything changes the parameters; a rank that sits out a step has none."""
-        # There is one left where a step has failed on this rank after the comparison was sent, and not on the others.
+        """Computes the fingerprints if a comparison is due. Call it before the step changes parameters.
+
+        A rank that sits out the step (``takes_part`` is False) contributes none.
+        """
+        # An all-reduce is left over if the last step failed on this rank, and not on the others, after `send`.
         self._await()
         if self._steps_left != 0:
             if self._steps_left is not None:
@@ -77,17 +80,20 @@ class ParameterCheck:
             self._extremes = torch.tensor([mine, ~mine], device="cpu")
 
     def send(self, group: Group) -> None:
-        """Let the ranks compare, in a collective that waits for nobody here."""
+        """Launches the all-reduce that compares the fingerprints, without waiting for it."""
         if self._extremes is not None and self._work is None:
             self._work = group.all_reduce(self._extremes, _WHAT, Max)
 
     def finish(self, group: Group) -> None:
-        """Raise a MismatchError on every rank if some hold other parameters; then the next step compares again."""
+        """Waits for the comparison, if one is due. Raises MismatchError on every rank if parameters differ.
+
+        In that case the next step compares again.
+        """
         if not self._await():
             raise MismatchError(self._words(group, group.all_gather_json(self._own, _WHAT)))
 
     def _await(self) -> bool:
-        """Wait for the comparison, if one was sent; whether all was equal. It is due again at once if it was not."""
+        """Waits for the comparison, if one was sent. Returns False if parameters differ, and leaves it due again."""
         work, self._work = self._work, None
         extremes, self._extremes = self._extremes, None
         if work is None or extremes is None:
@@ -95,39 +101,42 @@ class ParameterCheck:
         work.wait()
         highest, lowest = extremes.tolist()
         if highest == lowest == _LEAST:
-            # All have sat out.
+            # All ranks have sat out.
             return True
         if highest != ~lowest:
             return False
         self._steps_left = self._every - 1 if self._every else None
         return True
 
-    def _words(self, group: Group, told: Sequence[Sequence[str]]) -> str:
-        """What is wrong, by the fingerprints of all ranks, of which those that sit out have none."""
-        first = next(group_rank for group_rank, prints in enumerate(told) if prints)
-        others = [group_rank for group_rank, prints in enumerate(told) if prints and prints != told[first]]
+    def _words(self, group: Group, of_all_ranks: Sequence[Sequence[str]]) -> str:
+        """Returns the error message, from the fingerprints of all ranks. A rank that sits out has an empty list."""
+        first = next(group_rank for group_rank, prints in enumerate(of_all_ranks) if prints)
+        others = [
+            group_rank for group_rank, prints in enumerate(of_all_ranks) if prints and prints != of_all_ranks[first]
+        ]
         differing = [
             name
             for number, (name, _) in enumerate(self._params)
-            if any(told[group_rank][number] != told[first][number] for group_rank in others)
+            if any(of_all_ranks[group_rank][number] != of_all_ranks[first][number] for group_rank in others)
         ]
         ranks = name_ranks([group.ranks[other] for other in others], dict(zip(group.ranks, group.hosts, strict=True)))
         of_set = "" if group.set_id == 0 else ", process_set=..."
         return (
-            f"parameter {differing[0]!r} has other values on {ranks} than on {group.describe_rank(first)} "
+            f"parameter {differing[0]!r} has different values on {ranks} than on {group.describe_rank(first)} "
             f"({len(differing)} of {len(self._params)} parameters differ): the ranks would train different models. "
-            "Before the first step, and after a checkpoint was loaded on one rank, call "
+            "Before the first step, and after loading a checkpoint on one rank, call "
             f"hvd.broadcast_parameters(model.state_dict(), root_rank={group.ranks[first]}{of_set}) on every rank. If "
-            "parameters are to differ: hvd.init(check_parameters=False), or a process set of the ranks that share them"
+            "the parameters should differ, use hvd.init(check_parameters=False), or a process set of the ranks that "
+            "share them"
         )
 
 
 @torch.no_grad()
 def fingerprints(params: Sequence[Tensor]) -> list[str]:
-    """For each tensor a text that changes with its dtype, its shape, its bits and their places; one read per device.
+    """Returns for each tensor a hash of its dtype, shape and elements, as hexadecimal text. Waits once per device.
 
-    What lies where is by memory where that has no gaps, else by the tensor's own order. No copy is made but of a chunk,
-    and of a tensor with gaps.
+    Elements are hashed in memory order if the memory has no gaps, else in the tensor's logical order. Only single
+    chunks, and tensors with gaps, are copied.
     """
     sums: dict[torch.device, list[Tensor]] = {}
     counts: list[tuple[torch.device, int]] = []
@@ -152,7 +161,7 @@ def fingerprints(params: Sequence[Tensor]) -> list[str]:
 
 
 def _chunks_of(tensor: Tensor) -> Iterable[Tensor]:
-    """The tensor's memory as words of 64 bits, a chunk at a time; the last word is filled up with zeros."""
+    """Yields the tensor's memory as 64-bit words, one chunk at a time. The last word is padded with zeros."""
     data = as_bytes(tensor if is_dense(tuple(tensor.shape), tensor.stride()) else tensor.contiguous())
     for start in range(0, data.numel(), _CHUNK_WORDS * _WORD_BYTES):
         chunk = data[start : start + _CHUNK_WORDS * _WORD_BYTES]
@@ -160,12 +169,12 @@ def _chunks_of(tensor: Tensor) -> Iterable[Tensor]:
         if missing:
             yield nn.functional.pad(chunk, (0, missing)).view(torch.int64)
         else:
-            # Words begin at multiples of their size.
+            # A view as int64 must begin at a multiple of 8 bytes.
             yield (chunk.clone() if chunk.storage_offset() % _WORD_BYTES else chunk).view(torch.int64)
 
 
 def _mixed(words: Tensor) -> Tensor:
-    """Words in which each bit has come to depend on all, in place. Products wrap around."""
+    """Hashes each word, in place, so that every bit depends on all of its bits. Products wrap around."""
     words.mul_(_FIRST).bitwise_xor_(words >> 32)
     words.mul_(_SECOND).bitwise_xor_(words >> 29)
     return words

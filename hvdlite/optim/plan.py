@@ -1,11 +1,11 @@
 """
-Plans the buckets: which gradient lies where in which flat buffer; made once, before any memory is taken.
+Plans the buckets: assigns each gradient to a slice of a flat buffer, before any memory is allocated.
 
     ParamSpec (name, shape, stride, dtype, device) ── plan_buckets ── BucketPlan (slices of a flat buffer)
 
-Pure values and functions. The buffers themselves are in `bucket`; who launches them is `reducer`.
-All ranks make the same plan because it depends on the specs alone, and they compare those
-(`first_difference`) before the first gradient travels.
+Pure values and functions, called by `layout`, `autotune` and the benchmark. The buffers themselves are in `bucket`. All
+ranks make the same plan, since it depends only on the specs. The ranks compare these (`first_difference`) before they
+send the first gradient.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-# Slices begin at multiples of this, so that every gradient is as aligned as a tensor of its own.
+# Slices begin at multiples of this, so that every gradient is aligned like a separately allocated tensor.
 ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What the plan needs to know of a parameter.
+    """The properties of a parameter that a plan depends on.
 
-    ``stride`` is the layout its gradient has in the bucket: the parameter's own where that is dense
-    (channels_last stays channels_last), the contiguous one otherwise. ``trainable`` is whether it
-    required a gradient when it was planned.
+    ``stride`` is the layout of its gradient in the bucket: the parameter's own if that is dense (channels_last stays
+    channels_last), else the contiguous one. ``trainable`` is whether it required a gradient when it was planned.
     """
 
     name: str
@@ -38,18 +37,18 @@ class ParamSpec:
 
     @classmethod
     def of(cls, name: str, param: Tensor) -> ParamSpec:
-        """The spec of a parameter under this name."""
+        """Returns the spec of a parameter with this name."""
         shape = tuple(param.shape)
         stride = param.stride() if is_dense(shape, param.stride()) else _contiguous_stride(shape)
         return cls(name, shape, stride, param.dtype, param.device, param.requires_grad)
 
     @property
     def numel(self) -> int:
-        """Elements of the parameter, and of its gradient."""
+        """The number of elements of the parameter, and of its gradient."""
         return torch.Size(self.shape).numel()
 
     def describe(self) -> str:
-        """The spec in words, for messages; without the device's number, which may differ by rank."""
+        """Returns the spec as text, for messages. It leaves out the device's index, which may differ by rank."""
         layout = "" if self.stride == _contiguous_stride(self.shape) else f", strides {self.stride}"
         frozen = "" if self.trainable else ", frozen"
         return f"shape {self.shape}, {self.dtype}, on {self.device.type}{layout}{frozen}"
@@ -57,7 +56,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Where one parameter's gradient lies in its bucket; ``start`` and ``stop`` are in elements."""
+    """The part of a bucket's buffer that holds one parameter's gradient; ``start`` and ``stop`` are in elements."""
 
     spec: ParamSpec
     start: int
@@ -66,15 +65,15 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """One flat buffer: gradients first, then a tail of flags, all of one dtype on one device.
+    """The layout of one flat buffer: gradients first, then a tail of flags, all of one dtype on one device.
 
-    The tail tells what all ranks must know together and would otherwise cost a collective of its own:
-    for every slice how many ranks used the parameter and how many have a sparse gradient for it; how many
-    sit this step out and do not count (see `join`), and how many take part, in ``count_slots`` elements; and
-    (``wake_slots``, in the first bucket only) for every sleeping bucket how many ranks need it.
+    The tail holds counts that all ranks need, and would otherwise sum in a second collective: for every slice the
+    number of ranks that used the parameter, and of those with a sparse gradient for it; the number of ranks that sit
+    out this step and do not count (see `join`); the number that take part, in ``count_slots`` elements; and, in the
+    first bucket only, for each of ``wake_slots`` sleeping buckets the number of ranks that need it.
 
-    A bucket of parameters that were frozen when it was planned sleeps: it takes no memory and does not
-    travel until some rank has unfrozen one of them.
+    A bucket of parameters that were frozen when it was planned sleeps: it takes no memory and is not sent until some
+    rank has unfrozen one of them.
     """
 
     slices: tuple[Slice, ...]
@@ -87,36 +86,36 @@ class BucketPlan:
 
     @property
     def grad_numel(self) -> int:
-        """Elements that the gradients take, with the gaps that keep them aligned."""
+        """The number of elements of the gradients, with the gaps that keep them aligned."""
         return _align(self.slices[-1].stop, self.dtype, self.aligned) if self.slices else 0
 
     @property
     def numel(self) -> int:
-        """Elements of the whole buffer."""
+        """The number of elements of the whole buffer."""
         return self.wake_start + self.wake_slots
 
     @property
     def presence_start(self) -> int:
-        """Where in the buffer the counts of ranks begin."""
+        """The offset in the buffer at which the counts of ranks begin."""
         return self.grad_numel + 2 * len(self.slices)
 
     @property
     def wake_start(self) -> int:
-        """Where in the buffer the calls to the sleeping buckets begin."""
+        """The offset in the buffer at which the flags of sleeping buckets begin."""
         return self.presence_start + 1 + self.count_slots
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole buffer."""
+        """The number of bytes of the whole buffer."""
         return self.numel * self.dtype.itemsize
 
     def without(self, names: set[str]) -> BucketPlan:
-        """The same bucket with these parameters gone and the rest moved together."""
+        """Returns the plan of the same bucket without these parameters. The others move together."""
         kept = [piece.spec for piece in self.slices if piece.spec.name not in names]
         return replace(self, slices=_lay_out(kept, self.dtype, self.aligned))
 
     def describe(self) -> str:
-        """The bucket by the names that it holds, for messages."""
+        """Returns a text for messages that names the bucket by its first parameters."""
         return f"gradients of {first_of([piece.spec.name for piece in self.slices])}"
 
 
@@ -128,16 +127,15 @@ def plan_buckets(
     aligned: bool = True,
     count_slots: int = 1,
 ) -> tuple[BucketPlan, ...]:
-    """Pack parameters, last first, into buckets of at most ``cap_bytes`` of gradients; 0 is a bucket for each.
+    """Packs parameters, last first, into buckets of at most ``cap_bytes`` of gradients. With 0 each has its own bucket.
 
-    Backward computes gradients roughly from the last parameter to the first, so the first bucket is
-    full first and travels while the rest is still being computed (the order of PyTorch's DDP,
-    https://arxiv.org/abs/2006.15704).
+    Backward computes gradients roughly from the last parameter to the first. So the first bucket is full first, and is
+    sent while the rest is still being computed (the order of PyTorch's DDP, https://arxiv.org/abs/2006.15704).
 
-    Buckets do not mix dtypes, devices, or frozen with trainable parameters; only a lone parameter may
-    exceed the cap. Each of ``groups`` (names) shares a bucket however large it is, as in Horovod, one
-    per dtype and device. Parameters that can have no gradient are in none. Unless they are ``aligned`` gradients have
-    no gaps between them. ``count_slots`` is how many elements of a bucket count the ranks that take part.
+    Buckets do not mix dtypes, devices, or frozen with trainable parameters. Only a single parameter, or one of
+    ``groups``, may exceed the cap. The parameters named in a group share a bucket for each dtype and device, however
+    large it is, as in Horovod. Parameters that can have no gradient are left out. Without ``aligned`` there are no gaps
+    between gradients. ``count_slots`` is the number of elements of a bucket that count the ranks that take part.
     """
     group_of = {name: number for number, names in enumerate(groups) for name in names}
     packed: list[tuple[list[ParamSpec], bool]] = []
@@ -171,24 +169,24 @@ def plan_buckets(
 
 
 def first_of(names: Sequence[str]) -> str:
-    """The first three names, and how many more there are, for messages."""
+    """Returns the first three names, and the number of further ones, for messages."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def can_have_gradient(dtype: torch.dtype) -> bool:
-    """Whether a parameter of this dtype could require one: integers and booleans cannot."""
+    """Whether a parameter of this dtype can require a gradient: integers and booleans cannot."""
     return dtype.is_floating_point or dtype.is_complex
 
 
-# A model as it is compared between ranks: every parameter's name and `ParamSpec.describe`.
+# A description of a model, for ranks to compare: the name and `ParamSpec.describe` of every parameter.
 Description = Sequence[tuple[str, str]]
 
 
 def first_difference(mine: Description, theirs: Description) -> tuple[str, str, str] | None:
-    """The first parameter that differs, as (name, mine in words, theirs in words); None if all agree."""
+    """Returns the first parameter that differs, as (name, my description, their description), or None."""
     for (name, ours), (other_name, other) in zip(mine, theirs, strict=False):
         if name != other_name:
-            # Say it of the parameter that only one side has, if there is one: that is the cause.
+            # Prefer the parameter that only one side has: that is the cause.
             lone_is_mine = name not in dict(theirs)
             return (name, ours, _MISSING) if lone_is_mine else (other_name, _MISSING, other)
         if ours != other:
@@ -202,11 +200,14 @@ def first_difference(mine: Description, theirs: Description) -> tuple[str, str, 
     return None
 
 
-_MISSING = "no such parameter in this place"
+_MISSING = "no such parameter at this position"
 
 
 def _with_wake_slots(buckets: list[BucketPlan]) -> tuple[BucketPlan, ...]:
-    """Let the first bucket that always travels carry the calls that wake the sleeping ones."""
+    """Orders awake buckets before sleeping ones, and gives the first bucket the flags that wake the sleeping ones.
+
+    If all buckets sleep, the first one is made awake.
+    """
     if buckets and all(bucket.asleep for bucket in buckets):
         buckets[0] = replace(buckets[0], asleep=False)
     awake = [bucket for bucket in buckets if not bucket.asleep]
@@ -231,7 +232,7 @@ def _align(numel: int, dtype: torch.dtype, aligned: bool) -> int:
 
 
 def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in whatever order of dimensions."""
+    """Whether the elements fill their memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
     for step, length in sorted((step, length) for step, length in zip(stride, shape, strict=True) if length > 1):
         if step != expected:

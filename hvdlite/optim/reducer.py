@@ -1,14 +1,15 @@
 """
-`Reducer`: takes an optimizer's gradients as backward makes them, and leaves their averages for the step.
+`Reducer`: takes an optimizer's gradients during backward, and writes their averages into ``param.grad`` for the step.
 
     hook(param) ── slice of a bucket ── full buckets, in plan order: exchange.begin ──┐      inside backward
     step        ── the rest ── wait, in plan order ── exchange.finish ── param.grad ──┘      inside synchronize
-                └─ gradients of other ranks ── sleeping buckets that some rank needs ── sparse gradients
+                └─ gradients only other ranks have ── buckets of parameters unfrozen since ── sparse gradients
 
-A gradient lives in a *slice* of a *bucket*. A parameter has *arrived* when its gradient is complete for this step, that
-is after `backward_passes_per_step` backward passes. The `Reducer` owns the buckets, their order, and what is in flight;
-what happens to a bucket between the ranks is its `exchange`. Whether a user's calls come in an order that loses nothing
-is checked here, since only here is known what is under way.
+`averaging_optimizer` calls it, and autograd its hooks. A gradient is a *slice* of a *bucket*. A parameter is *ready*
+when its gradient is complete for this step, which is after `backward_passes_per_step` backward passes. The `Reducer`
+owns the buckets (`layout`), the queue that launches them (`in_flight`), and the exchange that combines them. It also
+raises an error if the user's calls come in an order that would lose gradients. A reducer outlives its world: after
+`hvd.shutdown` and `hvd.init` it connects to the ranks that there are then.
 """
 
 from __future__ import annotations
@@ -22,37 +23,41 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..comm.engine import HasMemory
 from ..comm.group import Group
 from ..control.generation import Generation
 from ..errors import GradientError, NotInitializedError
 from ..ops.failures import raise_together
-from .exchange import Links
-from .exchanges import exchange_of
+from .builtin_exchanges import exchange_of
+from .exchange import Exchange, Links
 from .flags import RankAndSize
 from .gradient_hooks import GradientHooks, number_of_backward, too_many_passes
+from .gradient_state import GradientState
 from .in_flight import BucketQueue
 from .layout import Layout
+from .opening import Arguments, Opened, Opening, Submit, Tune
+from .plan import Description
 from .settings import Settings
-from .slot import Slot
 from .sparse_gather import SparseParameters
 from .step_deltas import StepDeltas
 
 
 class Phase(enum.Enum):
-    """How far a step is."""
+    """The phase of a step."""
 
-    IDLE = "no gradient of this step has come"
-    COLLECTING = "gradients come, and full buckets travel"
-    SPOILT = "a backward pass too many has added to gradients that travel: the step is to be ended, and dropped"
+    IDLE = "no gradient of this step has arrived"
+    COLLECTING = "gradients arrive, and full buckets are being averaged"
+    SPOILT = "one backward pass too many has changed gradients that are being averaged: end the step and drop them"
     AVERAGED = "the averages are in the gradients, for the optimizer to use"
-    DROPPED = "a spoilt step has ended: its gradients are good for nothing"
+    DROPPED = "a spoilt step has ended: its gradients are invalid"
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The ranks that gradients are averaged over, and how, for as long as the group of the world is open.
+    """The ranks that gradients are averaged over, and the settings, while the world's group is open.
 
-    ``check_parameters`` is as of `parameter_check.ParameterCheck`; ``world`` is None where there is none.
+    ``check_parameters`` is as in `parameter_check.ParameterCheck`. ``world`` is the group of all ranks, and ``submit``
+    the method of the world's controller. Both are None if there is no world.
     """
 
     group: Group
@@ -60,103 +65,135 @@ class Connection:
     settings: Settings
     check_parameters: bool | int = False
     world: Group | None = None
+    submit: Submit | None = None
 
 
-# Looked at once for each gradient.
+# The arguments that the ranks compare, and autotune's function that chooses the cap, or None.
+Described = tuple[Arguments, Callable[[Group], int] | None]
+
+# The phases in which a step is in progress. A global, since it is read for every gradient.
 _UNDER_WAY = (Phase.COLLECTING, Phase.SPOILT)
 
 
 class Reducer(GradientHooks):
-    """Averages the gradients of some parameters over the ranks of a group, or combines what steps with them change.
+    """Averages the gradients of some parameters over the ranks of a group.
 
-    Knows neither optimizer nor world. `synchronize` must be called by all ranks equally often; everything
-    between two of those calls may differ by rank, the parameters used and the order of their gradients
-    included.
+    All ranks must call `synchronize` equally often. Between two calls the ranks may differ in which parameters they
+    use, and in the order of the gradients.
 
-    With an exchange that comes after the step (Adasum), gradients stay each rank's own: they are only counted, and
-    `stepping` combines what the step has changed.
+    With an exchange that runs after the step (Adasum), gradients are not averaged, only counted. Instead `stepping`
+    combines what the ranks' steps have changed.
 
-    It outlives its world. Where that has been left and there is another, the next gradient, step or `zero_grad` finds
-    the ranks of the new one, be they more or fewer, and plans anew.
+    A reducer outlives its world. After `hvd.shutdown()` and `hvd.init()`, the next gradient, step or `zero_grad`
+    connects to the ranks of the new world, however many there are, and plans the buckets again.
     """
 
     def __init__(self, connect: Callable[[], Connection], backward_passes_per_step: int = 1) -> None:
-        """``connect`` finds the ranks in the world of the time; a NotInitializedError where there is none."""
+        """``connect`` returns the ranks of the current world. It may raise NotInitializedError if there is none."""
         connection = connect()
-        super().__init__(connection.group, connection.generation, backward_passes_per_step, connection.check_parameters)
+        super().__init__(
+            connection.group,
+            connection.generation,
+            backward_passes_per_step,
+            connection.check_parameters,
+            connection.submit,
+        )
         self._connect = connect
-        # What has been taken in: the parameters by name, and which of them are to share a bucket.
+        self._arguments: Arguments | None = None
+        self._describe: Callable[[Settings, Exchange], Described] | None = None
+        # Autotune's function that chooses the cap, and the hosts of the ranks that it last chose one for.
+        self._tune: Callable[[Group], int] | None = None
+        self._tuned_for: tuple[str, ...] | None = None
+        # The arguments of each `add_params`: parameters by name, and the names that share a bucket.
         self._added: list[tuple[dict[str, Tensor], list[list[str]]]] = []
         self._plan(connection)
         self._phase = Phase.IDLE
-        # Held while a gradient is taken; again by the same thread, where that needs a backward pass of its own.
+        # Held while a hook handles a gradient. Reentrant, since the same thread may run another backward pass inside.
         self._lock = threading.RLock()
 
     # -- the plan
 
     def _plan(self, connection: Connection) -> None:
-        """Take up the settings, for the ranks that have been joined; nothing has been taken in."""
+        """Creates the exchange and an empty layout, for the connection's settings and ranks."""
         settings, group = connection.settings, connection.group
         self.settings = settings
         self.exchange = exchange_of(settings, group.size)
         self._world = connection.world
         self._links: Links | None = None
-        self._layout = Layout(
-            ranks=RankAndSize(group.rank, group.size),
-            cap_bytes=settings.cap_bytes,
-            scale_of=lambda dtype: self.exchange.scale_before(dtype, group.size),
-            densify=settings.sparse_as_dense,
-            memory=self._take_memory,
-            stays=self.exchange.after_step or settings.leaves_gradients(group.size),
-            aligned=self.exchange.aligned,
-        )
-        self._queue = BucketQueue(self.exchange, self._tracks, self._check, group.size)
-        self._sparse = SparseParameters(settings, self._layout, group.size)
+        # Whether the current step is the first, which plans buckets and allocates memory before the engine is open.
+        self._is_provisional = False
+        self._lay_out()
         self._deltas: StepDeltas | None = None
         if self.exchange.after_step:
-            self._deltas = StepDeltas(self.exchange, self._tracks, self._check, self._connected, group.size)
+            self._deltas = StepDeltas(self.exchange, self._trace, self._check, self._connected, group.size)
 
-    def _follow_world(self) -> None:
-        """Join the ranks of the world that there is now, where the one of before has been left. Waits for nobody.
+    def _lay_out(self) -> None:
+        """Creates an empty layout, and the objects that work on it."""
+        settings, size = self.settings, self._ranks.size
+        self._layout = Layout(
+            ranks=RankAndSize(self._ranks.rank, size),
+            cap_bytes=settings.cap_bytes,
+            scale_of=lambda dtype: self.exchange.scale_before(dtype, size),
+            densify=settings.sparse_as_dense,
+            memory=self._take_memory,
+            stays=self.exchange.after_step or settings.leaves_gradients(size),
+            aligned=self.exchange.aligned,
+        )
+        self._queue = BucketQueue(self.exchange, self._trace, self._check, size)
+        self._sparse = SparseParameters(settings, self._layout, size)
 
-        What was under way there is dropped; an exchange's own state comes along.
+    def follow_world(self) -> None:
+        """Connects to the current world, if the old one has been shut down. Waits for no other rank.
+
+        Gradients that were being averaged in the old world are dropped. The state of the exchange is kept.
         """
         if self._world is None or not self._world.is_closed:
             return
         try:
             connection = self._connect()
         except NotInitializedError:
-            # Who communicates is told that the group has been left.
+            # The next collective raises an error that says so.
             return
         if self._collecting:
             self._end_step()
         self._phase = Phase.IDLE
         if self._spoilt_by is not None:
-            # By what was under way in the other world.
+            # It was a collective of the old world that never ended.
             self._spoilt_by, self._is_closed = None, False
         self._backwards.clear()
-        exchanged = self.exchange.state_dict()
-        self._join(connection.group, connection.generation, connection.check_parameters)
-        # Autotune's cap stays.
+        before, exchanged = type(self.exchange), self.exchange.state_dict()
+        self._join(connection.group, connection.generation, connection.check_parameters, connection.submit)
+        # Keep the cap that autotune has chosen.
         self._plan(replace(connection, settings=replace(connection.settings, cap_bytes=self.settings.cap_bytes)))
-        if exchanged:
+        # A rank that was outside the process set may be in it now, with the settings of the others.
+        if self._describe is not None:
+            self._arguments, self._tune = self._describe(connection.settings, self.exchange)
+        if exchanged and type(self.exchange) is before:
             self.exchange.load_state_dict(exchanged)
         for params, groups in self._added:
             self._take_in(params, groups)
 
     @property
     def steps_first(self) -> bool:
-        """Whether each rank steps with its own gradients, and what that changes is combined after it."""
+        """Whether each rank steps with its own gradients, and the changes are combined afterwards (Adasum)."""
         return self._deltas is not None
 
-    def set_cap(self, cap_bytes: int) -> None:
-        """Plan with another cap whatever is taken in from now on. On every rank."""
-        self.settings = replace(self.settings, cap_bytes=cap_bytes)
-        self._layout.cap_bytes = cap_bytes
+    def compare_and_tune(self, describe: Callable[[Settings, Exchange], Described]) -> None:
+        """Sets what returns, for a world's settings and exchange, what the ranks compare and tune in `connect`.
+
+        It is called now, and in each new world.
+        """
+        self._describe = describe
+        self._arguments, self._tune = describe(self.settings, self.exchange)
+
+    @property
+    def is_to_be_tuned(self) -> bool:
+        """Whether autotune is on and has not chosen a cap yet."""
+        return self._tune is not None and self._tuned_for is None
 
     def add_params(self, named_params: Iterable[tuple[str, Tensor]], groups: Iterable[Iterable[str]] = ()) -> None:
-        """Take in parameters: plan their buckets, after those there are, and hook their gradients."""
-        self._follow_world()
+        """Adds parameters: plans their buckets behind the existing ones, and hooks their gradients."""
+        self.follow_world()
         params, named_groups = dict(named_params), [list(group) for group in groups]
         self._added.append((params, named_groups))
         self._take_in(params, named_groups)
@@ -168,85 +205,123 @@ class Reducer(GradientHooks):
             self._deltas.add(plans, params)
         self._compare_later(params, description)
 
-    def meet(self) -> Group:
-        """The channel to the other ranks, those of the world that there is now; see `GradientHooks.meet`."""
-        self._follow_world()
-        return super().meet()
+    def connect(self) -> Group:
+        """Returns the communicator to the other ranks of the current world; see `GradientHooks.connect`."""
+        self.follow_world()
+        return super().connect()
 
     def _take_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        # Of the engine that will carry it: where that is shared memory, gradients are summed where they lie.
-        return self.meet().zeros(numel, dtype, device)
+        # From the engine: if that has shared memory, gradients in it are summed without a copy. In the first step the
+        # engine is not open yet.
+        if self._links is None or self._group is None:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return self._group.zeros(numel, dtype, device)
 
-    def _open(self) -> Group:
-        group = super()._open()
-        if self._links is None:
-            self._links = Links(group, by_host=self.exchange.by_host)
-        return group
+    def _make_opening(self, number: int, description: Description) -> Opening:
+        devices = [param.device for params, _ in self._added for param in params.values() if param.is_cuda]
+        return Opening(
+            self._ranks,
+            self._reducers,
+            number,
+            self,
+            self._submit,
+            arguments=self._arguments,
+            description=description,
+            by_host=self.exchange.by_host,
+            tune=None if self._tune is None else Tune(self._tune, self._known_cap()),
+            device=devices[0] if devices else None,
+        )
+
+    def _known_cap(self) -> int | None:
+        """Returns the cap that autotune has chosen for ranks on these hosts, in this world or an earlier one."""
+        return self.settings.cap_bytes if self._tuned_for == self._ranks.hosts else None
+
+    def _take(self, opened: Opened) -> None:
+        super()._take(opened)
+        self._links = opened.links
+        if opened.cap_bytes is not None:
+            self._tuned_for = self._ranks.hosts
+            self.settings = replace(self.settings, cap_bytes=opened.cap_bytes)
+        if not self._collecting:
+            self._plan_for_good()
+
+    def _plan_for_good(self) -> None:
+        """Replans the buckets with autotune's cap, or moves them to the engine's memory, once the engine is open.
+
+        Call it only between steps.
+        """
+        self._is_provisional = False
+        if self._layout.cap_bytes != self.settings.cap_bytes:
+            self._lay_out()
+            for params, groups in self._added:
+                self._layout.add(params, groups)
+        elif self._group is not None and isinstance(self._group.engine, HasMemory):
+            for bucket in self._layout.buckets:
+                bucket.renew()
 
     def _connected(self) -> Links:
-        """The links to the other ranks; the first call opens them, see `meet`."""
-        self.meet()
+        """Returns the links to the other ranks. The first call opens them: see `connect`."""
+        self.connect()
         assert self._links is not None, "they have met"
         return self._links
 
     # -- inside backward
 
     def _on_gradient(self, param: Tensor) -> None:
-        # Autograd has a thread for each device, and gradients of several may come at once.
+        # Autograd has one thread per device, so several may call this at once.
         with self._lock:
-            # Once for each parameter in each pass: what is the same for all of them is elsewhere.
+            # This runs for every parameter in every pass, so it does as little as possible.
             if self._is_closed:
-                # Its hooks go soon, and nobody will step with what they would begin.
+                # The hooks are removed soon (see `abandon`), and no step will use this gradient.
                 return
             if self._deltas is not None:
                 self._count_pass(param)
                 return
             if self._phase not in _UNDER_WAY:
-                # In another world, that plans anew.
+                # This may replace the layout, if there is a new world.
                 self._begin_step()
-            slot = self._layout.slots[id(param)]
-            if slot.arrived:
-                self._require_surplus(slot)
+            state = self._layout.states[id(param)]
+            if state.ready:
+                self._require_surplus(state)
                 self._discard()
                 self._begin_step()
             backward = number_of_backward()
             if backward not in self._backwards:
                 self._backwards.add(backward)
-            if param.grad is not slot.view:
-                # A gradient that was None before: what earlier passes left in it, the user has thrown away.
-                slot.passes = 0
+            if param.grad is not state.view:
+                # Autograd made a new gradient, so the user has dropped the sum of earlier passes.
+                state.passes = 0
             last_pass = False
             if not self._only_accumulating:
-                slot.passes += 1
-                last_pass = slot.passes >= self.backward_passes_per_step
-            if slot.home.take(slot, last_pass):
-                assert self._links is not None, "they have met when the step began"
+                state.passes += 1
+                last_pass = state.passes >= self.backward_passes_per_step
+            if state.home.take(state, last_pass) and self._links is not None:
                 self._queue.launch_full(self._links)
 
     def _count_pass(self, param: Tensor) -> None:
-        """A gradient that stays this rank's own has been added to."""
+        """Counts a backward pass for a gradient that is not averaged (Adasum)."""
         self._backwards.add(number_of_backward())
         if self._only_accumulating:
             return
-        slot = self._layout.slots[id(param)]
-        slot.passes += 1
-        if slot.passes > self.backward_passes_per_step:
-            raise too_many_passes(slot.name, self.backward_passes_per_step)
+        state = self._layout.states[id(param)]
+        state.passes += 1
+        if state.passes > self.backward_passes_per_step:
+            raise too_many_passes(state.name, self.backward_passes_per_step)
 
     # -- between backward and step
 
     def synchronize(self, update: Callable[[list[Tensor]], None] | None = None) -> None:
-        """Wait for all ranks; leave the averages in the gradients. Nothing if that has been done already.
+        """Waits for all ranks, and leaves the averages in ``param.grad``. Does nothing if that is done already.
 
-        ``update`` is called with some parameters as soon as their averages are there, while others travel; then these
-        gradients become None. It is not told of those that are gathered, nor of any at a rank that is alone.
+        ``update`` is called with some parameters as soon as their averages arrive, while others are still being sent.
+        Afterwards these gradients are set to None. It is not called for sparse gradients, nor if there are no buckets.
 
-        A parameter that no rank used keeps ``grad = None``; one that some ranks used is averaged over all
-        of them, the others counting as zero. After a backward pass too many it waits as well, and what is in the
-        gradients then is good for nothing: see `require_sound`.
+        A parameter that no rank used keeps ``grad = None``. One that some ranks used is averaged over all ranks, and
+        the others count as zero. After too many backward passes this still waits, but the gradients are unusable: see
+        `require_sound`.
         """
         if not self._collecting:
-            self._follow_world()
+            self.follow_world()
         if self._deltas is None:
             self._require_not_closed()
             self._synchronize(update)
@@ -256,68 +331,71 @@ class Reducer(GradientHooks):
             return
         if self._phase is Phase.IDLE:
             self._begin_step()
-        # Not at the end of backward, which would be too early: ranks that did not use every parameter launch
-        # the rest only here, and may wait for each other in other collectives before.
+        # Buckets that are not full are launched here and not at the end of backward. In between, ranks may wait for
+        # each other in other collectives, and only some of them may have full buckets.
         try:
-            with self._tracks.synchronizing():
+            with self._trace.synchronizing():
                 if self._phase is Phase.SPOILT:
-                    self._bring_home(None)
+                    self._finish_buckets(None)
+                elif self._is_provisional and (changed := self._layout.allow_change()) is not None:
+                    # In any other step the buckets would be sent by now. Send them, so that no other rank hangs.
+                    self._finish_buckets(None)
+                    raise changed
                 else:
                     self._layout.require_same()
-                    self._bring_home(update)
+                    self._finish_buckets(update)
         finally:
             self._end_step()
         if self._phase is Phase.IDLE:
             self._phase = Phase.AVERAGED
 
-    def _bring_home(self, update: Callable[[list[Tensor]], None] | None) -> None:
+    def _finish_buckets(self, update: Callable[[list[Tensor]], None] | None) -> None:
         links = self._connected()
         failure: Exception | None = None
         for bucket in self._queue.finish_all(links):
             gathered = self._sparse.settle(bucket)
             if update is not None and failure is None and self._queue.failure is None:
                 try:
-                    update([slot.param for slot in bucket.slots if slot not in gathered])
+                    update([state.param for state in bucket.states if state not in gathered])
                 except Exception as error:  # noqa: BLE001 - raised below
-                    # The other ranks wait for the rest, and the next step is to begin where theirs does.
+                    # Send the other buckets all the same: the other ranks wait for them.
                     failure = error
                 else:
                     bucket.drop(gathered)
         if self.exchange.tells_failures:
-            raise_together(links.all, self._queue.failure, f"the averaging of gradients ({self._tracks.optimizer})")
-        self._sparse.average(links.all, self._tracks.optimizer, self._queue.count)
+            raise_together(links.all, self._queue.failure, f"the averaging of gradients ({self._trace.optimizer})")
+        self._sparse.average(links.all, self._trace.optimizer, self._queue.count)
         if failure is not None:
             raise failure
 
     def drop_gradients(self) -> None:
-        """Leave no parameter a gradient, and give the memory of the buckets back, until the next one comes."""
+        """Sets all gradients to None, and frees the buckets' memory until the next gradient."""
         self._layout.drop_gradients()
         for bucket in self._layout.buckets:
             bucket.drop(())
 
     def require_sound(self) -> None:
-        """Raise a GradientError if a backward pass too many has spoilt the gradients, and they were not dropped."""
+        """Raises GradientError if too many backward passes have spoilt the gradients, until `zero_grad` drops them."""
         if self._phase in (Phase.SPOILT, Phase.DROPPED):
             raise GradientError(
                 "step() was called after gradients were computed more than backward_passes_per_step times, which has "
-                "spoilt them: after that error, call optimizer.synchronize() and optimizer.zero_grad() on every rank "
-                "to drop them"
+                "spoilt them: call optimizer.synchronize() and optimizer.zero_grad() on every rank to drop them"
             )
 
     def require_nothing_pending(self, action: str, way_out: str) -> None:
-        """Raise a GradientError if gradients that nobody has waited for would be lost by this action.
+        """Raises GradientError if this action would lose complete gradients that are not synchronized.
 
-        Unless they are surplus (see `_is_surplus`): then wait, and drop them. A half accumulation is dropped, and so
-        is what was under way in a world that has been left.
+        ``action`` and ``way_out`` are parts of the message. Surplus gradients (see `_is_surplus`) are no error: this
+        waits for them and drops them. It also drops gradients that have not had all their backward passes, and those of
+        a world that has been shut down.
         """
-        self._follow_world()
+        self.follow_world()
         if self._collecting:
-            arrived = next((slot for slot in self._layout.slots.values() if slot.arrived), None)
-            if arrived is not None:
+            ready = next((state for state in self._layout.states.values() if state.ready), None)
+            if ready is not None:
                 if not self._is_surplus():
                     raise GradientError(
-                        f"{action} while gradients are on their way between the ranks (the first: "
-                        f"{arrived.name!r}): {way_out}"
+                        f"{action} while gradients are being averaged (the first: {ready.name!r}): {way_out}"
                     )
                 self._discard()
             self._end_step()
@@ -328,23 +406,24 @@ class Reducer(GradientHooks):
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether some gradient is complete and has not been synchronized."""
-        return self._collecting and any(slot.arrived for slot in self._layout.slots.values())
+        """Whether some gradient is complete and not synchronized yet."""
+        return self._collecting and any(state.ready for state in self._layout.states.values())
 
     def passes_of(self) -> dict[Tensor, int]:
-        """The backward passes that have added to each gradient of this step, where there were any."""
-        return {slot.param: slot.passes for slot in self._layout.slots.values() if slot.passes}
+        """Returns the number of backward passes in this step of each parameter that has had one."""
+        return {state.param: state.passes for state in self._layout.states.values() if state.passes}
 
     # -- the step
 
     def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
-        """Whether to step. Where the step comes first the ranks agree, since each sees its own gradients alone.
+        """Returns whether the ranks may step. Every rank must call it before `stepping`.
 
-        With GradScaler's scale they are divided by it, unless some rank has found one that is not finite: then none
-        steps. Every rank must call it before `stepping`, with None where there is no GradScaler.
+        With Adasum, whose ranks see only their own gradients, no rank steps if GradScaler has found one that is not
+        finite on any rank (``found_inf``). Otherwise this divides the gradients by ``grad_scale``. Both are None
+        without a GradScaler. Without Adasum it always returns True.
         """
         if not self._collecting:
-            self._follow_world()
+            self.follow_world()
         if self._deltas is None:
             return True
         self._require_not_closed()
@@ -353,7 +432,7 @@ class Reducer(GradientHooks):
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Let the optimizer use the gradients inside."""
+        """A context in which the optimizer takes its step. With Adasum, combines the ranks' changes at the end."""
         if self._deltas is None:
             yield
         else:
@@ -362,24 +441,24 @@ class Reducer(GradientHooks):
         self._stepped()
 
     def _stepped(self) -> None:
-        """The optimizer has used the gradients."""
+        """Records that the optimizer has used the gradients."""
         if self._deltas is None:
             self._reducers.stepped_backwards.extend(self._backwards)
         self._backwards.clear()
         if self._phase in (Phase.AVERAGED, Phase.DROPPED):
             self._phase = Phase.IDLE
-        self._tracks.stepped()
+        self._trace.stepped()
 
     def sit_out(self, average_of_active: bool) -> bool:
-        """Take part in one step of the other ranks with nothing to give; False if they all sat out as well.
+        """Takes part in one step of the other ranks without gradients, for `join`. Returns False if all ranks sat out.
 
-        Gradients that are complete already go with that step. For `join`; afterwards no parameter has a gradient. Where
-        the step comes first, the parameters become what theirs become.
+        If some gradients are complete already, they are averaged in that step. Otherwise no parameter has a gradient
+        afterwards. With Adasum the parameters change as on the other ranks.
         """
         if self._deltas is not None:
             return self._deltas.sit_out()
         if self.has_arrivals:
-            # Also where it has been closed since: other ranks are in that step.
+            # Even if this reducer is closed by now: other ranks are in that step.
             self._synchronize(None)
             self._stepped()
             return True
@@ -388,7 +467,7 @@ class Reducer(GradientHooks):
         for bucket in self._layout.buckets:
             bucket.sit_out(average_of_active)
         try:
-            self._bring_home(None)
+            self._finish_buckets(None)
             assert self._queue.count is not None, "something has come back"
             active = self._queue.count.active
         finally:
@@ -403,41 +482,43 @@ class Reducer(GradientHooks):
         return self._phase in _UNDER_WAY
 
     def _begin_step(self) -> None:
-        self.meet().require_open("averaging gradients")
+        self.follow_world()
+        self._ranks.require_open("averaging gradients")
+        self._is_provisional = self._links is None
         self._phase = Phase.COLLECTING
         self._layout.expect()
         self._queue.begin(self._layout.buckets)
 
     def _end_step(self) -> None:
-        """The step is over, or is given up: nobody waits for what is still under way, and it writes where it lies."""
+        """Ends or gives up the step. Collectives that still run are not waited for, and keep their buckets' memory."""
         self._phase = Phase.DROPPED if self._phase is Phase.SPOILT else Phase.IDLE
         self._queue.end()
         self._sparse.forget()
         self._layout.forget()
+        if self._is_provisional and self._links is not None:
+            self._plan_for_good()
 
     def _is_surplus(self) -> bool:
-        """Whether another optimizer has stepped with every backward pass that these gradients come from.
+        """Whether other optimizers have already stepped with all backward passes that made these gradients.
 
-        So it is with a GAN's discriminator after the generator's step: the generator's backward passes
-        through it and leaves gradients that nobody asked for.
+        For example, a GAN's generator runs backward through the discriminator, and leaves unwanted gradients in it.
         """
         return bool(self._backwards) and self._backwards <= set(self._reducers.stepped_backwards)
 
-    def _require_surplus(self, slot: Slot) -> None:
+    def _require_surplus(self, state: GradientState) -> None:
         if self._world is not None and self._world.is_closed:
             raise GradientError(
-                f"the gradient of {slot.name!r} was computed again while an earlier one was on its way between ranks "
-                "that have been left since, by hvd.shutdown(): call optimizer.zero_grad() after hvd.init(), before the "
-                "first backward pass"
+                f"the gradient of {state.name!r} was computed again, and an earlier one was still being averaged when "
+                "hvd.shutdown() was called: call optimizer.zero_grad() after hvd.init(), before the first backward pass"
             )
         if not self._is_surplus():
-            # So that the step can still be taken to its end with the other ranks, and dropped.
+            # The step must still be finished together with the other ranks, and is then dropped.
             self._phase = Phase.SPOILT
             self._layout.give_up()
-            raise too_many_passes(slot.name, self.backward_passes_per_step)
+            raise too_many_passes(state.name, self.backward_passes_per_step)
 
     def _discard(self) -> None:
-        """Let what is under way come to its end on all ranks, and begin anew."""
+        """Finishes the current step on all ranks, and drops its averages."""
         self._layout.give_up()
         try:
             for _ in self._queue.finish_all(self._connected()):

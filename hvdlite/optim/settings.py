@@ -1,7 +1,9 @@
 """
-`Settings`: how an optimizer's arguments combine gradients; `Scaling`: the factors that make sums averages.
+`Settings`: the arguments by which an optimizer combines gradients. `Scaling`: the factors that turn sums into averages.
 
-    Settings (equal on all ranks) ── Scaling, for a dtype:  gradients × before ── summed ── × over / how many ranks
+    Settings (equal on all ranks) ── Scaling, for a dtype:  gradients × before ── summed ── × over / number of ranks
+
+`optimizer` creates the settings; `reducer`, the exchanges and `sparse_gather` read them.
 """
 
 from __future__ import annotations
@@ -23,19 +25,19 @@ from .flags import ParticipantCount
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """The factors of an average: the terms times ``before``; the sum times ``over``, divided by the number of ranks.
+    """The factors of an average: each term is multiplied by ``before``, and the sum by ``over`` / number of ranks.
 
-    These are all ranks, or those that take part. ``over`` is None where it is to stay a sum. Where it is 1 there is no
-    product, and the average is the sum divided: of equal gradients that very gradient.
+    The number of ranks is that of all, or of those that take part. ``over`` None: the result is a sum. ``over`` 1: the
+    sum is only divided, so the average of equal gradients is exactly that gradient.
     """
 
     before: float = 1.0
     over: float | None = None
 
     def finish(self, total: Tensor, count: ParticipantCount) -> None:
-        """Make a flat tensor of floats, which has been summed, the average over so many ranks.
+        """Turns a flat tensor of sums into averages over ``count`` ranks, in place.
 
-        Where the count is on a GPU, the tensor is there too, and nothing waits for it.
+        If the count is on a GPU, the tensor must be there too, and this does not wait for the GPU.
         """
         if self.over is None:
             return
@@ -55,7 +57,7 @@ AS_IT_IS = Scaling()
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How gradients are combined; the same on every rank."""
+    """The arguments by which gradients are combined, equal on every rank."""
 
     compression: ResolvedCompression
     op: ReduceOp
@@ -63,13 +65,13 @@ class Settings:
     cap_bytes: int
     sparse_as_dense: bool
     step_on_arrival: bool = False
-    # What makes the exchange, where the user has given one.
+    # The user's factory of exchanges, if there is one.
     exchange: Callable[[], Exchange] | None = None
 
     def signature(self, exchange: Exchange) -> tuple[object, ...]:
-        """What two ranks compare, with the exchange that was made by these settings.
+        """Returns the values that ranks compare. ``exchange`` was made by these settings.
 
-        A compression, or exchange, of the user's own by its words, or else its type's name.
+        A user's own compression or exchange is compared by its ``repr``.
         """
         how = repr(self.compression if self.exchange is None else exchange)
         scaling = (self.op, self.gradient_predivide_factor)
@@ -77,32 +79,32 @@ class Settings:
 
     @property
     def packs(self) -> bool:
-        """Whether a compression of the user's own packs the gradients."""
+        """Whether a user's own compression packs the gradients."""
         return isinstance(self.compression, CustomCompression)
 
     def of_wires(self) -> Reduction:
-        """What is then done to the wires."""
+        """Returns the reduction to apply to the wires of a user's own compression."""
         predivide = self.gradient_predivide_factor if self.op is Average else 1.0
         return Reduction(self.op, 1.0 / predivide, predivide)
 
     def leaves_gradients(self, size: int) -> bool:
-        """Whether gradients stay where autograd has put them: a rank alone casts and exchanges nothing."""
+        """Whether gradients stay where autograd has put them, as on a single rank that neither casts nor exchanges."""
         return size == 1 and self.compression is Compression.none and self.exchange is None
 
-    def of_bystander(self) -> Settings:
-        """Those of a rank that takes part in nothing: its gradients stay bit for bit what they are."""
+    def for_nonmember(self) -> Settings:
+        """Returns the settings of a rank outside the process set, whose gradients stay bit-identical."""
         return replace(self, compression=Compression.none, op=Sum, exchange=None)
 
     def scaling(self, dtype: torch.dtype, size: int) -> Scaling:
-        """What is done before and after the all-reduce of gradients of this dtype over so many ranks."""
+        """Returns the scaling of gradients of this dtype, before and after their sum over ``size`` ranks."""
         return self.scaling_of_wire(self.compression.wire_dtype(dtype.to_real()), size)
 
     def scaling_of_wire(self, dtype: torch.dtype, size: int) -> Scaling:
-        """The same where it is this dtype that travels."""
+        """Returns the same for gradients that are sent in this dtype."""
         if self.op is not Average or size == 1:
             return AS_IT_IS
         predivide = self.gradient_predivide_factor
         if predivide == 1.0 and is_narrow(dtype):
-            # So that it overflows no sooner than its terms do.
+            # Scaled before the sum, so that the sum does not overflow unless its terms do.
             return Scaling(1.0 / size, float(size))
         return Scaling(1.0 / predivide, predivide)

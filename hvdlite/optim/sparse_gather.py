@@ -1,11 +1,12 @@
 """
-Averages sparse gradients: gathers the rows of all ranks, and adds up those of the same index.
+Averages sparse gradients: gathers the rows of all ranks, and adds up rows with the same index.
 
-    sparse gradients ── sizes: one all-gather ── indices and values: all-gathers, each of several gradients
+    sparse gradients ── sizes: one all-gather ── indices and values: all-gathers of up to cap_bytes
                      ── joined in rank order, coalesced, divided ── sparse gradients
 
-Which parameters have sparse gradients, the flags of the buckets say: see `SparseParameters`. The `Reducer` has them
-averaged once a step, when all buckets have come back.
+The `Reducer` calls `SparseParameters.settle` for every bucket that has been averaged. By the bucket's flags it gives
+this rank the dense gradients that only other ranks had, and moves parameters with sparse gradients out of the bucket.
+At the end of each step the `Reducer` has it average the sparse gradients.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from ..errors import MismatchError
 from ..ops.rows import RowGather, row_bytes
 from ..ops.sendable import plain_tensor
 from .bucket import Bucket
-from .exchanges import as_real
+from .builtin_exchanges import as_real
 from .flags import ParticipantCount
+from .gradient_state import GradientState
 from .layout import Layout
 from .plan import first_of
 from .settings import Settings
-from .slot import Slot
 
 
 @dataclass(slots=True)
 class SparseGradient:
-    """One parameter's sparse gradient; None where this rank has none."""
+    """One parameter's sparse gradient; ``grad`` is None if this rank has none."""
 
     name: str
     param: Tensor
@@ -41,7 +42,7 @@ class SparseGradient:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A gradient's indices ``(rows, sparse_dim)`` and values ``(rows, ...)`` here, and how many rows each rank has."""
+    """This rank's indices ``(rows, sparse_dim)`` and values ``(rows, ...)`` of a gradient; row counts of all ranks."""
 
     gradient: SparseGradient
     indices: Tensor
@@ -50,12 +51,12 @@ class _Rows:
 
     @property
     def nbytes(self) -> int:
-        """What each rank sends: as much as the one with the most rows."""
+        """The bytes that the rank with the most rows sends."""
         return max(self.counts) * (row_bytes(self.indices) + row_bytes(self.values))
 
 
 class SparseGather:
-    """Averages, or sums, the sparse gradients of all ranks, as the settings say."""
+    """Averages or sums the sparse gradients of all ranks, as in the settings."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -63,10 +64,10 @@ class SparseGather:
     def averaged(
         self, gradients: Sequence[SparseGradient], group: Group, optimizer: str, count: ParticipantCount
     ) -> Iterator[tuple[SparseGradient, Tensor]]:
-        """Each gradient that some rank has, with the average. Every rank passes the same parameters in the same order.
+        """Yields each gradient that some rank has, with its average.
 
-        ``optimizer`` is its name, by which errors and stalls tell it from others. While the rows of one all-gather are
-        coalesced, those of the next one travel.
+        Every rank must call it, with the same parameters in the same order. ``optimizer`` is the optimizer's name in
+        errors and stall messages. The next all-gather runs while the rows of one are coalesced.
         """
         under_way: deque[tuple[list[_Rows], RowGather]] = deque()
         for batch in _batches(self._rows(gradients, group, optimizer), self._settings.cap_bytes):
@@ -80,20 +81,22 @@ class SparseGather:
             yield from self._finish(batch, gather, count)
 
     def _rows(self, gradients: Sequence[SparseGradient], group: Group, optimizer: str) -> list[_Rows]:
-        """The rows that travel, after the ranks have told each other how many they have."""
+        """Exchanges the numbers of rows between the ranks, and returns this rank's rows of every gradient to gather."""
         own = [None if gradient.grad is None else plain_tensor(gradient.grad.coalesce()) for gradient in gradients]
-        # Of each gradient the sparse dimensions, -1 where there is none, and the rows.
+        # For each gradient: its number of sparse dimensions (-1 without a gradient), and of rows.
         sizes = torch.tensor(
             [(-1, 0) if grad is None else (grad.sparse_dim(), grad._nnz()) for grad in own], device="cpu"
         )
         parts = group.all_gather(sizes, _describe(gradients, optimizer), [sizes.nbytes] * group.size)
-        told = [part.view(sizes.dtype).view(sizes.shape).tolist() for part in parts]
+        of_all_ranks = [part.view(sizes.dtype).view(sizes.shape).tolist() for part in parts]
         rows = []
-        for gradient, grad, of_ranks in zip(gradients, own, zip(*told, strict=True), strict=True):
+        for gradient, grad, of_ranks in zip(gradients, own, zip(*of_all_ranks, strict=True), strict=True):
             dims = sorted({dim for dim, _ in of_ranks} - {-1})
             if len(dims) > 1:
                 raise MismatchError(
-                    f"parameter {gradient.name!r} has gradients of {dims} sparse dimensions on the ranks"
+                    f"parameter {gradient.name!r} has gradients with {' and '.join(map(str, dims))} sparse dimensions "
+                    "on different ranks: compute them in the same way on every rank, or wrap the optimizer with "
+                    "sparse_as_dense=True"
                 )
             if dims:
                 rows.append(self._own_rows(gradient, grad, dims[0], [count for _, count in of_ranks]))
@@ -104,7 +107,7 @@ class SparseGather:
         if grad is None:
             indices = torch.empty(0, sparse_dim, dtype=torch.int64, device=param.device)
             return _Rows(gradient, indices, param.new_empty(0, *param.shape[sparse_dim:]), counts)
-        # Values travel as they are, and only their own rank's are added up as they are gathered.
+        # Scaled by the factor for the gradient's own dtype, since rows are sent uncompressed.
         before = self._settings.scaling_of_wire(param.dtype.to_real(), len(counts)).before
         values = grad.values() if before == 1.0 else grad.values() * before
         return _Rows(gradient, grad.indices().t(), values, counts)
@@ -116,14 +119,14 @@ class SparseGather:
         for rows, indices, values in zip(batch, joined[::2], joined[1::2], strict=True):
             param = rows.gradient.param
             total = torch.sparse_coo_tensor(indices.t(), values, param.shape, check_invariants=False).coalesce()
-            # Those of one row have been added up by now.
+            # `coalesce` has added up rows with the same index.
             scaling = self._settings.scaling_of_wire(param.dtype.to_real(), len(rows.counts))
             scaling.finish(as_real(total._values()).view(-1), count)
             yield rows.gradient, total
 
 
 class SparseParameters:
-    """The parameters of an optimizer whose gradients are sparse: found by the flags of the buckets, and averaged."""
+    """Finds an optimizer's parameters with sparse gradients by the flags of the buckets, and averages these."""
 
     def __init__(self, settings: Settings, layout: Layout, size: int) -> None:
         """``size`` is the number of ranks."""
@@ -131,40 +134,41 @@ class SparseParameters:
         self._gather = SparseGather(settings)
         self._layout = layout
         self._size = size
-        # In this step: the gradients that from the next one on are gathered, with the bucket that they leave.
-        self._leaving: list[tuple[Bucket, list[Slot]]] = []
-        # Those that are sparse on some ranks and dense on others, by name.
+        # In this step: buckets, and the gradients to move out of them, found to be sparse for the first time.
+        self._leaving: list[tuple[Bucket, list[GradientState]]] = []
+        # In this step: the names of gradients that are sparse on some ranks and dense on others.
         self._mixed: list[str] = []
 
-    def settle(self, bucket: Bucket) -> list[Slot]:
-        """Set the gradients that this rank does not have but others do; return those that are to be gathered."""
+    def settle(self, bucket: Bucket) -> list[GradientState]:
+        """Sets the gradients of a finished bucket that only other ranks have. Returns those to gather instead."""
         if bucket.is_complete:
             return []
         flags = bucket.read_flags(alone=self._size == 1)
-        leaving = [slot for slot, used, sparse in flags if self._settle_one(slot, used, sparse)]
+        leaving = [state for state, used, sparse in flags if self._settle_one(state, used, sparse)]
         if leaving:
             self._leaving.append((bucket, leaving))
         return leaving
 
-    def _settle_one(self, slot: Slot, used: bool, sparse: bool) -> bool:
-        """Leave in one gradient what the flags of all ranks say; whether it is to be gathered instead."""
+    def _settle_one(self, state: GradientState, used: bool, sparse: bool) -> bool:
+        """Sets one gradient according to the flags of all ranks. Returns whether it must be gathered instead."""
         if self._densify:
-            if sparse and slot.view is not None:
-                slot.param.grad = slot.view.to_sparse(1)
-            elif used and not slot.arrived:
-                slot.param.grad = slot.view
+            if sparse and state.view is not None:
+                state.param.grad = state.view.to_sparse(1)
+            elif used and not state.ready:
+                state.param.grad = state.view
             return False
         if used and sparse:
-            # Said when all buckets have come back, so that no rank still waits for one.
-            self._mixed.append(slot.name)
-        elif used and not slot.arrived:
-            slot.param.grad = slot.view
+            # Raised only in `average`, after all buckets, so that no rank still waits for one.
+            self._mixed.append(state.name)
+        elif used and not state.ready:
+            state.param.grad = state.view
         return sparse
 
     def average(self, group: Group, optimizer: str, count: ParticipantCount | None) -> None:
-        """When all buckets have come back: average the sparse gradients, also those that are new.
+        """Averages the sparse gradients, including new ones. Every rank must call it, after all buckets of a step.
 
-        ``optimizer`` is its name; ``count`` is None where there was no bucket.
+        ``optimizer`` is the optimizer's name in messages. ``count`` is None if there are no buckets. Raises
+        MismatchError on every rank if a gradient is sparse on some ranks and dense on others.
         """
         if self._mixed:
             raise MismatchError(
@@ -176,19 +180,22 @@ class SparseParameters:
         if not self._layout.sparse:
             return
         ranks = ParticipantCount.of_all(self._size) if count is None else count.on_host()
-        slots = [home.slot for home in self._layout.sparse]
-        gradients = [SparseGradient(slot.name, slot.param, slot.param.grad) for slot in slots]
+        states = [home.state for home in self._layout.sparse]
+        gradients = [SparseGradient(state.name, state.param, state.param.grad) for state in states]
         for gradient, average in self._gather.averaged(gradients, group, optimizer, ranks):
             gradient.param.grad = average
 
     def forget(self) -> None:
-        """The step is over."""
+        """Resets what was found in a step, at its end."""
         self._leaving.clear()
         self._mixed.clear()
 
 
 def _batches(rows: Iterable[_Rows], cap_bytes: int) -> Iterator[list[_Rows]]:
-    """Those that travel together, in order: of one device, and at most so many bytes a rank, or a lone one."""
+    """Yields batches of consecutive gradients to gather together.
+
+    A batch is on one device, and has at most ``cap_bytes`` per rank unless it is a single gradient.
+    """
     batch: list[_Rows] = []
     for each in rows:
         together = [*batch, each]

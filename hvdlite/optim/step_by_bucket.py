@@ -1,10 +1,10 @@
 """
-``step_on_arrival``: runs the optimizer's step bucket by bucket, while the gradients of other buckets still travel.
+``step_on_arrival``: runs the optimizer's step bucket by bucket, while other buckets are still being sent.
 
-    averages of a bucket ── param_groups narrowed to its parameters ── step ── gradients gone ── the next bucket
+    averages of a bucket ── param_groups narrowed to its parameters ── step ── gradients freed ── the next bucket
 
-When a bucket's averages are there is for `reducer` to say. Inside ``step()`` alone: during backward the parameters are
-still read, to compute the gradients of what came before them.
+`averaging_optimizer` calls `StepByBucket`, and `reducer` calls it back for each bucket. It runs only inside ``step()``:
+during backward, autograd still reads the parameters to compute the gradients of earlier layers.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from .reducer import Reducer
 
 
 class StepByBucket:
-    """One step of an optimizer in several parts; its bits are those of the step as a whole.
+    """Takes one step of an optimizer in several parts, with bit-identical results.
 
-    For that the optimizer must update each parameter by itself: from the parameter's gradient, its state, and the
+    This requires an optimizer that updates each parameter independently, from only its gradient, its state, and the
     options of its group.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, reducer: Reducer) -> None:
         self._optimizer = optimizer
         self._reducer = reducer
-        # The parameter groups by the `id` of each parameter.
+        # The number of each parameter's group, by the parameter's `id`.
         self._group_of: dict[int, int] = {}
 
     def take(self) -> bool:
-        """Wait for the averages and step; False, with nothing done, if the step is to be taken as a whole."""
+        """Waits for the averages and steps. Returns False, without doing anything, if the step must be taken whole."""
         if self._is_watched():
             return False
         groups = self._optimizer.param_groups
         self._group_of = {id(param): number for number, group in enumerate(groups) for param in group["params"]}
         self._reducer.synchronize(self._update)
         self._reducer.require_sound()
-        # On what is left, be it nothing: this is the step that counts.
+        # On the remaining parameters, even if there are none: this call runs the LR scheduler's count of steps.
         with self._narrowed([[param for param in group["params"] if param.grad is not None] for group in groups]):
             self._optimizer.step()
         return True
 
     def drop_gradients(self) -> None:
-        """Drop the gradients after a step, whether it was taken by bucket or at once."""
+        """Sets the gradients to None after a step, whether it was taken by bucket or whole."""
         self._reducer.drop_gradients()
 
     def _is_watched(self) -> bool:
-        """Whether a step hook is registered, or ``step`` replaced on the instance by more than an LR scheduler's count.
+        """Whether a step hook is registered, or the instance's ``step`` is replaced by anything but an LR scheduler's.
 
-        These see the step as a whole, and may look at all gradients.
+        Such code may read all gradients, so the step must be taken whole.
         """
         optimizer = self._optimizer
         own_step = vars(optimizer).get("step")
@@ -67,21 +67,21 @@ class StepByBucket:
         )
 
     def _update(self, params: Iterable[Tensor]) -> None:
-        """Take the step on these parameters alone."""
+        """Takes the step on these parameters alone."""
         parts: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
         for param in params:
             parts[self._group_of[id(param)]].append(param)
         with self._narrowed(parts):
-            # The class's own: that of a scheduler, on the instance, counts whole steps.
+            # The class's method: an LR scheduler replaces the instance's, to count whole steps.
             type(self._optimizer).step(self._optimizer)
 
     @contextmanager
     def _narrowed(self, parts: list[list[Tensor]]) -> Iterator[None]:
-        """Let the parameter groups hold these parameters inside."""
+        """A context in which the parameter groups hold only these parameters, a list for each group."""
         groups = self._optimizer.param_groups
         before = [dict(group) for group in groups]
         try:
-            # In place: an optimizer within the optimizer may hold the same groups.
+            # In place, since an optimizer inside the optimizer may refer to the same groups.
             for group, part in zip(groups, parts, strict=True):
                 group["params"] = part
             yield
@@ -92,11 +92,11 @@ class StepByBucket:
             self._require_unchanged(number, group, earlier)
 
     def _require_unchanged(self, number: int, group: dict[str, Any], earlier: dict[str, Any]) -> None:
-        """An optimizer that keeps count in its groups would count the parts of a step."""
+        """Raises GradientError if a partial step changed an option, such as a count of steps kept in the group."""
         for key, value in group.items():
             if key not in earlier or earlier[key] is not value:
                 raise GradientError(
-                    f"step_on_arrival: the step of {type(self._optimizer).__name__} changes "
-                    f"param_groups[{number}][{key!r}], and would do so once for each bucket: it does not update every "
-                    "parameter by itself; wrap it without step_on_arrival"
+                    f"step_on_arrival=True does not work with {type(self._optimizer).__name__}: its step changes "
+                    f"param_groups[{number}][{key!r}], and would do so once for each bucket. Wrap it without "
+                    "step_on_arrival"
                 )

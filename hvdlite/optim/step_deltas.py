@@ -1,11 +1,11 @@
 """
-Combines what each rank's optimizer step has changed, in place of gradients (Adasum's delta optimizer).
+Combines the changes that each rank's optimizer step has made, in place of gradients (Adasum's delta optimizer).
 
     parameters ── copied ── the optimizer's own step, with this rank's gradients ── difference: the delta
-               ── exchange, a bucket after the other ── added to the copies ── parameters
+               ── exchange, one bucket after the other ── added to the copies ── parameters
 
-Deltas are put together in buckets as gradients are; a bucket that no rank has a gradient for is not exchanged. They are
-dense, also where gradients are sparse. The `Reducer` says when.
+The `Reducer` calls `StepDeltas`. Deltas have buckets like those of gradients. A bucket for which no rank has a gradient
+is not exchanged. Deltas are dense even if gradients are sparse.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ from .step_trace import StepTrace
 
 
 class StepDeltas:
-    """The deltas of one optimizer; parameters that are equal on all ranks before the first step are so after each."""
+    """The deltas of one optimizer. If parameters are equal on all ranks before the first step, they stay equal."""
 
     def __init__(
-        self, exchange: Exchange, tracks: StepTrace, check: ParameterCheck, connect: Callable[[], Links], size: int
+        self, exchange: Exchange, trace: StepTrace, check: ParameterCheck, connect: Callable[[], Links], size: int
     ) -> None:
-        """``connect`` opens the links to the other ranks; ``check`` is due before a step; there are ``size`` ranks."""
+        """``connect`` returns the links to the other ranks. ``check`` runs before each step. ``size`` counts ranks."""
         self._exchange = exchange
-        self._tracks = tracks
+        self._trace = trace
         self._check = check
         self._connect = connect
         self._size = size
         self._buckets: list[_Bucket] = []
 
     def add(self, plans: Sequence[BucketPlan], params: Mapping[str, Tensor]) -> None:
-        """Take in parameters, after those there are."""
+        """Adds parameters, behind the existing ones."""
         self._buckets += [_Bucket(plan, [params[piece.spec.name] for piece in plan.slices]) for plan in plans]
 
     def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
-        """Divide the gradients by GradScaler's scale, unless some rank has found one that is not finite.
+        """Divides the gradients by GradScaler's scale, and returns True if all ranks may step.
 
-        Then none steps. Every rank must call it before its step, with None where there is no GradScaler.
+        If some rank has found a gradient that is not finite, returns False on every rank. Every rank must call it
+        before its step, with None if there is no GradScaler. It waits for all ranks.
         """
         _, overflows = self._count([1, 0 if found_inf is None else int(found_inf.item() > 0)])
         if overflows:
@@ -60,7 +61,7 @@ class StepDeltas:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Let each rank step with its own gradients inside; then make what that has changed the same on all."""
+        """A context in which each rank steps with its own gradients. At its end, combines the deltas of all ranks."""
         if self._size == 1:
             yield
             return
@@ -71,9 +72,9 @@ class StepDeltas:
         self._combine()
 
     def sit_out(self) -> bool:
-        """Take part in one step of the other ranks without one of this rank's; False if they all sat out as well.
+        """Takes part in one step of the other ranks with deltas of zero. Returns False if all ranks sat out.
 
-        The parameters become what those of the others become, and no parameter has a gradient.
+        If the other ranks step, this rank's gradients are set to None, and its parameters change like theirs.
         """
         active, overflows = self._count([0, 0])
         if active and not overflows:
@@ -91,27 +92,27 @@ class StepDeltas:
         self._check.finish(group)
 
     def _combine(self) -> None:
-        """Make of the parameters what they were, and what the exchange makes of all ranks' deltas."""
+        """Exchanges the deltas, and sets the parameters to their copies plus the result."""
         links = self._connect()
-        with self._tracks.synchronizing():
+        with self._trace.synchronizing():
             needed = self._count([bucket.has_gradients for bucket in self._buckets])
             for number, (bucket, count) in enumerate(zip(self._buckets, needed, strict=True)):
                 if count:
-                    with self._tracks.combining(number, f"the {self._exchange.word} of the {bucket.what}"):
-                        bucket.combine(self._exchange, links, self._tracks.name_of(number))
+                    with self._trace.combining(number, f"the {self._exchange.word} of the {bucket.what}"):
+                        bucket.combine(self._exchange, links, self._trace.name_of(number))
                 bucket.forget()
 
     def _count(self, own: Sequence[int]) -> list[int]:
-        """The sums over all ranks."""
+        """Returns the element-wise sums over all ranks. Waits for them."""
         counts = torch.tensor(own, dtype=torch.int32)
         if self._size > 1:
             links = self._connect()
-            links.all.all_reduce(counts, f"an {self._exchange.word} step of {self._tracks.optimizer}").wait()
+            links.all.all_reduce(counts, f"an {self._exchange.word} step of {self._trace.optimizer}").wait()
         return [int(count) for count in counts.tolist()]
 
 
 class _Bucket:
-    """Parameters of one dtype and device whose deltas travel together."""
+    """Parameters of one dtype and device whose deltas are sent together."""
 
     def __init__(self, plan: BucketPlan, params: Sequence[Tensor]) -> None:
         self.params = params
@@ -121,21 +122,21 @@ class _Bucket:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether this rank's step may have changed it."""
+        """Whether any parameter has a gradient, so that this rank's step may have changed it."""
         return any(param.grad is not None for param in self.params)
 
     def remember(self) -> None:
-        """Copy the parameters, if a step may change them."""
+        """Copies the parameters, if a step may change them."""
         if any(param.requires_grad or param.grad is not None for param in self.params):
             self._before = flat_of(self.params)
 
     def forget(self) -> None:
-        """Give the copies back."""
+        """Frees the copies."""
         self._before = None
 
     @torch.no_grad()
     def combine(self, exchange: Exchange, links: Links, name: str) -> None:
-        """``name`` is the bucket's, by which errors and stalls tell it from others."""
+        """Exchanges the bucket's deltas, and updates its parameters. ``name`` is the bucket's name in messages."""
         before = flat_of(self.params) if self._before is None else self._before
         delta = flat_of(self.params).sub_(before)
         deltas = Gradients(self._plan, delta, lambda: self._pieces(delta), what=f"{self.what} ({name})")

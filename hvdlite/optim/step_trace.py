@@ -1,17 +1,17 @@
 """
-Timeline rows about gradients: for each optimizer one of its steps, and one for each bucket.
+Timeline rows about gradients: for each optimizer one row of steps, and one row for each bucket.
 
     optimizer 1             │ step 7 ................ synchronize [wait][wait] .. │ step 8
     optimizer 1, bucket 0   │      ready │ wire │ all-reduce .......... │
     optimizer 1, bucket 1   │                ready │ wire │ all-reduce ......... │
 
-*ready*: from the bucket's last gradient until it is its turn to travel, which is in plan order. *wire*: it is filled
-up, and compressed. *all-reduce*: from its launch until it is done. *wait*: how long the program stands still for it.
-*step*: from the end of one step to the end of the next.
+*ready*: from the bucket's last gradient until its turn in plan order. *wire*: packing and compressing it.
+*all-reduce*: from its launch to its end. *wait*: the program blocks for it. *step*: from the end of one step to the end
+of the next. `reducer`, `in_flight` and `step_deltas` report these events; the recorder in `comm.recorder` writes them.
 
-On a GPU, *ready*, *wire* and *wait* are what the program does, which runs ahead of the GPU; *all-reduce* is from when
-the GPU has come to it until it is through, as a thread that waits for it sees that. Of a step that a CUDA graph
-captures or replays, nothing is seen.
+On a GPU, *ready*, *wire* and *wait* are times of the program, which runs ahead of the GPU. *all-reduce* is from when
+the GPU reaches the launch until it has ended, as seen by a thread that waits for CUDA events. Steps that a CUDA graph
+captures or replays are not recorded.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ..comm.recorder import Recorder, Row
 from ..comm.work import Work
 from .bucket import Bucket
 
-_FAMILY = 10_000  # rows of an optimizer, at most
+_FAMILY = 10_000  # the maximum number of rows per optimizer
 
 
 class StepTrace:
-    """The rows of one optimizer's gradients."""
+    """The timeline rows of one optimizer's gradients."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -43,34 +43,37 @@ class StepTrace:
         self._step = 0
         self._last_step_ns = time.monotonic_ns()
 
-    def of(self, place: int, bucket: Bucket) -> BucketTrace | None:
-        """For the bucket that is launched as number ``place`` in this step; None where nobody records."""
+    def trace_of(self, index: int, bucket: Bucket) -> BucketTrace | None:
+        """Returns the trace of the bucket that is launched as number ``index`` of this step.
+
+        Returns None if no timeline is recorded, or a CUDA graph captures.
+        """
         if not self._recorder.is_on or captures(bucket.plan.device):
             return None
-        return BucketTrace(self._recorder, self._steps, self._row(place), bucket)
+        return BucketTrace(self._recorder, self._steps, self._row(index), bucket)
 
-    def name_of(self, place: int) -> str:
-        """The bucket that is launched as number ``place`` in a step, as errors and stalls name it."""
-        return f"bucket {place} of {self._steps.name}"
+    def name_of(self, index: int) -> str:
+        """Returns the name, in errors and stall messages, of the bucket that is number ``index`` in a step's order."""
+        return f"bucket {index} of {self._steps.name}"
 
     @property
     def optimizer(self) -> str:
-        """The optimizer by its number, the same on all ranks that make theirs in one order."""
+        """The optimizer's name by its number, equal on all ranks that construct their optimizers in the same order."""
         return self._steps.name
 
-    def combining(self, place: int, what: str) -> AbstractContextManager[None]:
-        """While bucket ``place`` goes another way than that, all of which the program waits for."""
-        return self._recorder.span(self._row(place), what)
+    def combining(self, index: int, what: str) -> AbstractContextManager[None]:
+        """A context that records ``what`` in the row of bucket ``index``, while the program combines deltas."""
+        return self._recorder.span(self._row(index), what)
 
-    def _row(self, place: int) -> Row:
-        return Row(self._steps.number + 1 + place, f"{self._steps.name}, bucket {place}")
+    def _row(self, index: int) -> Row:
+        return Row(self._steps.number + 1 + index, f"{self._steps.name}, bucket {index}")
 
     def synchronizing(self) -> AbstractContextManager[None]:
-        """While the program waits for all averages."""
+        """A context that records the program's wait for all averages."""
         return self._recorder.span(self._steps, "synchronize")
 
     def stepped(self) -> None:
-        """A step has ended."""
+        """Records the end of a step."""
         self._step += 1
         if self._recorder.is_on:
             began_ns, self._last_step_ns = self._last_step_ns, time.monotonic_ns()
@@ -79,30 +82,29 @@ class StepTrace:
 
 
 class BucketTrace:
-    """A bucket's way in one step, as it is recorded."""
+    """Records the events of one bucket in one step."""
 
     def __init__(self, recorder: Recorder, steps: Row, row: Row, bucket: Bucket) -> None:
         self._recorder = recorder
         self._steps = steps
         self._row = row
         self._detail: dict[str, Any] = {"of": bucket.plan.describe()}
-        # When it is begun to be made ready, and since when it is; None until then.
+        # The time when packing begins, and when it ends (None until then).
         self._taken_ns = now_ns = time.monotonic_ns()
         self._sent_ns: int | None = None
-        # Whoever first sees the end of the all-reduce notes it, a thread of the engine's or the program, which goes
-        # on when that is done.
+        # A thread of the engine and the program may both see the end of the all-reduce: only the first records it.
         self._noting = threading.Lock()
         self._is_under_way = False
-        # A bucket that some gradient did not come for is ready when it is no longer waited for.
+        # A bucket with missing gradients was never full, so it is ready only now.
         recorder.note(row, "ready", now_ns if bucket.full_since_ns is None else bucket.full_since_ns, now_ns)
 
     def launching(self) -> None:
-        """It is ready to travel, and about to be launched; before `launched`, which says so otherwise."""
+        """Records that the bucket is packed. Optional: without it `launched` records this."""
         self._sent_ns = time.monotonic_ns()
         self._recorder.note(self._row, "wire", self._taken_ns, self._sent_ns)
 
     def launched(self, work: Work, wire: Tensor) -> None:
-        """Its all-reduce has just begun."""
+        """Records that the bucket's all-reduce has just been launched, with this wire."""
         if self._sent_ns is None:
             self.launching()
         self._detail["bytes"] = wire.numel() * wire.element_size()
@@ -115,7 +117,7 @@ class BucketTrace:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """While the program waits for it, which is until it is done."""
+        """A context that records the program's wait for the all-reduce, and its end."""
         with self._recorder.span(self._steps, "wait", self._detail):
             yield
         self._ended()
@@ -127,7 +129,7 @@ class BucketTrace:
                 self._recorder.note(self._row, "all-reduce", self._sent_ns, time.monotonic_ns(), self._detail)
 
     def _follow(self, began: torch.cuda.Event) -> None:
-        # Called at once, in a stream that comes after the all-reduce.
+        # Called at once by `when_done`, on a stream that waits for the all-reduce.
         ended = _here_on_gpu()
         row, detail = self._row, self._detail
         self._recorder.gpu.see(
@@ -136,7 +138,7 @@ class BucketTrace:
 
 
 def captures(device: torch.device) -> bool:
-    """Whether what the program does on this device is captured by a CUDA graph, and happens when that is replayed."""
+    """Whether a CUDA graph is capturing the program's work on this device, which then runs only in a replay."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -1,10 +1,12 @@
 """
-Rendezvous: finds this process's ranks, and makes the ranks of a job known to each other through a store.
+Rendezvous: reads this process's rank from the launcher's variables, and connects all ranks to a shared store.
 
-    launcher's variables ── Placement ── a shared store ── every rank's info ── addresses, for gloo and NCCL
+    launcher's variables ── Placement ── shared store ── every rank's signed RankInfo, read by all
+
+`runtime.bootstrap` calls it in `hvd.init`, and then opens gloo and NCCL groups over the store.
 
 Modules import only what stands before them:
 
-    store_client < launcher_store < placement < launchers < secret < rank_info < process_state < master_address
-        < host_address < nodelist < local_exchange < pmi < pmix < pmi_rendezvous
+    store_client < launcher_store < placement < seat < launchers < secret < rank_info < process_state < master_address
+        < host_address < local_exchange < pmi < pmix < pmi_rendezvous
 """

@@ -1,51 +1,94 @@
 """
-Finds this host's own addresses from its routes: the one that others reach, and its interface.
+Finds the address by which other hosts reach this host, and the network interface that has it.
 
-Asked of the system alone: nothing is sent, and no interface's name is compared with another host's.
+It asks the kernel's routing table and sends nothing to other hosts. `pmi_rendezvous`, `runtime.bootstrap`,
+`control.connect` and `round_trips` call it. Interface names are not compared between hosts.
 """
 
 from __future__ import annotations
 
 import fcntl
 import ipaddress
+import os
+import re
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ..errors import list_names
+
 LOOPBACK = "127.0.0.1"
 
-# Addresses that stand for "anywhere else" (RFC 5737, RFC 3849): the route to them is the default route.
+# Addresses that are never in use (RFC 5737, RFC 3849): the route to them is the default route.
 ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 
+# How the system and gloo word a TCP connection that was not made.
+_NO_CONNECTION = re.compile(
+    r"connection refused|no route to host|(network|host) is unreachable|"
+    r"connect timeout|timed out connecting|connection timed out|^timed out$",
+    re.IGNORECASE,
+)
+
 
 def own_address(towards: Iterable[str]) -> str | None:
-    """The address that this host has on its route to the first of these that it has a route to.
+    """Returns this host's source address on its route to the first of ``towards`` that it has a route to.
 
-    An address that other hosts cannot use (loopback, link-local) counts as none.
+    Addresses that other hosts cannot use (loopback, link-local) are skipped. None if no address is left.
     """
     for target in towards:
         with suppress(OSError):
             for family, kind, protocol, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
                 with suppress(OSError), socket.socket(family, kind, protocol) as probe:
-                    probe.connect(address)  # of a datagram socket: chooses the route, sends nothing
+                    probe.connect(address)  # on a UDP socket this only chooses the route, and sends nothing
                     own = str(probe.getsockname()[0])
                     if _is_reachable(own):
                         return own
     return None
 
 
+def address_for_others(hosts: Iterable[str] = ()) -> str:
+    """Returns the address of this host at which ranks on ``hosts`` connect to it, as gloo chooses it.
+
+    It is the address of GLOO_SOCKET_IFNAME's first interface if that is set. Raises an OSError if there is none.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    chosen = address_of(interface) if interface else own_address([*dict.fromkeys(hosts), *ELSEWHERE])
+    return chosen or socket.gethostbyname(socket.gethostname())  # gloo does the same
+
+
+def no_connection_between(hosts: Sequence[str], own: str, error: object) -> str | None:
+    """Returns a message that a firewall may block the hosts, if ``error`` says that a connection could not be made.
+
+    ``hosts`` has the host of each rank, and ``own`` is this rank's. None if all ranks are on one host, or if ``error``
+    has another cause.
+    """
+    others = [host for host in dict.fromkeys(hosts) if host != own]
+    found = _NO_CONNECTION.search(str(error))
+    if found is None or not others:
+        return None
+    all_hosts = ",".join(dict.fromkeys(hosts))
+    return (
+        f"{own} could not open a TCP connection to another host of the job ({list_names(others, len(others))}): "
+        f"{found[0].lower()}. Does a firewall block TCP between these hosts, or has the rank there ended? "
+        f"hvdlite-run --check -H {all_hosts} shows which connections fail"
+    )
+
+
 def address_of(interface: str) -> str | None:
-    """The first address of the interface of this name that is more than link-local; None where there is none."""
+    """Returns the first address of an interface that is not link-local; None if it has none."""
     found = ((name, own) for find in (_interfaces_v4, _interfaces_v6) for name, own in find())
     return next((str(own) for name, own in found if name == interface and not own.is_link_local), None)
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the interface that has this address; None where none does, or only as one of several."""
+    """Returns the name of the interface that has this address; None if there is none.
+
+    IPv4 looks only at the first address of each interface.
+    """
     wanted = ipaddress.ip_address(address)
     find = _interfaces_v4 if wanted.version == 4 else _interfaces_v6
     return next((name for name, own in find() if own == wanted), None)
@@ -59,7 +102,7 @@ def _is_reachable(address: str) -> bool:
 def _interfaces_v4() -> Iterable[tuple[str, ipaddress.IPv4Address]]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
+            with suppress(OSError):  # this interface has no address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
                 yield name, ipaddress.IPv4Address(answer[20:24])
 

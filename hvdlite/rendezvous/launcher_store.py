@@ -1,7 +1,8 @@
 """
-hvdlite-run's store as a `torch.distributed.Store`, through which gloo and NCCL find the other ranks.
+`LauncherStore`: hvdlite-run's store as a `torch.distributed.Store`, through which ranks find each other.
 
-C++ calls these methods from threads of its own. How an answer is got is in `store_client`.
+gloo and NCCL call its methods from threads of their own, other modules of hvdlite from the caller's. Each method sends
+a request by `store_client.StoreClient`. `runtime.bootstrap` and `round_trips` create it.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from .store_client import StoreClient, StoreCommand
+from .store_client import StoreClient, StoreRequest
 
-# C++ knows only the half of an instance that is its own, and finds no methods once the other half is collected:
-# an instance that it has been given must not be. There are a few for each init().
+# Keeps all instances alive: C++ holds only the C++ part of an instance, and fails once Python has collected the
+# Python part with the methods. A process makes one for each store, see `process_state`.
 _instances: list[LauncherStore] = []
 
 _CHECK_S = 1.0
 
 
 class LauncherStore(Store):
-    """A `torch.distributed.Store` that asks hvdlite-run; its methods have the names by which C++ looks them up."""
+    """A `torch.distributed.Store` that sends requests to hvdlite-run.
+
+    C++ looks its methods up by name. Errors are torch's: `DistStoreError` (a timeout too) and `DistNetworkError`.
+    """
 
     def __init__(self, client: StoreClient, timeout: timedelta) -> None:
         super().__init__()
@@ -34,69 +38,72 @@ class LauncherStore(Store):
         return LauncherStore(self._client, self._timeout())
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._ask(StoreCommand.SET, [key], [key, value])
+        self._ask(StoreRequest.SET, [key], [key, value])
 
     def get(self, key: str) -> bytes:
-        return self._ask(StoreCommand.GET, [key], [key], self._timeout())[0]
+        return self._ask(StoreRequest.GET, [key], [key], self._timeout())[0]
 
     def add(self, key: str, value: int) -> int:
-        return int(self._ask(StoreCommand.ADD, [key], [key, str(value)])[0])
+        return int(self._ask(StoreRequest.ADD, [key], [key, str(value)])[0])
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
-        return self._ask(StoreCommand.COMPARE_SET, [key], [key, expected_value, desired_value])[0]
+        return self._ask(StoreRequest.COMPARE_SET, [key], [key, expected_value, desired_value])[0]
 
     def append(self, key: str, value: bytes | str) -> None:
-        self._ask(StoreCommand.APPEND, [key], [key, value])
+        self._ask(StoreRequest.APPEND, [key], [key, value])
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._ask(StoreCommand.CHECK, keys, keys) == [b"1"]
+        return self._ask(StoreRequest.CHECK, keys, keys) == [b"1"]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._ask(StoreCommand.WAIT, keys, keys, self._timeout() if timeout is None else timeout)
+        self._ask(StoreRequest.WAIT, keys, keys, self._timeout() if timeout is None else timeout)
 
     def has_extended_api(self) -> bool:
         return True
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._ask(StoreCommand.GET, keys, keys, self._timeout())
+        return self._ask(StoreRequest.GET, keys, keys, self._timeout())
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         if keys:
             items = [part for item in zip(keys, values, strict=True) for part in item]
-            self._ask(StoreCommand.SET, keys, items)
+            self._ask(StoreRequest.SET, keys, items)
 
     def delete_key(self, key: str) -> bool:
-        return self._ask(StoreCommand.DELETE, [key], [key]) == [b"1"]
+        return self._ask(StoreRequest.DELETE, [key], [key]) == [b"1"]
 
     def num_keys(self) -> int:
-        return int(self._ask(StoreCommand.COUNT, [], [])[0])
+        return int(self._ask(StoreRequest.COUNT, [], [])[0])
 
-    deleteKey = delete_key  # noqa: N815  # C++'s names for them
+    deleteKey = delete_key  # noqa: N815  # the names that C++ looks up
     getNumKeys = num_keys  # noqa: N815
 
     def _missing(self, keys: Sequence[str]) -> Sequence[str]:
-        """Those of ``keys`` that are not there; all, if that cannot be found out."""
+        """Returns the ``keys`` that are not in the store; all of them if the store does not answer."""
         try:
-            checks = [self._client.request(StoreCommand.CHECK, [key.encode()], _CHECK_S) for key in keys]
+            checks = [self._client.request(StoreRequest.CHECK, [key.encode()], _CHECK_S) for key in keys]
         except (OSError, ValueError):
             return keys
         return [key for key, there in zip(keys, checks, strict=True) if there == [b"0"]] or keys
 
     def _timeout(self) -> timedelta:
-        """C++ has it, and changes it."""
+        """Returns the store's timeout; the C++ part of the store keeps it and may change it."""
         timeout: timedelta = self.timeout  # type: ignore[attr-defined]  # missing in torch's stubs
         return timeout
 
     def _ask(
         self,
-        operation: StoreCommand,
+        operation: StoreRequest,
         keys: Sequence[str],
         parts: Iterable[bytes | str],
         timeout: timedelta | None = None,
     ) -> list[bytes]:
-        """Without ``timeout``, what does not wait for other ranks, and takes as long as a store does."""
+        """Sends a request and returns the answer; raises torch's errors.
+
+        ``timeout`` is None for requests that do not wait for other ranks: the store's own timeout applies.
+        """
         patience = self._timeout() if timeout is None else timeout
-        timeout_s = patience.total_seconds() or None  # 0: torch's way of saying that there is none
+        timeout_s = patience.total_seconds() or None  # in torch, 0 means no timeout
         raw = [part.encode() if isinstance(part, str) else part for part in parts]
         try:
             return self._client.request(operation, raw, timeout_s)

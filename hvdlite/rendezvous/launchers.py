@@ -1,13 +1,14 @@
 """
-The table of launchers: the variables by which each of them tells a process its place.
+The table of supported launchers, with the environment variables that give a process its rank.
 
-    environ ── which launcher's variables count ── its entry in LAUNCHERS ── Placement
+    environ ── the launcher that started this process ── its entry in LAUNCHERS ── Placement
 
-A new launcher is one entry. Its ranks then meet at MASTER_ADDR and MASTER_PORT, or by PMIx or PMI where it offers these
-(`pmi_rendezvous`). hvdlite-run may be started by that launcher, too: launcher/plan/exported_variables.py has patterns
-of the variables that it does not send to other hosts, and tests/e2e/test_contract.py compares them with this table.
+`read_placement` reads the variables. To support a new launcher, add one entry. Its ranks then connect at MASTER_ADDR
+and MASTER_PORT, or through PMIx or PMI if the launcher offers these (`pmi_rendezvous`). hvdlite-run itself may run
+under such a launcher: launcher/plan/exported_variables.py has patterns of the variables that it must not send to other
+hosts, and tests/e2e/test_contract.py compares these patterns with this table.
 
-Pure: nothing here talks to another process or to torch.
+`runtime.bootstrap` calls this module. The functions here only read the environment; they do not communicate.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, replace
 
 from ..errors import LaunchEnvironmentError
 from .placement import Placement
+from .seat import Seat
 
 OPENMPI = "OpenMPI's mpirun"
 MPICH = "MPICH's mpirun"
@@ -26,18 +28,23 @@ SLURM = "Slurm's srun"
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """A launcher, and the names of its variables.
+    """A launcher, and the names of the variables that it sets.
 
-    It has started the process where all ``signs`` are set. ``local_size`` is the number of ranks on this host. ``node``
-    tells hosts apart, and is a number below ``node_count`` where there is one. Only those in ``optional`` may be
-    missing. Without a local rank the ranks of a host are counted off; without a node the host's name takes its place.
+    A process was started by this launcher if all ``signs`` are set. ``local_size`` is the number of ranks on this host.
+    ``node`` has another value on each host; with a ``node_count`` it is the host's number, from 0. Only variables in
+    ``optional`` may be missing. Without a local rank, the ranks of a host are numbered in the order of their ranks.
+    Without a node, the host's name is used.
 
-    ``store`` is the URL of a store where the ranks meet, ``address`` and ``port`` say where rank 0 serves one. A
-    launcher that sets neither tells places alone.
+    ``worker`` is a number that identifies the process while its rank may change. ``store`` is the URL of a store that
+    all ranks share. ``address`` and ``port`` say where rank 0 serves a store. If a launcher sets neither,
+    `pmi_rendezvous` uses the following. The ``job_id`` variables together identify a job. ``nodelist`` lists the job's
+    hosts in Slurm's notation; rank 0 is on the first. ``reserved_ports`` are reserved for the job. ``own_addresses``
+    are the addresses on which the launcher itself listens. With ``is_asked_by_pmi``, PMI is the launcher's only way to
+    exchange an address between ranks.
 
-    hvdlite-run hides the variables of some launchers from its workers (``hidden_from_workers``): a process that has
-    them beside a worker's was started by that launcher from within the worker. ``others`` is for messages: who else
-    sets the same variables.
+    hvdlite-run removes the variables of some launchers from the environment of its workers (``hidden_from_workers``). A
+    process that has these and a worker's variables was started by that launcher from within the worker. ``others`` is
+    for error messages: other launchers that set the same variables.
     """
 
     name: str
@@ -49,18 +56,24 @@ class Launcher:
     node: str | None = None
     node_count: str | None = None
     optional: tuple[str, ...] = ()
+    worker: str | None = None
     store: str | None = None
     address: str | None = None
     port: str | None = None
+    job_id: tuple[str, ...] = ()
+    nodelist: str | None = None
+    reserved_ports: str | None = None
+    own_addresses: str | None = None
+    is_asked_by_pmi: bool = False
     hidden_from_workers: bool = False
     others: str = ""
 
     @property
-    def tells_where_to_meet(self) -> bool:
+    def gives_store_address(self) -> bool:
         return self.store is not None or self.address is not None
 
     def told(self, name: str | None, environ: Mapping[str, str]) -> str | None:
-        """``name`` if that variable is to be read; None where there is no such one, or it is optional and not set."""
+        """Returns ``name`` if the variable must be read; None if it is None, or optional and not set."""
         return None if name is None or (name in self.optional and name not in environ) else name
 
 
@@ -71,6 +84,18 @@ OURS = Launcher(
     size="HVDLITE_SIZE",
     local_rank="HVDLITE_LOCAL_RANK",
     local_size="HVDLITE_LOCAL_SIZE",
+    worker="HVDLITE_WORKER",
+    store="HVDLITE_STORE",
+)
+ELASTIC = Launcher(
+    "hvdlite-run",
+    signs=("HVDLITE_ELASTIC", "HVDLITE_WORKER"),
+    # These two are not in the environment: `read_placement` takes them from the seat.
+    rank="HVDLITE_RANK",
+    size="HVDLITE_SIZE",
+    # The slot on the host, which may be beyond the ranks that there are on it now.
+    local_rank="HVDLITE_LOCAL_RANK",
+    worker="HVDLITE_WORKER",
     store="HVDLITE_STORE",
 )
 TORCHRUN = Launcher(
@@ -79,7 +104,7 @@ TORCHRUN = Launcher(
     rank="RANK",
     size="WORLD_SIZE",
     local_rank="LOCAL_RANK",
-    # The number of the agent: two agents may share a machine.
+    # The rank of torchrun's agent: two agents may run on one machine.
     node="GROUP_RANK",
     optional=("LOCAL_RANK", "GROUP_RANK"),
     address="MASTER_ADDR",
@@ -88,9 +113,10 @@ TORCHRUN = Launcher(
 )
 LAUNCHERS = (
     OURS,
-    # Before MPI and Slurm: a program may be started by torchrun from within their jobs.
+    # Before MPI and Slurm: torchrun may run within their jobs.
     TORCHRUN,
-    # MPI's before Slurm's: mpirun starts its own daemons by srun.
+    ELASTIC,
+    # MPI before Slurm: mpirun starts its daemons by srun.
     Launcher(
         OPENMPI,
         signs=("OMPI_COMM_WORLD_RANK",),
@@ -98,9 +124,10 @@ LAUNCHERS = (
         size="OMPI_COMM_WORLD_SIZE",
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-        # One daemon for each of its hosts, at an address of its own.
+        # The address of this host's daemon: mpirun starts one daemon on each host.
         node="PMIX_SERVER_URI2",
         optional=("PMIX_SERVER_URI2",),
+        own_addresses="OMPI_MCA_orte_hnp_uri",
         hidden_from_workers=True,
     ),
     Launcher(
@@ -112,10 +139,11 @@ LAUNCHERS = (
         local_size="MPI_LOCALNRANKS",
         node="MPIR_CVAR_CH3_INTERFACE_HOSTNAME",
         optional=("MPIR_CVAR_CH3_INTERFACE_HOSTNAME",),
+        is_asked_by_pmi=True,
         hidden_from_workers=True,
         others="another that sets PMI_RANK",
     ),
-    # The shell of salloc or sbatch is no step, whatever number of tasks its job is to have.
+    # SLURM_STEP_ID is not set in the shell of salloc or sbatch: a program started there is a single process.
     Launcher(
         SLURM,
         signs=("SLURM_PROCID", "SLURM_STEP_ID"),
@@ -124,8 +152,11 @@ LAUNCHERS = (
         local_rank="SLURM_LOCALID",
         node="SLURM_NODEID",
         node_count="SLURM_STEP_NUM_NODES",
+        job_id=("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        nodelist="SLURM_STEP_NODELIST",
+        reserved_ports="SLURM_STEP_RESV_PORTS",
     ),
-    # After Slurm's, which sets a PMI rank as well.
+    # After Slurm, which sets PMI_RANK too.
     Launcher(
         MPICH,
         signs=("PMI_RANK",),
@@ -133,31 +164,66 @@ LAUNCHERS = (
         size="PMI_SIZE",
         node="MPIR_CVAR_CH3_INTERFACE_HOSTNAME",
         optional=("MPIR_CVAR_CH3_INTERFACE_HOSTNAME",),
+        is_asked_by_pmi=True,
         hidden_from_workers=True,
         others="another that sets PMI_RANK",
     ),
 )
-"""The first one whose signs are there counts."""
+"""All launchers, in the order of precedence: the first one whose signs are set counts."""
 
 
-def read_placement(environ: Mapping[str, str]) -> Placement | None:
-    """This process's placement as its launcher tells it; None for a single process."""
+@dataclass(frozen=True, slots=True)
+class ElasticWorker:
+    """A worker of an elastic job: its number, and the URL of the store that gives it a rank in each generation."""
+
+    number: int
+    store_url: str
+
+
+def read_elastic_worker(environ: Mapping[str, str]) -> ElasticWorker | None:
+    """Returns what hvdlite-run has told a worker of an elastic job; None for any other process."""
+    if _find_launcher(environ) is not ELASTIC:
+        return None
+    read = _Reader(environ, ELASTIC.name)
+    assert ELASTIC.worker is not None
+    assert ELASTIC.store is not None
+    return ElasticWorker(read.number(ELASTIC.worker), read.text(ELASTIC.store))
+
+
+def read_placement(environ: Mapping[str, str], seat: Seat | None = None) -> Placement | None:
+    """Returns this process's placement from its launcher's variables; None for a single process.
+
+    ``seat`` is that of a worker of an elastic job, whose variables have no rank. Raises a LaunchEnvironmentError if the
+    variables are incomplete or contradict each other.
+    """
     launcher = _find_launcher(environ)
     if launcher is None:
         return None
+    if launcher is ELASTIC:
+        if seat is None:
+            raise LaunchEnvironmentError(
+                "in an elastic job (hvdlite-run --min-np) a worker has no rank before hvd.init(): call it first"
+            )
+        environ = {**environ, ELASTIC.rank: str(seat.rank), ELASTIC.size: str(seat.size)}
     placement = _read_placement_of(launcher, environ)
-    if launcher.tells_where_to_meet:
+    if launcher.gives_store_address:
         return placement
     if placement.size == 1:
         return None
-    # In a worker of hvdlite-run MASTER_ADDR and MASTER_PORT are those of its own job.
-    return placement if OURS.rank in environ else _with_given_address(placement, environ)
+    # Within a worker of hvdlite-run, MASTER_ADDR and MASTER_PORT belong to the worker's job, and not to this one.
+    return placement if _is_within_worker(environ) else _with_given_address(placement, environ)
 
 
-def refuse_place_of_horovods(environ: Mapping[str, str]) -> None:
-    """Raise where there is a place by Horovod's variables alone, which say nowhere to meet.
+def launcher_named(name: str) -> Launcher:
+    """Returns the launcher of this name. Entries of one name differ only in their signs and their rank variables."""
+    return next(each for each in LAUNCHERS if each.name == name)
 
-    To be called where `read_placement` has found none: a worker of hvdlite-run has these variables, and others besides.
+
+def refuse_horovod_rank(environ: Mapping[str, str]) -> None:
+    """Raises a LaunchEnvironmentError if only Horovod's variables give this process a rank.
+
+    They say nothing about where the ranks connect. Call it if `read_placement` returned None: a worker of hvdlite-run
+    has these variables too.
     """
     size = environ.get("HOROVOD_SIZE", "")
     if "HVDLITE_RANK" in environ or "HOROVOD_RANK" not in environ or not (size.isascii() and size.isdigit()):
@@ -165,23 +231,28 @@ def refuse_place_of_horovods(environ: Mapping[str, str]) -> None:
     if int(size) > 1:
         raise LaunchEnvironmentError(
             f"HOROVOD_RANK={environ['HOROVOD_RANK']} and HOROVOD_SIZE={size} are set, as by Horovod's launcher, and "
-            "say nowhere to meet: start the program with hvdlite-run, or set RANK, WORLD_SIZE, MASTER_ADDR and "
-            "MASTER_PORT for every rank; unset HOROVOD_SIZE for a single process"
+            "give no address at which the ranks can connect: start the program with hvdlite-run, or set RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every rank; unset HOROVOD_SIZE for a single process"
         )
 
 
 def _find_launcher(environ: Mapping[str, str]) -> Launcher | None:
-    """The launcher that started this process; of several, one within another's job, the innermost."""
+    """Returns the launcher that started this process; of nested launchers, the innermost."""
     stale: tuple[Launcher, ...] = ()
-    if OURS.rank in environ:
+    if _is_within_worker(environ):
         if any(each.hidden_from_workers and each.rank in environ for each in LAUNCHERS):
-            # A worker has started an MPI job. hvdlite-run sets torchrun's variables too, and these are the worker's.
-            stale = (OURS, TORCHRUN)
+            # A worker has started an MPI job. The worker also passes on torchrun's variables, which hvdlite-run sets.
+            stale = (OURS, ELASTIC, TORCHRUN)
         elif _differ(environ, OURS.rank, TORCHRUN.rank) or _differ(environ, OURS.size, TORCHRUN.size):
-            # hvdlite-run sets both alike: torchrun has been at work since.
+            # hvdlite-run sets both to the same value, so torchrun was started within the worker.
             stale = (OURS,)
     found = (each for each in LAUNCHERS if each not in stale and all(sign in environ for sign in each.signs))
     return next(found, None)
+
+
+def _is_within_worker(environ: Mapping[str, str]) -> bool:
+    """Whether this process is a worker of hvdlite-run, or was started by one."""
+    return OURS.rank in environ or all(sign in environ for sign in ELASTIC.signs)
 
 
 def _differ(environ: Mapping[str, str], one: str, other: str) -> bool:
@@ -211,20 +282,21 @@ def _read_placement_of(launcher: Launcher, environ: Mapping[str, str]) -> Placem
         node=node,
         host=host,
         local_rank=local_rank,
+        worker=None if launcher.worker is None else read.number(launcher.worker),
         store_url=None if launcher.store is None else read.text(launcher.store),
-        launcher=None if launcher.tells_where_to_meet else launcher.name,
-        one_host=one_host and not launcher.tells_where_to_meet,
+        launcher=None if launcher.gives_store_address else launcher.name,
+        one_host=one_host and not launcher.gives_store_address,
     )
 
 
 def _with_given_address(placement: Placement, environ: Mapping[str, str]) -> Placement:
-    """The placement, to meet at the user's own MASTER_ADDR and MASTER_PORT where there are such."""
+    """Returns the placement; if the user has set MASTER_ADDR and MASTER_PORT, one whose ranks connect there."""
     given = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name in environ]
     if not given:
         return placement
     if len(given) == 1:
         raise LaunchEnvironmentError(
-            f"of MASTER_ADDR and MASTER_PORT only {given[0]} is set: under {placement.launcher} set both for every "
+            f"of MASTER_ADDR and MASTER_PORT, only {given[0]} is set: under {placement.launcher} set both for every "
             "rank, or neither"
         )
     _Reader(environ, f"whoever started {placement.launcher}").number("MASTER_PORT")
@@ -233,7 +305,7 @@ def _with_given_address(placement: Placement, environ: Mapping[str, str]) -> Pla
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads one launcher's variables, and names the variable and the launcher where one is wrong."""
+    """Reads one launcher's variables; raises a LaunchEnvironmentError that names a wrong variable and the launcher."""
 
     environ: Mapping[str, str]
     launcher: str
@@ -243,7 +315,7 @@ class _Reader:
             return self.environ[name]
         except KeyError:
             raise LaunchEnvironmentError(
-                f"{name} is not set, although this process seems to be started by {self.launcher}: "
+                f"{name} is not set, although this process seems to have been started by {self.launcher}: "
                 "start it through the launcher, or unset the launcher's variables"
             ) from None
 
@@ -251,12 +323,12 @@ class _Reader:
         text = self.text(name)
         if not text.isascii() or not text.isdigit():
             raise LaunchEnvironmentError(
-                f"{name}={text!r} is not a number; {self.launcher} sets it, so it was changed on the way here"
+                f"{name}={text!r} is not a number; {self.launcher} sets it, so something has changed it since"
             )
         value = int(text)
         if below is not None and value >= self.number(below):
             raise LaunchEnvironmentError(
                 f"{name}={value} is not below {below}={self.environ[below]}: "
-                f"both are set by {self.launcher}, so one of them was changed on the way here"
+                f"both are set by {self.launcher}, so something has changed one of them since"
             )
         return value

@@ -1,9 +1,9 @@
 """
-Hands a line of text from rank 0 to the other ranks of its host, by an abstract Unix socket.
+Sends a line of text from rank 0 to the other ranks of its host, over an abstract Unix socket.
 
-It has a name and no file (Linux's abstract namespace), and is gone with the process that has it: nothing is
-left behind by a job that is killed, and nothing of an older job is found. Both ends see by the system's word
-that the other belongs to the same user.
+The socket has a name in Linux's abstract namespace and no file, and vanishes with its process. So a killed job leaves
+nothing behind, and a new job finds nothing of an older one. Both ends check by SO_PEERCRED that the other process
+belongs to the same user. `pmi_rendezvous` calls it for jobs on one host.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from contextlib import suppress
 from ..errors import CommunicationError
 
 _LONGEST = 4096
-_PAUSE_S = 0.02  # between two tries to reach a rank 0 that is not there yet
+_PAUSE_S = 0.02  # between two attempts to connect to rank 0
 
 
 def give_to_local_ranks(name: str, text: str, size: int, timeout_s: float) -> None:
-    """On rank 0: give ``text`` to all other ranks; returns when each of them has it."""
+    """Sends ``text`` to all other ranks; rank 0 calls it. Blocks until each rank has it.
+
+    ``name`` is the socket's, equal on all ranks. Raises a CommunicationError if a rank does not ask within
+    ``timeout_s``, or if another process listens under this name.
+    """
     give_up_at = time.monotonic() + timeout_s
     missing = set(range(1, size))
     with socket.socket(socket.AF_UNIX) as listener:
@@ -29,8 +33,8 @@ def give_to_local_ranks(name: str, text: str, size: int, timeout_s: float) -> No
             listener.bind(_address_of(name))
         except OSError as error:
             raise CommunicationError(
-                f"another process of this host has the name {name!r}, which belongs to this job: two processes have "
-                f"its rank 0, or hvd.init() was called in both a program and one that it started ({error})"
+                f"another process of this host has the socket name {name!r} of this job: two processes are its rank "
+                f"0, or hvd.init() was called both in a program and in one that it started ({error})"
             ) from error
         listener.listen(size)
         while missing:
@@ -44,13 +48,19 @@ def give_to_local_ranks(name: str, text: str, size: int, timeout_s: float) -> No
                         connection.sendall(f"{text}\n".encode())
                         missing.discard(rank)
             except TimeoutError:
-                raise CommunicationError(f"waiting for rank {_list(missing)} on this host") from None
+                raise CommunicationError(
+                    f"hvd.init() failed: rank {_list(missing)} on this host did not call it within {timeout_s:g} s: "
+                    "look at the output of these ranks"
+                ) from None
             except (OSError, ValueError):
-                continue  # one that went away, or no rank: those that are missing are told at the end
+                continue  # it closed the connection, or is no rank; the error at the end names the missing ranks
 
 
 def ask_local_rank_0(name: str, rank: int, timeout_s: float) -> str:
-    """On the others: the text that rank 0 gives; waits for rank 0."""
+    """Returns the text that rank 0 sends; every other rank calls it. Blocks until rank 0 listens under ``name``.
+
+    Raises a CommunicationError after ``timeout_s``, or if the socket belongs to another user's process.
+    """
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at:
         with suppress(OSError), socket.socket(socket.AF_UNIX) as connection:
@@ -63,7 +73,9 @@ def ask_local_rank_0(name: str, rank: int, timeout_s: float) -> str:
             if answer:
                 return answer
         time.sleep(_PAUSE_S)
-    raise CommunicationError("waiting for rank 0 on this host")
+    raise CommunicationError(
+        f"hvd.init() failed: rank 0 on this host did not call it within {timeout_s:g} s: look at its output"
+    )
 
 
 def _address_of(name: str) -> bytes:

@@ -1,5 +1,7 @@
 """
-The store at MASTER_ADDR and MASTER_PORT, where rank 0 listens, and what is wrong if the ranks do not meet there.
+Opens the store that rank 0 serves at MASTER_ADDR and MASTER_PORT, and explains why ranks cannot connect there.
+
+`runtime.bootstrap` calls `store_at_given_address`, which calls `torch.distributed.rendezvous`.
 """
 
 from __future__ import annotations
@@ -19,22 +21,23 @@ from ..errors import CommunicationError
 from ..log import log
 from .process_state import ProcessState
 
-# PyTorch's own timeout is to be the first to end, since it says more.
+# Added to the timeout here, so that PyTorch's own ends first: its error says more.
 _SLACK_S = 2.0
 
-# How long the ranks may take to meet before that is told of.
+# A warning is logged if the ranks take longer to connect.
 _WARN_AFTER_S = 30.0
 
 
 def store_at_given_address(
     process: ProcessState, rank: int, size: int, address: str, port: str, timeout: timedelta
 ) -> Store:
-    """Of both variables' values. ``process`` keeps it: at a later init() a rank could find one that is just closing.
+    """Returns the store at ``address`` and ``port``; rank 0 serves it. Every rank must call it, and waits for rank 0.
 
-    So rank 0 serves the same one however many ranks there are. Another rank connects anew where it has become another
-    one, or one of more or fewer: another process may serve there now.
+    ``process`` keeps the store for later calls of `init`: without that, a rank could connect to a server that is just
+    closing. Rank 0 keeps its server even if the number of ranks changes. Another rank connects anew if its rank or the
+    number of ranks has changed, because another process may serve there now.
 
-    A `CommunicationError` when the ranks have not met within the timeout, whatever holds them up.
+    Raises a `CommunicationError` with the cause if the ranks have not connected within the timeout.
     """
     host = socket.gethostname()
     key = (address, port) if rank == 0 else (address, port, rank, size)
@@ -47,13 +50,16 @@ def store_at_given_address(
 
 
 def _meet(rank: int, size: int, address: str, port: str, timeout: timedelta) -> Store:
-    """The store, by PyTorch, in a thread: it waits for ever for a stranger at that port who does not answer."""
+    """Opens PyTorch's store in a thread, with a timeout.
+
+    Without the thread it would wait for ever if another program listens at that port and does not answer.
+    """
     found: Future[Store] = Future()
 
     def look() -> None:
         try:
             store: Store = next(rendezvous("env://", rank, size, timeout=timeout))[0]
-        except BaseException as error:  # noqa: BLE001  # raised by who waits for it
+        except BaseException as error:  # noqa: BLE001  # the waiting thread raises it
             found.set_exception(error)
         else:
             found.set_result(store)
@@ -64,50 +70,52 @@ def _meet(rank: int, size: int, address: str, port: str, timeout: timedelta) -> 
         with contextlib.suppress(FutureTimeoutError):
             return found.result(_WARN_AFTER_S)
         log.warning(
-            "rank %d has waited %g s in hvd.init() for %s at MASTER_ADDR=%r, MASTER_PORT=%s, and does so until %g s "
-            "are over (hvd.init(timeout_s=...)): look at the output of the other ranks",
+            "rank %d has waited %g s in hvd.init() for %s at MASTER_ADDR=%r, MASTER_PORT=%s, and gives up after %g s "
+            "(hvd.init(timeout_s=...)): look at the output of the other ranks",
             *(rank, _WARN_AFTER_S, "the other ranks" if rank == 0 else "rank 0", address, port, limit_s),
         )
         limit_s -= _WARN_AFTER_S
     try:
         return found.result(limit_s)
     except FutureTimeoutError:
-        raise RuntimeError("what listens there has not answered") from None
+        raise RuntimeError("the program that listens there has not answered") from None
 
 
 def _why(rank: int, size: int, host: str, address: str, port: str, words: str, waited_s: float) -> str:
-    """What is the matter, and what to do; ``words`` are PyTorch's."""
+    """Returns the cause of a failure and what to do about it; ``words`` is PyTorch's message."""
     if "address already in use" in words:
         return (
             f"port {port} on {host} is taken by another process (address already in use): set MASTER_PORT to a free "
             "port, the same for every rank"
         )
     if "permission denied" in words:
-        return f"port {port} on {host} may not be opened by this user: set MASTER_PORT to one from 1024 on"
+        return f"port {port} on {host} cannot be opened by this user: set MASTER_PORT to 1024 or higher"
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
     except OSError as error:
         return (
-            f"MASTER_ADDR={address!r} is not known on {host} ({error.strerror}): set it to a name or an address of "
-            "rank 0's host, for every rank"
+            f"MASTER_ADDR={address!r} cannot be resolved on {host} ({error.strerror}): set it to a name or an address "
+            "of rank 0's host, for every rank"
         )
     if rank == 0:
         if not any(map(_is_own, found)):
-            return f"MASTER_ADDR={address!r} is no address of {host}, where rank 0 is: set it to one, for every rank"
+            return (
+                f"MASTER_ADDR={address!r} is not an address of {host}, where rank 0 runs: set it to one, for every rank"
+            )
         return (
-            f"not all of the {size} ranks came to MASTER_ADDR={address!r}, MASTER_PORT={port} within {waited_s:g} s: "
-            "the others did not call hvd.init() (look at their output), have another address, port or WORLD_SIZE, or a "
-            "firewall is between"
+            f"not all of the {size} ranks connected to MASTER_ADDR={address!r}, MASTER_PORT={port} within {waited_s:g} "
+            "s: the others did not call hvd.init() (look at their output), have another address, port or WORLD_SIZE, "
+            "or are behind a firewall"
         )
     return (
         f"rank 0 was not found at MASTER_ADDR={address!r}, MASTER_PORT={port} within {waited_s:g} s: it did not call "
-        "hvd.init(), could not listen there since another process does (look at its output), or runs on another host, "
-        "or a firewall is between"
+        "hvd.init(), could not listen there because another process does (look at its output), runs on another host, "
+        "or is behind a firewall"
     )
 
 
 def _is_own(address: object) -> bool:
-    """Whether this host could listen there."""
+    """Whether this host could listen at the address."""
     text = str(address)
     try:
         with socket.socket(socket.AF_INET6 if ":" in text else socket.AF_INET) as probe:

@@ -1,12 +1,11 @@
 """
-`Placement` and `Topology`: ranks, local ranks and cross ranks, of this process and of all.
+`Placement` and `Topology`: this process's rank, local rank and cross rank, and the hosts of all ranks.
 
-    launcher's variables ── Placement (what one process knows) ── all placements together ── Topology
+    launcher's variables ── Placement of one process ── the placements of all ranks ── Topology
 
-Pure values and functions: nothing here talks to another process or to torch.
-
-``rank`` is global, ``local_rank`` counts within a host, ``cross_rank`` among the hosts that have this local rank. What
-a launcher's variables are called is in `launchers`.
+``rank`` is global, ``local_rank`` counts the ranks of a host, and ``cross_rank`` counts the hosts that have this local
+rank. `launchers` makes a `Placement`, `rank_info` exchanges them between ranks, and `runtime.bootstrap` makes the
+`Topology`. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -17,7 +16,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """One rank's place in the job, the name of every rank's host (for messages), and whether all have as many ranks."""
+    """One rank's numbers in the job.
+
+    ``hosts`` has every rank's host name, for messages. ``is_homogeneous``: every host has the same number of ranks.
+    """
 
     rank: int
     size: int
@@ -31,13 +33,17 @@ class Topology:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """What one process knows of its own place before it has spoken to any other.
+    """The rank, host and launcher of one process, as it reads them from its environment.
 
-    ``node`` tells apart what counts as different hosts: usually the host's name, under torchrun the
-    number of the agent, since two agents may share a machine.
+    ``node`` differs between ranks that count as being on different hosts. Usually it is the host's name; under torchrun
+    it is the agent's rank, because two agents may run on one machine.
 
-    ``launcher`` is one that has told the place but no address: the ranks meet by its own means, or, with
-    ``one_host``, without it. None where there is an address to meet at.
+    ``worker`` is the number that hvdlite-run has given the process. In an elastic job it stays the same while the rank
+    changes; otherwise it is the rank.
+
+    ``launcher`` is the name of a launcher that gives ranks but no address to connect to. The ranks then connect by
+    `pmi_rendezvous`: through the launcher's exchange, or, if ``one_host``, without it. None if there is an address or a
+    ``store_url``.
     """
 
     rank: int
@@ -48,12 +54,13 @@ class Placement:
     store_url: str | None = None
     launcher: str | None = None
     one_host: bool = False
+    worker: int | None = None
 
 
 def placements_to_topology(rank: int, placements: Sequence[Placement]) -> Topology:
-    """The topology of ``rank``, given the placements of all ranks in rank order.
+    """Returns the topology of ``rank`` from the placements of all ranks, in rank order.
 
-    A placement without a local rank is counted off among the ranks of its node.
+    Where a placement has no local rank, the ranks of its node are numbered in rank order.
     """
     local_ranks: list[int] = []
     members: dict[str, int] = {}
@@ -62,7 +69,7 @@ def placements_to_topology(rank: int, placements: Sequence[Placement]) -> Topolo
         members[placement.node] = counted + 1
         local_ranks.append(counted if placement.local_rank is None else placement.local_rank)
     mine = placements[rank]
-    # Hosts in the order of their first rank, as the launcher numbers them.
+    # Hosts in the order of their first rank, as hvdlite-run numbers them.
     nodes_with_my_local_rank = list(
         dict.fromkeys(
             placement.node

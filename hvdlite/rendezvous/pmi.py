@@ -1,11 +1,11 @@
 """
-PMI-1, the text protocol in which a rank of MPICH's mpirun (or of ``srun --mpi=pmi2``) asks its launcher.
+A client of PMI-1, the text protocol between a rank and its launcher: MPICH's mpirun, or ``srun --mpi=pmi2``.
 
     init -> get_my_kvsname -> rank 0: put -> barrier_in (all) -> get          at the end of the process: finalize
 
-The connection is inherited and there is one: an MPI library in the same process speaks over it too. Therefore
-"finalize", after which the launcher hears no more from the process, waits for the end of the process, where MPI
-has had its turn.
+A process inherits one connection to the launcher, and an MPI library in the same process uses it too. The launcher
+ignores the process after "finalize". So this is sent only at the end of the process, when MPI has finished.
+`pmi_rendezvous` calls these functions.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from contextlib import suppress
 from ..errors import CommunicationError, LaunchEnvironmentError
 
 _LONGEST = 65536
-_PATIENCE_S = 30  # for what the launcher's daemon on this host answers without asking anybody
+_PATIENCE_S = 30  # for requests that the launcher's daemon on this host answers without waiting for other ranks
 
 
 def open_connection(inherited: str) -> int:
-    """The file descriptor of PMI_FD, as a copy of our own: MPI closes the inherited one at its end.
+    """Returns a duplicate of the file descriptor in PMI_FD, on which "init" has been sent.
 
-    To be done once: Slurm takes a second "init" for an error, which Hydra answers.
+    It is a duplicate because MPI closes the inherited one when it finalizes. Call it once per process: Slurm treats a
+    second "init" as an error (MPICH's Hydra does not).
     """
     with suppress(ValueError, OSError, OverflowError):
         if not inherited.isascii():
@@ -35,13 +36,16 @@ def open_connection(inherited: str) -> int:
             _ask(connection, "cmd=init pmi_version=1 pmi_subversion=1", time.monotonic() + _PATIENCE_S)
             return connection
     raise LaunchEnvironmentError(
-        f"PMI_FD={inherited!r} is not an open connection to the launcher that set PMI_RANK; what starts programs in "
-        "between may have closed it. Set MASTER_ADDR and MASTER_PORT for every rank, and they meet there"
+        f"PMI_FD={inherited!r} is not an open connection to the launcher that set PMI_RANK; a program in between may "
+        "have closed it: set MASTER_ADDR and MASTER_PORT for every rank"
     )
 
 
 def exchange_by_pmi(connection: int, key: str, value: str | None, timeout_s: float) -> str:
-    """Rank 0 gives a value, the others None; all get the value. Waits for all ranks."""
+    """Broadcasts rank 0's ``value``; the other ranks pass None. Every rank must call it, and waits for all.
+
+    Raises a CommunicationError after ``timeout_s``.
+    """
     give_up_at = time.monotonic() + timeout_s
 
     def ask(command: str) -> dict[str, str]:
@@ -55,11 +59,11 @@ def exchange_by_pmi(connection: int, key: str, value: str | None, timeout_s: flo
 
 
 def finalize_pmi(connection: int) -> None:
-    """Tell the launcher that this process may end, which otherwise ends the others."""
+    """Tells the launcher that this process may end. Otherwise the launcher takes its end for a crash of the job."""
     try:
         _ask(connection, "cmd=finalize", time.monotonic() + _PATIENCE_S)
     except (CommunicationError, OSError):
-        return  # told already, by the MPI library or by us, or nobody is there to be told
+        return  # the MPI library has sent it already, or the launcher has ended
 
 
 def _ask(connection: int, command: str, give_up_at: float) -> dict[str, str]:
@@ -68,7 +72,7 @@ def _ask(connection: int, command: str, give_up_at: float) -> dict[str, str]:
         answer = _read_line(connection, give_up_at)
     except OSError as error:
         raise CommunicationError(f"the launcher does not answer on PMI_FD={connection}: {error}") from error
-    # The last value may have spaces (a message), and no other does.
+    # Only the last value may contain spaces: it is a message, which is not used here.
     fields = dict(part.partition("=")[::2] for part in answer.split())
     if "cmd" not in fields or fields.get("rc", "0") != "0":
         raise CommunicationError(f"the launcher answered {answer!r} to {command!r} on PMI_FD={connection}")
@@ -81,9 +85,12 @@ def _read_line(connection: int, give_up_at: float) -> str:
     data = b""
     while not data.endswith(b"\n"):
         if not poll.poll(max(0.0, give_up_at - time.monotonic()) * 1000):
-            raise CommunicationError("waiting for the other ranks in the launcher's barrier")
+            raise CommunicationError(
+                "hvd.init() failed: another rank did not call it in time (the launcher's PMI barrier has not ended): "
+                "look at the output of the other ranks"
+            )
         piece = os.read(connection, _LONGEST)
         if not piece or len(data) > _LONGEST:
-            raise CommunicationError(f"the launcher closed PMI_FD={connection} or sent no line")
+            raise CommunicationError(f"the launcher closed PMI_FD={connection} or sent an invalid answer")
         data += piece
     return data[:-1].decode(errors="replace")

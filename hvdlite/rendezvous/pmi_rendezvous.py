@@ -1,19 +1,24 @@
 """
-Makes rank 0's address known to the ranks of an MPI or a Slurm job, whose launcher sets no address.
+Connects the ranks of an MPI or Slurm job to a store on rank 0, where the launcher sets no MASTER_ADDR.
 
-    all on one host       rank 0's address by a Unix socket that is named after the job
-    MPI is initialised    ... by MPI's own broadcast (mpi4py)
-    PMIx, PMI-1           ... by the launcher's exchange (OpenMPI, srun --mpi=pmix; MPICH, srun --mpi=pmi2)
-    plain srun            no exchange: the step's first host, and a port that Slurm has reserved or the job's id gives
+Every rank finds the address of rank 0's store in the first of these ways that its environment offers:
 
-Rank 0 serves a TCPStore on a port that the system chooses (but for plain srun on several hosts), on the address
-that the other hosts reach it by; on loopback where there is no other.
+    all on one host     rank 0 sends it over a Unix socket that is named after the job (`local_exchange`)
+    MPI is initialised  by the program, with mpi4py: rank 0 sends it by MPI's broadcast
+    PMIx, PMI-1         rank 0 sends it by the launcher's key-value exchange: PMIx from OpenMPI and srun --mpi=pmix,
+                        PMI-1 from MPICH and srun --mpi=pmi2
+    plain srun          every rank computes it: the job step's first host, where rank 0 is, and a port that Slurm has
+                        reserved or that follows from the job's id
+
+The store is a TCPStore that listens on the address by which other hosts reach rank 0, or on loopback if all ranks are
+on one host; except under plain srun, the kernel chooses the port. `runtime.bootstrap` calls `rendezvous_by_pmi`.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import os
 import re
 import socket
@@ -26,18 +31,23 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from ..errors import LaunchEnvironmentError
 from .host_address import ELSEWHERE, LOOPBACK, interface_of, own_address
-from .launchers import MPICH, SLURM
+from .launchers import Launcher, launcher_named
 from .local_exchange import ask_local_rank_0, give_to_local_ranks
-from .nodelist import expand_nodelist
 from .placement import Placement
 from .pmi import exchange_by_pmi, finalize_pmi, open_connection
 from .pmix import exchange_by_pmix
 from .process_state import ProcessState
 from .secret import new_secret
 
-# Below the ports that Linux gives out by itself (from 32768), above those of well-known services.
+# Below Linux's ephemeral ports (from 32768), above the ports of well-known services.
 _FIRST_PORT = 12000
 _PORTS = 20000
+
+# Slurm's lists of host names, such as node[1-3,07],login,rack[1-2]n[0-1].
+_ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+_MOST_HOSTS = 1 << 17  # a longer list is a mistake, and could exhaust this host's memory
 
 Exchange = Callable[[str, str | None], str]
 
@@ -45,29 +55,41 @@ Exchange = Callable[[str, str | None], str]
 def rendezvous_by_pmi(
     placement: Placement, environ: Mapping[str, str], process: ProcessState, timeout: timedelta
 ) -> tuple[Store, bytes | None]:
-    """A store that all ranks share, for this meeting alone. Waits for all.
+    """Returns a store that all ranks share, with its own key prefix for each `init`. Every rank must call it.
 
-    With it, a secret that rank 0 has told the others by the launcher's own exchange; None where there is no such.
+    Also returns a secret that rank 0 has sent to the others along with the address; None under plain srun, where
+    nothing is sent.
 
-    Unless the user has chosen, gloo is told the interface that the address belongs to
-    (``GLOO_SOCKET_IFNAME``): by itself it would depend on how each host resolves its own name.
+    Sets ``GLOO_SOCKET_IFNAME`` to the interface that has the address, unless the user has set it. Without it, gloo
+    would use the interface to which each host resolves its own name.
     """
-    name = f"init{process.next_meeting((placement.launcher, _name_of_job(placement, environ)))}"
-    exchange = _choose_exchange(placement, environ, process, timeout.total_seconds())
+    assert placement.launcher is not None, "there is no address to meet at"
+    launcher = launcher_named(placement.launcher)
+    job = _name_of_job(launcher, environ)
+    name = f"init{process.next_init((launcher.name, job))}"
+    exchange = _choose_exchange(placement, launcher, job, environ, process, timeout.total_seconds())
     secret = None
     if exchange is None:
-        store, own = _store_of_step(placement, environ, process, timeout)
+        store, own = _store_of_job(placement, launcher, environ, process, timeout)
     else:
-        store, own, secret = _store_by(exchange, placement, environ, name, timeout)
+        store, own, secret = _store_by(exchange, placement, launcher, environ, name, timeout)
     process.choose_interface(None if own is None else interface_of(own))
     store.set_timeout(timeout)
     return PrefixStore(name, store), secret
 
 
 def _choose_exchange(
-    placement: Placement, environ: Mapping[str, str], process: ProcessState, timeout_s: float
+    placement: Placement,
+    launcher: Launcher,
+    job: str | None,
+    environ: Mapping[str, str],
+    process: ProcessState,
+    timeout_s: float,
 ) -> Exchange | None:
-    job = _name_of_job(placement, environ)
+    """Returns a function that broadcasts a line of rank 0's to the other ranks; None under plain srun.
+
+    Every rank calls that function with the same key; rank 0 passes the line, the others None, and all get the line.
+    """
     if placement.one_host and job is not None:
         return functools.partial(_exchange_on_host, placement, job, timeout_s)
     mpi = _running_mpi()
@@ -75,27 +97,31 @@ def _choose_exchange(
         return lambda _, value: str(mpi.COMM_WORLD.bcast(value))
     if "PMIX_RANK" in environ and "PMIX_NAMESPACE" in environ:
         return lambda key, value: exchange_by_pmix(environ, key, value, timeout_s)
-    if "PMI_FD" in environ or placement.launcher == MPICH:
+    if "PMI_FD" in environ or launcher.is_asked_by_pmi:
         inherited = environ.get("PMI_FD", "")
         connection = process.keep("PMI", inherited, lambda: PmiConnection(inherited), PmiConnection.close).fd
         return lambda key, value: exchange_by_pmi(connection, key, value, timeout_s)
-    if placement.launcher == SLURM:
+    if launcher.nodelist is not None:
         return None
     raise LaunchEnvironmentError(
-        f"{placement.launcher} has set neither PMIX_RANK and PMIX_NAMESPACE nor PMI_FD, by which its ranks could meet: "
-        "set MASTER_ADDR and MASTER_PORT for every rank (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
+        f"{launcher.name} has set neither PMIX_RANK and PMIX_NAMESPACE nor PMI_FD, so its ranks cannot find each "
+        "other: set MASTER_ADDR and MASTER_PORT for every rank (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
     )
 
 
-def _name_of_job(placement: Placement, environ: Mapping[str, str]) -> str | None:
-    """What no other job of this host has at the same time; None where the launcher tells no such thing."""
-    if placement.launcher == SLURM:
-        return f"{os.getuid()}/slurm/{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
+def _name_of_job(launcher: Launcher, environ: Mapping[str, str]) -> str | None:
+    """Returns a name that is unique among the jobs that run on this host; None if the launcher sets no job id."""
+    if launcher.job_id:
+        return f"{os.getuid()}/{launcher.job_id[0]}/{_id_of_job(launcher, environ)}"
     if "PMIX_NAMESPACE" in environ and "PMIX_SERVER_URI2" in environ:
-        # The address of the job's server is its alone while it runs; the namespace alone may come again.
+        # The namespace alone may be used again by another job; the address of the job's server is unique while it runs.
         server = environ["PMIX_SERVER_URI2"].rpartition("/")[2]
         return f"{os.getuid()}/pmix/{environ['PMIX_NAMESPACE'][-40:]}/{server}"
     return None
+
+
+def _id_of_job(launcher: Launcher, environ: Mapping[str, str]) -> str:
+    return ".".join(environ.get(name, "") for name in launcher.job_id)
 
 
 def _exchange_on_host(placement: Placement, job: str, timeout_s: float, key: str, value: str | None) -> str:
@@ -106,7 +132,7 @@ def _exchange_on_host(placement: Placement, job: str, timeout_s: float, key: str
 
 
 class PmiConnection:
-    """The connection of one PMI_FD, for all meetings that the launcher behind it arranges."""
+    """The connection of one PMI_FD, kept for every `init` of this process; "finalize" is sent at the program's end."""
 
     def __init__(self, inherited: str) -> None:
         self.fd = open_connection(inherited)
@@ -114,27 +140,35 @@ class PmiConnection:
         atexit.register(self._finalize)
 
     def close(self) -> None:
-        """Tell the launcher that this process asks nothing more: it belongs to another one now."""
+        """Sends "finalize" and closes the connection; called when PMI_FD names another launcher's connection."""
         atexit.unregister(self._finalize)
         self._finalize()
         os.close(self.fd)
 
     def _finalize(self) -> None:
-        # An MPI that runs at the end of the program takes its own leave, after Python's exit handlers.
+        # If MPI is running, it sends "finalize" itself, after Python's exit handlers.
         if os.getpid() == self._pid and _running_mpi() is None:
             finalize_pmi(self.fd)
 
 
 def _running_mpi() -> Any:
-    """mpi4py's module, if the program has imported it and MPI is up; never imported here."""
+    """Returns the module mpi4py.MPI if the program has imported it and MPI is initialised; never imports it."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized() else None
 
 
 def _store_by(
-    exchange: Exchange, placement: Placement, environ: Mapping[str, str], name: str, timeout: timedelta
+    exchange: Exchange,
+    placement: Placement,
+    launcher: Launcher,
+    environ: Mapping[str, str],
+    name: str,
+    timeout: timedelta,
 ) -> tuple[Store, str | None, bytes]:
-    """The store, this host's own address on the way to it, and a secret of rank 0's."""
+    """Opens the store, with its address broadcast by ``exchange``.
+
+    Returns the store, this host's own address on the route to it, and rank 0's secret.
+    """
     key = f"hvdlite.{name}"
     if placement.rank != 0:
         address, told_port, secret = exchange(key, None).split("/")
@@ -142,42 +176,50 @@ def _store_by(
             address, int(told_port), placement.size, is_master=False, timeout=timeout, wait_for_workers=False
         )
         return store, LOOPBACK if placement.one_host else own_address([address]), secret.encode()
-    own = LOOPBACK if placement.one_host else own_address(_outward(placement, environ))
+    own = LOOPBACK if placement.one_host else own_address(_outward(placement, launcher, environ))
     if own is None:
         raise LaunchEnvironmentError(
-            f"no address is found by which other hosts could reach {placement.host}, where rank 0 is: set MASTER_ADDR "
+            f"no address of {placement.host}, where rank 0 runs, was found that other hosts can reach: set MASTER_ADDR "
             "and MASTER_PORT for every rank"
         )
     store = _serve_store(own, 0, placement.size, timeout)
     secret = new_secret()
-    exchange(key, f"{own}/{store.port}/{secret}")  # no space nor equals sign, which PMI could not carry
+    exchange(key, f"{own}/{store.port}/{secret}")  # without spaces and equals signs, which PMI does not allow
     return store, own, secret.encode()
 
 
-def _outward(placement: Placement, environ: Mapping[str, str]) -> list[str]:
-    """Whom rank 0 would reach where the other ranks are, best first."""
-    if placement.launcher == SLURM:
-        others = expand_nodelist(environ["SLURM_STEP_NODELIST"])[-1:]
-    else:
-        # OpenMPI's mpirun tells its own addresses: "...;tcp://10.0.0.1,10.1.0.1:4000;tcp6://[fd00::1]:4001".
-        uri = environ.get("OMPI_MCA_orte_hnp_uri", "")
-        others = [one for group in re.findall(r"tcp6?://\[?([0-9a-fA-F:.,]+?)\]?:\d+", uri) for one in group.split(",")]
+def _outward(placement: Placement, launcher: Launcher, environ: Mapping[str, str]) -> list[str]:
+    """Returns names and addresses on the side of the other ranks, best first, for rank 0's `own_address`."""
+    others: list[str] = []
+    if launcher.nodelist is not None:
+        others = hosts_of_job(launcher, environ)[-1:]
+    elif launcher.own_addresses is not None:
+        # OpenMPI's format: "...;tcp://10.0.0.1,10.1.0.1:4000;tcp6://[fd00::1]:4001".
+        groups = re.findall(r"tcp6?://\[?([0-9a-fA-F:.,]+?)\]?:\d+", environ.get(launcher.own_addresses, ""))
+        others = [address for group in groups for address in group.split(",")]
     return [*others, *ELSEWHERE, placement.host]
 
 
-def _store_of_step(
-    placement: Placement, environ: Mapping[str, str], process: ProcessState, timeout: timedelta
+def _store_of_job(
+    placement: Placement,
+    launcher: Launcher,
+    environ: Mapping[str, str],
+    process: ProcessState,
+    timeout: timedelta,
 ) -> tuple[Store, str | None]:
-    """Where Slurm starts the tasks and connects them by nothing."""
-    hosts = expand_nodelist(environ["SLURM_STEP_NODELIST"])
+    """Opens the store of a plain srun job, on its first host, without any exchange between the ranks.
+
+    Returns the store, and this host's own address on the route to it.
+    """
+    hosts = hosts_of_job(launcher, environ)
     if placement.rank == 0 and placement.node != "0":
         raise LaunchEnvironmentError(
-            f"rank 0 is not on {hosts[0]}, the first host of SLURM_STEP_NODELIST, where the others look for it: set "
+            f"rank 0 is not on {hosts[0]}, the first host of {launcher.nodelist}, where the others look for it: set "
             "MASTER_ADDR and MASTER_PORT for every rank, or use srun --mpi=pmix"
         )
-    port, is_master = port_of_step(environ), placement.rank == 0
+    port, is_master = port_of_job(launcher, environ), placement.rank == 0
     try:
-        # Kept: at a later init() a rank would otherwise find a server that is just closing.
+        # Kept for later calls of init(): otherwise a rank could connect to a server that is just closing.
         store = process.keep(
             "store",
             (tuple(hosts), port) if is_master else (tuple(hosts), port, placement.rank, placement.size),
@@ -185,21 +227,21 @@ def _store_of_step(
         )
     except (RuntimeError, OSError) as error:
         if placement.rank != 0:
-            raise  # rank 0 has not come
+            raise  # rank 0 has not opened the store in time
         raise LaunchEnvironmentError(
-            f"rank 0 cannot listen on port {port} of {placement.host}, which the step's id gives: set "
+            f"rank 0 cannot listen on port {port} of {placement.host}, which follows from the step's id: set "
             f"MASTER_ADDR and another MASTER_PORT for every rank, or use srun --mpi=pmix or --resv-ports ({error})"
         ) from error
-    # Of two jobs that have chosen the same port, the second one's ranks find the first one's store: but not its keys.
-    step = PrefixStore(f"slurm.{environ.get('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}", store)
-    return step, own_address([hosts[-1] if placement.rank == 0 else hosts[0]])
+    # Two jobs may compute the same port, and ranks of one connect to the store of the other: separate their keys.
+    of_job = PrefixStore(f"job.{_id_of_job(launcher, environ)}", store)
+    return of_job, own_address([hosts[-1] if placement.rank == 0 else hosts[0]])
 
 
 def _store_at(hosts: Sequence[str], port: int, size: int, is_master: bool, timeout: timedelta) -> Store:
     if not is_master:
         return TCPStore(hosts[0], port, size, is_master=False, timeout=timeout, wait_for_workers=False)
     own = own_address([hosts[-1]])
-    # On the interface in use alone, if that is what the others look the name up to: here it may mean something else.
+    # On all interfaces, unless hosts[0] resolves to `own` here: the others connect to what the name is to them.
     if own is None or not _is_name_of(hosts[0], own):
         return TCPStore(hosts[0], port, size, is_master=True, timeout=timeout, wait_for_workers=False)
     return _serve_store(own, port, size, timeout)
@@ -213,7 +255,7 @@ def _is_name_of(host: str, address: str) -> bool:
 
 
 def _serve_store(own: str, port: int, size: int, timeout: timedelta) -> TCPStore:
-    """Rank 0's store on one address of this host's; port 0 is one that the system chooses."""
+    """Opens rank 0's store on one address of this host; with port 0 the kernel chooses the port."""
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
     listener = socket.create_server((own, port), family=family, backlog=max(128, size))
     return TCPStore(
@@ -227,11 +269,68 @@ def _serve_store(own: str, port: int, size: int, timeout: timedelta) -> TCPStore
     )
 
 
-def port_of_step(environ: Mapping[str, str]) -> int:
-    """The port that all tasks of a Slurm step agree on without a word: a reserved one, or one made from its ids."""
-    reserved = re.match(r"[0-9]{1,5}", environ.get("SLURM_STEP_RESV_PORTS", ""))
+def port_of_job(launcher: Launcher, environ: Mapping[str, str]) -> int:
+    """Returns the port that every task of a job computes alike: a reserved one, or one from the job's id."""
+    reserved = re.match(r"[0-9]{1,5}", environ.get(launcher.reserved_ports or "", ""))
     if reserved is not None:
         return int(reserved[0])
-    job, step = (re.sub(r"[^0-9]", "", environ.get(name, "")) or "0" for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    # Steps of one job lie far apart from those of the next: 7919 is a prime.
-    return _FIRST_PORT + (int(job) + 7919 * int(step)) % _PORTS
+    number = 0
+    for name in reversed(launcher.job_id):
+        # 7919 is a prime: it keeps the ports of one job's steps apart from those of the next job's.
+        number = 7919 * number + int(re.sub(r"[^0-9]", "", environ.get(name, "")) or "0")
+    return _FIRST_PORT + number % _PORTS
+
+
+def hosts_of_job(launcher: Launcher, environ: Mapping[str, str]) -> list[str]:
+    """Returns the job's hosts in the order of its nodelist. A range keeps its first number's width (``[08-10]``)."""
+    assert launcher.nodelist is not None, "the caller has asked"
+    text = environ[launcher.nodelist]
+    try:
+        return _expand_nodelist(text)
+    except ValueError:
+        shown = text if len(text) <= 80 else text[:77] + "..."
+        raise LaunchEnvironmentError(
+            f"{launcher.nodelist}={shown!r} is not a list of hosts such as node[1-3,7]; {launcher.name} sets it, so "
+            "something has changed it since"
+        ) from None
+
+
+def _expand_nodelist(text: str) -> list[str]:
+    """Expands a list in Slurm's notation to host names; raises a ValueError for any other text."""
+    hosts: list[str] = []
+    position = 0
+    while True:
+        item = _ITEM.match(text, position)
+        if item is None:
+            raise ValueError(f"no host at {position}")
+        hosts += _expand_item(item[0])
+        position = item.end()
+        if position == len(text):
+            return hosts
+        if text[position] != ",":
+            raise ValueError(f"no comma at {position}")
+        position += 1
+
+
+def _expand_item(item: str) -> list[str]:
+    choices = []
+    count = 1
+    for ranges, literal in _PART.findall(item):
+        choices.append([literal] if literal else _expand_ranges(ranges))
+        count *= len(choices[-1])
+        if count > _MOST_HOSTS:
+            raise ValueError(f"{count} hosts")
+    return ["".join(parts) for parts in itertools.product(*choices)]
+
+
+def _expand_ranges(ranges: str) -> list[str]:
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None or len(part) > 40:
+            raise ValueError(f"{part!r} is no range")
+        first, last = match[1], match[2] or match[1]
+        if not 0 <= int(last) - int(first) < _MOST_HOSTS:
+            raise ValueError(f"{part!r} is no range of hosts")
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers

@@ -1,10 +1,10 @@
 """
-PMIx, by which a rank of OpenMPI's mpirun (or of ``srun --mpi=pmix``) asks its launcher: libpmix by ctypes.
+A client of PMIx, the interface between a rank and its launcher: OpenMPI's mpirun, or ``srun --mpi=pmix``.
 
     PMIx_Init -> rank 0: Put, Commit -> Fence (all) -> Get          at the end of the process: PMIx_Finalize
 
-PMIx counts how often it was initialised, so that an MPI library in the same process that has the same libpmix
-is not disturbed.
+It calls libpmix through ctypes. libpmix counts its initialisations, so an MPI library in the same process can use it
+at the same time. `pmi_rendezvous` calls `exchange_by_pmix`.
 """
 
 from __future__ import annotations
@@ -28,12 +28,15 @@ class _Process(ctypes.Structure):
 
 
 class _Value(ctypes.Structure):
-    # A union of at most three words stands after the type; of it only the string is used here.
+    # The second field is a union of up to three words; only its string is used here.
     _fields_ = (("type", ctypes.c_uint16), ("string", ctypes.c_char_p), ("_rest", ctypes.c_void_p * 3))
 
 
 def exchange_by_pmix(environ: Mapping[str, str], key: str, value: str | None, timeout_s: float) -> str:
-    """Rank 0 gives a value, the others None; all get the value. Waits for all ranks."""
+    """Broadcasts rank 0's ``value``; the other ranks pass None. Every rank must call it, and waits for all.
+
+    Raises a CommunicationError after ``timeout_s``, and a LaunchEnvironmentError if libpmix is not found.
+    """
     library = _load(environ)
     outcome: list[str | Exception] = []
 
@@ -43,15 +46,18 @@ def exchange_by_pmix(environ: Mapping[str, str], key: str, value: str | None, ti
         except CommunicationError as error:
             outcome.append(error)
 
-    # In a thread, since a fence that a rank does not come to has no end and cannot be interrupted.
+    # In a thread: if a rank does not call it, PMIx_Fence never returns and cannot be interrupted.
     thread = threading.Thread(target=exchange, daemon=True, name="hvdlite-pmix")
     thread.start()
     thread.join(timeout_s)
     if not outcome:
-        raise CommunicationError("waiting for the other ranks in PMIx_Fence")
+        raise CommunicationError(
+            f"hvd.init() failed: another rank did not call it within {timeout_s:g} s (PMIx_Fence has not ended): look "
+            "at the output of the other ranks"
+        )
     if isinstance(outcome[0], Exception):
         raise outcome[0]
-    # Not before: the launcher takes a process that finalised and one that never initialised for well-ended.
+    # Only at the end of the program: once PMIx is finalised, the launcher counts any end of the process as a success.
     atexit.register(library.PMIx_Finalize, None, ctypes.c_size_t(0))
     return outcome[0]
 
@@ -74,8 +80,8 @@ def _exchange(library: ctypes.CDLL, key: bytes, value: bytes | None) -> str:
     got = ctypes.POINTER(_Value)()
     call("PMIx_Get", ctypes.byref(root), key, None, nothing, ctypes.byref(got))
     if got.contents.type != _STRING or not got.contents.string:
-        raise CommunicationError(f"PMIx_Get answered no text for {key.decode()}")
-    return str(got.contents.string.decode())  # the few bytes of it are left to the end of the process
+        raise CommunicationError(f"PMIx_Get returned no text for {key.decode()}")
+    return str(got.contents.string.decode())  # these few bytes are never freed
 
 
 def _load(environ: Mapping[str, str]) -> ctypes.CDLL:
@@ -87,14 +93,14 @@ def _load(environ: Mapping[str, str]) -> ctypes.CDLL:
         library.PMIx_Error_string.restype = ctypes.c_char_p
         return library
     raise LaunchEnvironmentError(
-        "the launcher speaks PMIx, and no libpmix.so.2 is found on this host: install it (Debian: libpmix2) or add its "
+        "the launcher uses PMIx, and libpmix.so.2 was not found on this host: install it (Debian: libpmix2) or add its "
         "directory to LD_LIBRARY_PATH, or set MASTER_ADDR and MASTER_PORT for every rank (mpirun -x MASTER_ADDR=... "
         "-x MASTER_PORT=...), or start with hvdlite-run"
     )
 
 
 def _places(environ: Mapping[str, str]) -> Iterator[str]:
-    # The launcher's own first: client and server are then of one version.
+    # The launcher's own library first: then client and server have the same version.
     for variable in ("PMIX_INSTALL_PREFIX", "PMIX_PREFIX", "OPAL_PREFIX", "PRTE_PREFIX"):
         for directory in ("lib", "lib64"):
             if environ.get(variable):

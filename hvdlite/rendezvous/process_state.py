@@ -1,28 +1,24 @@
 """
-`ProcessState`: everything that hvdlite keeps in this process from one world to the next.
+`ProcessState`: stores and connections that hvdlite keeps in this process after `hvd.shutdown`, for the next `hvd.init`.
 
-    init ── meeting place ── the same as before: its store, and the number of this meeting
-                          └─ another: the store of before is let go, and meetings are counted anew
-    shutdown ── variables of the environment that were set for the world are taken back
+After `hvd.shutdown` the process may call `hvd.init` with other values of RANK, WORLD_SIZE, MASTER_PORT or the
+launcher's store. `ProcessState` has what outlives a world and depends on these (optimizers are in `optim.reducer`):
 
-After `hvd.shutdown` a process may be another rank, among others, who meet elsewhere: RANK, WORLD_SIZE, MASTER_PORT or
-the launcher's store have changed. What must not reach that world is here:
+- the store at MASTER_ADDR, or of a plain srun job: kept while its address and this rank are the same (and the number of
+  ranks, except on rank 0). It is closed before another one is opened, because a server has a port and a thread.
+- the client of hvdlite-run's store, and a `LauncherStore`, which is never freed: one for all worlds.
+- the number of inits so far at each store: kept until the process ends, because keys of earlier inits stay in a store.
+  It is equal on all ranks of a store, as all of them call init there.
+- the number of inits so far in a process group of the program's: kept while that group exists.
+- the connection to the launcher's PMI: kept while PMI_FD is the same.
+- the last generation of an elastic job in which it was given a rank, the arguments of the last `hvd.init`, and whether
+  the program has called `hvd.elastic.run`.
+- GLOO_SOCKET_IFNAME, if hvdlite has set it: unset when the world ends.
 
-    what               kept while                            then
-    store at           inits meet there, in the same role    let go, before another is opened: a server has a port
-    MASTER_ADDR                                              and a thread
-    meetings so far    the process lives, by place: keys of  nothing: the ranks of a place have met there equally
-                       earlier ones stay in a store          often, wherever else each of them has been
-    ... in the pro-    that group lives                      dropped with it
-    gram's own group
-    connection of PMI  PMI_FD is the same                    the launcher is told, and it is closed
-    GLOO_SOCKET_IFNAME the world lives, unless the user      unset
-                       has set it
-
-Not here, since it is right in any world: hooks (tracebacks, fork, the interpreter's end), the log's handler (which each
-init sets anew), numbers that only tell things of this process apart, the thread that closes what the garbage collector
-finds, compiled kernels, and `LauncherStore` objects, which C++ may still hold. The current world itself is the one
-module variable of `runtime.world`.
+`runtime.world` has the one object, and passes it to `runtime.bootstrap`. State that is right in any world is elsewhere:
+hooks (tracebacks, fork, the interpreter's end), the log's handler (each init sets it anew), counters that only make
+names unique in this process, the thread that closes what the garbage collector has found, compiled kernels, and
+`LauncherStore` objects, which C++ may still hold. The current world is a module variable of `runtime.world`.
 """
 
 from __future__ import annotations
@@ -35,25 +31,39 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from .seat import Seat
+
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
 Thing = TypeVar("Thing")
 
 
 class ProcessState:
-    """What outlives a world, and what becomes of it in the next. Used by `init` and `shutdown`, one at a time."""
+    """The state that outlives a world. `init` and `shutdown` use it, never at the same time."""
 
     def __init__(self) -> None:
-        # By what it is: the key that it was made for, the thing, and what ends it.
+        # By ``what`` of `keep`: the key, the object, and the function that closes it.
         self._kept: dict[str, tuple[Hashable, Any, Callable[[Any], None]]] = {}
-        self._meetings: dict[Hashable, Iterator[int]] = {}
-        self._meetings_in: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
+        self._inits: dict[Hashable, Iterator[int]] = {}
+        self._inits_in: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
         self._own_interface: str | None = None
+        self.generation = 0
+        """The last generation of an elastic job in which this process was given a rank; 0 if there is none."""
+        self.seat: Seat | None = None
+        """Its rank in that generation."""
+        self.is_elastic = False
+        """Whether the program has entered a function of `hvd.elastic.run`, and so can go on in another world."""
+        self.init_arguments: dict[str, Any] = {}
+        """The arguments of the last `hvd.init`, with which `hvd.elastic.run` calls it again."""
 
     def keep(
         self, what: str, key: Hashable, make: Callable[[], Thing], end: Callable[[Thing], None] = lambda _: None
     ) -> Thing:
-        """The store or connection that was kept under this key, else a new one; one of another key is ended before."""
+        """Returns the kept object if it has this key; otherwise makes and keeps a new one.
+
+        ``what`` is the kind, such as "store"; one object of each kind is kept. The old object is closed with its own
+        ``end`` before ``make`` is called.
+        """
         known = self._kept.get(what)
         if known is None or known[0] != key:
             del known
@@ -65,21 +75,21 @@ class ProcessState:
         kept: Thing = self._kept[what][1]
         return kept
 
-    def next_meeting(self, place: Hashable) -> int:
-        """How often this process has met others at a place before."""
-        return next(self._meetings.setdefault(place, itertools.count()))
+    def next_init(self, place: Hashable) -> int:
+        """Returns how often this process has called init at this place before (a store's address), and counts it."""
+        return next(self._inits.setdefault(place, itertools.count()))
 
-    def next_meeting_in(self, group: dist.ProcessGroup) -> int:
-        """How often it has met those of a default group of the program's, whatever worlds each was in before."""
-        return next(self._meetings_in.setdefault(group, itertools.count()))
+    def next_init_in(self, group: dist.ProcessGroup) -> int:
+        """Returns how often this process has called init within this default group of the program's, and counts it."""
+        return next(self._inits_in.setdefault(group, itertools.count()))
 
     def choose_interface(self, interface: str | None) -> None:
-        """Have gloo listen on an interface, if there is one, until `world_left`; unless the user has chosen."""
+        """Sets GLOO_SOCKET_IFNAME until `world_left`; does nothing with None, or if the user has set it."""
         if interface is not None and _INTERFACE not in os.environ:
             os.environ[_INTERFACE] = self._own_interface = interface
 
     def world_left(self) -> None:
-        """Unset what was set for the world alone."""
+        """Unsets GLOO_SOCKET_IFNAME if `choose_interface` has set it."""
         interface, self._own_interface = self._own_interface, None
         if interface is not None and os.environ.get(_INTERFACE) == interface:
             del os.environ[_INTERFACE]

@@ -1,10 +1,11 @@
 """
-Exchanges the placement and settings of all ranks as signed JSON in the store, before any of them connects.
+Exchanges every rank's placement and settings through the store, signed, before the ranks connect to each other.
 
-    secret ── own introduction, signed ── store ── everybody's, checked ── Signer with a key of this init alone
+    agree_on_secret ── this rank's signed RankInfo to the store ── all ranks' RankInfo, checked ── Signer for this init
 
-The store may be one that others can write to (a TCPStore has no password). What is in it is therefore read as JSON, of
-known types and of a size with a limit, after its signature has been checked; nothing is unpickled.
+Anybody on the network may be able to write to the store (a TCPStore has no password). So each entry is limited in size,
+its signature is checked first, and it is read as JSON; nothing is unpickled. `runtime.bootstrap` calls these functions
+in `hvd.init`.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError, say_where
+from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError, describe_interrupt
 from ..signing import TAG_BYTES, Signer
 from .placement import Placement
 from .secret import SECRET, new_secret
 
 MAX_BYTES = 1 << 16
-"""Of one rank's introduction."""
+"""The size limit of one rank's info in the store."""
 
-_GIVEN = "given"  # in place of a secret: the user has given one to the ranks
+_GIVEN = "given"  # rank 0 stores this instead of a secret if the user has given one
 _PARTING = timedelta(seconds=5)
 
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """What one rank tells all others of itself as it enters `hvd.init`.
+    """What each rank sends to all others in `hvd.init`.
 
-    ``settings`` are by name; those that have to agree are compared by whoever knows them. ``nonce`` was never used.
+    ``settings`` maps names to values; `runtime.bootstrap` compares those that must be equal. ``nonce`` is random and
+    never used before.
     """
 
     placement: Placement
@@ -50,18 +52,19 @@ class RankInfo:
 
 
 def agree_on_secret(store: Store, rank: int, given: bytes | None) -> bytes:
-    """The secret of all ranks: the given one, or rank 0's through the store, whose users are then those who know it.
+    """Returns the secret of all ranks: the ``given`` one, or a random one that rank 0 puts into the store.
 
-    A LaunchEnvironmentError where only one of rank 0 and this rank was given one.
+    In the second case, everybody who can read the store knows the secret. Every rank must call it, and waits for
+    rank 0. Raises a LaunchEnvironmentError if only one of rank 0 and this rank was given a secret.
     """
     key = "secret"
     if rank == 0:
-        told = _GIVEN if given is not None else new_secret()
-        store.set(key, told)
+        text = _GIVEN if given is not None else new_secret()
+        store.set(key, text)
     else:
-        told = store.get(key)[:MAX_BYTES].decode(errors="replace")
-    if (told == _GIVEN) == (given is not None):
-        return told.encode() if given is None else given
+        text = store.get(key)[:MAX_BYTES].decode(errors="replace")
+    if (text == _GIVEN) == (given is not None):
+        return text.encode() if given is None else given
     has, has_not = ("this rank", "rank 0") if given is not None else ("rank 0", "this rank")
     raise LaunchEnvironmentError(
         f"hvd.init() failed on rank {rank}: {has} has {SECRET}, and {has_not} does not: set it to the same value for "
@@ -72,9 +75,10 @@ def agree_on_secret(store: Store, rank: int, given: bytes | None) -> bytes:
 def exchange_rank_info(
     store: Store, own: RankInfo, signer: Signer, timeout: timedelta
 ) -> tuple[list[RankInfo], Signer]:
-    """Everybody's introduction, in rank order, and a signer whose key no other meeting has. Waits for all ranks.
+    """Sends this rank's info and returns that of all ranks, in rank order. Every rank must call it, and waits for all.
 
-    A CommunicationError names those who do not come, or whose introduction is not signed with this key.
+    Also returns a signer whose key is different in every init. Raises a CommunicationError that names ranks whose info
+    is missing after ``timeout``, or not signed with this key.
     """
     rank, size = own.placement.rank, own.placement.size
     keys = [f"introduction/{other}" for other in range(size)]
@@ -84,7 +88,7 @@ def exchange_rank_info(
         store.wait(keys, timeout)
     except KeyboardInterrupt as interrupt:
         if late := _late(store, keys):
-            say_where(interrupt, f"hvd.init() for {_named(late)}")
+            describe_interrupt(interrupt, f"hvd.init() for {_named(late)}")
         raise
     except RuntimeError as error:
         raise CommunicationError(_words_of_late(store, keys, own, timeout, error)) from error
@@ -96,7 +100,7 @@ def exchange_rank_info(
 
 
 def refuse(store: Store, rank: int) -> None:
-    """Let those who wait for this rank's introduction go on, to find that it has none."""
+    """Stores an invalid info for this rank, which is failing, so that the others fail at once instead of waiting."""
     with contextlib.suppress(RuntimeError):
         store.set(f"introduction/{rank}", "refused")
 
@@ -106,9 +110,9 @@ def _read(value: bytes, rank: int, own: RankInfo, signer: Signer) -> RankInfo:
     tag, data = text[: 2 * TAG_BYTES], text[2 * TAG_BYTES :]
     if len(value) > MAX_BYTES or not signer.is_signed_hex(tag, "introduction", rank, data):
         raise CommunicationError(
-            f"hvd.init() failed on rank {own.placement.rank} ({own.placement.host}): the introduction of rank {rank} "
-            f"is not signed with this rank's secret: set {SECRET} to the same value for every rank; if it is, somebody "
-            "else can write to where the ranks meet"
+            f"hvd.init() failed on rank {own.placement.rank} ({own.placement.host}): the data received from rank "
+            f"{rank} are not signed with this rank's secret: set {SECRET} to the same value for every rank; if it is "
+            "the same, another program can write to the ranks' store"
         )
     fields = json.loads(data)
     if fields["version"] != own.version:
@@ -123,15 +127,15 @@ def _words_of_late(store: Store, keys: Sequence[str], own: RankInfo, timeout: ti
     where = f"hvd.init() failed on rank {own.placement.rank} ({own.placement.host})"
     late = _late(store, keys)
     if not late:
-        return f"{where}: the ranks cannot find each other: {error}"
+        return f"{where}: the ranks' store failed: {error}"
     return (
-        f"{where}: another rank did not call it within {timeout.total_seconds():g} s, or ended before it did: waited "
-        f"for {_named(late)}. ({str(error).strip().partition(chr(10))[0]})"
+        f"{where}: another rank did not call it within {timeout.total_seconds():g} s, or ended before it did: missing: "
+        f"{_named(late)}. ({str(error).strip().partition(chr(10))[0]})"
     )
 
 
 def _late(store: Store, keys: Sequence[str]) -> list[int]:
-    """The ranks whose info is not in the store; none where it cannot be asked."""
+    """Returns the ranks whose info is not in the store; [] if the store does not answer."""
     with contextlib.suppress(RuntimeError):
         return [rank for rank, key in enumerate(keys) if not store.check([key])]
     return []

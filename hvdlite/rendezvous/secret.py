@@ -1,7 +1,8 @@
 """
-Gets the job's secret: given to all ranks by the user, or made by rank 0 and told where only the others can hear it.
+Reads the job's secret from HVDLITE_SECRET or HVDLITE_SECRET_FILE, or makes a random one.
 
-    HVDLITE_SECRET, HVDLITE_SECRET_FILE ── else a random one of rank 0's: by the launcher's own exchange, or the store
+The ranks sign their messages with a key made from it (`signing`). If the user gives no secret, rank 0 makes one and
+sends it through the launcher's exchange (`pmi_rendezvous`) or through the store (`rank_info`).
 """
 
 from __future__ import annotations
@@ -22,23 +23,26 @@ _HOW = "make one with: python -c 'import secrets; print(secrets.token_hex(32))'"
 
 
 def given_secret(environ: Mapping[str, str]) -> bytes | None:
-    """The secret that the user has given, or None. A LaunchEnvironmentError where it protects nothing."""
+    """Returns the secret that the user has set, or None.
+
+    Raises a LaunchEnvironmentError if it is too short, or if its file is missing or readable by other users.
+    """
     text, path = environ.get(SECRET, ""), environ.get(SECRET_FILE, "")
     if text and path:
-        raise LaunchEnvironmentError(f"both {SECRET} and {SECRET_FILE} are set: set one of them")
+        raise LaunchEnvironmentError(f"both {SECRET} and {SECRET_FILE} are set: set only one of them")
     if path:
         return _checked(_read(Path(path)), f"the file {path} of {SECRET_FILE}")
     return _checked(text.encode(errors="surrogateescape"), SECRET) if text else None
 
 
 def new_secret() -> str:
-    """A random secret, as text that any launcher can carry."""
+    """Returns a random secret, as hexadecimal digits, which every launcher's exchange can transport."""
     return secrets.token_hex(32)
 
 
 def _read(path: Path) -> bytes:
     try:
-        # Not blocking: a pipe that nobody writes to is not to hold up the job.
+        # Non-blocking: opening a pipe without a writer would hang.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
             mode = os.fstat(descriptor).st_mode
@@ -56,5 +60,5 @@ def _read(path: Path) -> bytes:
 
 def _checked(secret: bytes, where: str) -> bytes:
     if len(secret) < _LEAST_BYTES:
-        raise LaunchEnvironmentError(f"{where} has {len(secret)} bytes, and must have {_LEAST_BYTES} at least: {_HOW}")
+        raise LaunchEnvironmentError(f"{where} has {len(secret)} bytes, and needs at least {_LEAST_BYTES}: {_HOW}")
     return secret

@@ -1,14 +1,16 @@
 """
-Client of hvdlite-run's store, over the Unix socket of this host's agent.
+`StoreClient`: the client of hvdlite-run's store, over the Unix socket of this host's agent.
 
-    any thread ── request ── a connection that is idle, or a new one ── agent ── launcher
+    calling thread ── StoreClient.request ── an idle connection, or a new one ── agent ── launcher
 
-No torch here: what `torch.distributed` makes of it is in `launcher_store`. The operations and their frames are a
-contract with the launcher, whose end of it is `hvdlite_launcher.wire.worker_requests`.
+`launcher_store` makes a `torch.distributed.Store` of it; `worker_main` and `runtime.bootstrap` call it too. It does not
+import torch. The requests and their binary format are a contract with the launcher, which implements them in
+`hvdlite_launcher.wire.worker_requests`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -24,8 +26,8 @@ _HEADER = struct.Struct(">BI")  # operation or outcome, payload's length
 _LENGTH = struct.Struct(">I")
 
 
-class StoreCommand(IntEnum):
-    """Requests to the store; `hvdlite_launcher.wire.worker_requests.Operation` lists their arguments and answers."""
+class StoreRequest(IntEnum):
+    """Requests to the store; `hvdlite_launcher.wire.worker_requests.StoreRequest` lists their arguments and answers."""
 
     SET = 1
     GET = 2
@@ -36,43 +38,44 @@ class StoreCommand(IntEnum):
     APPEND = 7
     DELETE = 8
     COUNT = 9
-    JOINING = 10
-    JOINED = 11
-    GAVE_UP = 12
+    INIT_STARTED = 10
+    INIT_DONE = 11
+    INIT_FAILED = 12
 
 
 class StoreClient:
-    """Asks one agent. Any thread may, at any time: who waits for an answer holds up nobody else."""
+    """Sends requests to one agent. Threads may use it concurrently: each waiting request has its own connection."""
 
     def __init__(self, path: str) -> None:
-        """Nothing is opened before the first question. ``path`` is the socket's."""
+        """Takes the path of the agent's socket; connects at the first request."""
         self._path = path
         self._idle: list[_Connection] = []
+        self._busy: set[_Connection] = set()
         self._pid = os.getpid()
 
     @classmethod
     def from_url(cls, url: str) -> StoreClient:
-        """``url`` is what hvdlite-run leaves in HVDLITE_STORE."""
+        """Makes a client from the URL that hvdlite-run sets in HVDLITE_STORE."""
         scheme, separator, path = url.partition("://")
         if scheme != "unix" or not separator or not path.startswith("/"):
             raise LaunchEnvironmentError(
-                f"HVDLITE_STORE={url!r} is not a store that this hvdlite knows (unix:///path): "
+                f"HVDLITE_STORE={url!r} is not the URL of a store, such as unix:///path: "
                 "hvdlite-run and the hvdlite that the workers import must be the same version"
             )
         return cls(path)
 
     def request(
-        self, operation: StoreCommand, parts: Iterable[bytes] = (), timeout_s: float | None = None
+        self, operation: StoreRequest, parts: Iterable[bytes] = (), timeout_s: float | None = None
     ) -> list[bytes]:
-        """The answer.
+        """Sends a request, blocks until the answer has arrived, and returns it.
 
-        Raises TimeoutError if none came in time, ConnectionError if the agent is gone, ValueError if it, or the
-        store, cannot do what was asked.
+        Raises TimeoutError if there is no answer in time, ConnectionError if the agent has ended, and ValueError if the
+        agent or the store refuses the request.
         """
         payload = _pack(parts)
         if len(payload) > MAX_REQUEST_BYTES:
             raise ValueError(
-                f"{len(payload)} bytes are more than the store takes at once, {MAX_REQUEST_BYTES}: "
+                f"{len(payload)} bytes are more than the limit of a request to the store, {MAX_REQUEST_BYTES}: "
                 "use set_large() and get_large()"
             )
         failed, answer = self._ask(_HEADER.pack(operation, len(payload)) + payload, timeout_s)
@@ -81,57 +84,66 @@ class StoreClient:
         return _unpack(answer)
 
     def set(self, values: Mapping[bytes, bytes]) -> None:
-        self.request(StoreCommand.SET, [part for item in values.items() for part in item])
+        self.request(StoreRequest.SET, [part for item in values.items() for part in item])
 
     def get(self, keys: Sequence[bytes], timeout_s: float | None = None) -> list[bytes]:
-        """The keys' values, as soon as all are there."""
-        return self.request(StoreCommand.GET, keys, timeout_s)
+        """Returns the values of the keys; blocks until all are set."""
+        return self.request(StoreRequest.GET, keys, timeout_s)
 
     def set_large(self, key: bytes, value: bytes) -> None:
-        """Set a value of any size, for `get_large`."""
+        """Sets a value of any size, in chunks; `get_large` reads it."""
         starts = range(0, len(value), _CHUNK_BYTES)
         for number, start in enumerate(starts):
             self.set({_chunk(key, number): value[start : start + _CHUNK_BYTES]})
-        # Last, as it is what readers wait for.
+        # Last, because readers wait for this key.
         self.set({key: b"%d" % len(starts)})
 
     def get_large(self, key: bytes, timeout_s: float | None = None) -> bytes:
-        """The value, as soon as `set_large` has set all of it."""
+        """Returns a value that `set_large` has set; blocks until it is complete."""
         (count,) = self.get([key], timeout_s)
         return b"".join([self.get([_chunk(key, number)], timeout_s)[0] for number in range(int(count))])
 
     def close(self) -> None:
-        """Close what is idle; the next question connects anew."""
+        """Closes the idle connections; the next request opens a new one."""
         while connection := self._take_idle():
             connection.close()
+
+    def hang_up(self) -> None:
+        """Makes requests in progress in other threads raise a ConnectionError, unless they are just connecting."""
+        for connection in list(self._busy):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def _ask(self, frame: bytes, timeout_s: float | None) -> tuple[bool, bytes]:
         connection = None
         try:
             connection = self._take_idle() or _Connection(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._busy.add(connection)
             connection.be_patient_for(timeout_s)
             if not connection.is_open:
                 connection.open(self._path)
             connection.sendall(frame)
             outcome, answer = _read_frame(connection)
         except BaseException as error:
-            # Its answer may still come: nobody else must take it for his own.
+            # Close it: its answer may still arrive, and must not be read as the answer to another request.
             if connection is not None:
                 connection.close()
             if isinstance(error, BlockingIOError):
                 raise TimeoutError("no answer in time") from None
             if isinstance(error, OSError):
                 raise ConnectionError(
-                    f"the agent of hvdlite-run on this host is gone, with the store (socket closed: {error})"
+                    f"hvdlite-run's agent on this host has ended, and with it the job's store (socket closed: {error})"
                 ) from error
             raise
+        finally:
+            self._busy.discard(connection)
         self._idle.append(connection)
         return bool(outcome), answer
 
     def _take_idle(self) -> _Connection | None:
         if self._pid != os.getpid():
-            # Forked: these are the parent's connections. Closing our copies does not close them.
-            self._idle, self._pid = [], os.getpid()
+            # After a fork these are the parent's connections. Dropping our copies does not close the parent's.
+            self._idle, self._busy, self._pid = [], set(), os.getpid()
         try:
             return self._idle.pop()
         except IndexError:
@@ -139,7 +151,7 @@ class StoreClient:
 
 
 class _Connection(socket.socket):
-    """Its timeouts are the kernel's: with Python's own, each read and write takes three calls instead of one."""
+    """A Unix socket with the kernel's timeouts: with Python's, each read or write takes three system calls, not one."""
 
     is_open = False
     _timeout_s: float | None = None
@@ -149,7 +161,7 @@ class _Connection(socket.socket):
         self.is_open = True
 
     def be_patient_for(self, timeout_s: float | None) -> None:
-        """From now on, raise BlockingIOError where nothing can be read or written for this long."""
+        """Sets the timeout: reads and writes that block for longer raise BlockingIOError. None: no timeout."""
         if timeout_s == self._timeout_s:
             return
         microseconds = 0 if timeout_s is None else max(1, int(timeout_s * 1e6))
@@ -166,7 +178,7 @@ def _read_frame(connection: _Connection) -> tuple[int, bytes]:
     while outcome is None or len(received) < end:
         data = connection.recv(max(_READ_BYTES, end - len(received)))
         if not data:
-            raise ConnectionResetError("it hung up")
+            raise ConnectionResetError("it closed the connection")
         received += data
         if outcome is None and len(received) >= _HEADER.size:
             outcome, length = _HEADER.unpack_from(received)

@@ -1,7 +1,7 @@
 """
 Horovod's build queries (`nccl_built()`, ...), answered from torch's build.
 
-What hvdlite never uses, such as MPI, is not enabled whatever torch was built with.
+Backends that hvdlite never uses, such as MPI, are not enabled even if torch was built with them.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from .world import current_world
 
 
 def gloo_built() -> bool:
-    """Whether torch was built with gloo, over which CPU tensors travel between hosts."""
+    """Whether torch was built with gloo, which sends CPU tensors between hosts."""
     return dist.is_available() and dist.is_gloo_available()
 
 
 def gloo_enabled() -> bool:
-    """Whether CPU tensors can travel between ranks: as `gloo_built`."""
+    """Whether CPU tensors can be sent between ranks; the same as `gloo_built`."""
     return gloo_built()
 
 
 def nccl_built() -> int:
-    """The version of NCCL that torch was built with, as NCCL numbers it (22809 is 2.28.9); 0 without."""
+    """The version of NCCL that torch was built with, in NCCL's numbering (22809 is 2.28.9); 0 without NCCL."""
     if not (dist.is_available() and dist.is_nccl_available()):
         return 0
-    # Behind these three may come a suffix.
+    # A fourth entry may be a suffix.
     major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]  # torch has no types for it
     return int(major) * 10000 + int(minor) * 100 + int(patch)
 
@@ -37,28 +37,28 @@ def mpi_built() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """False: ranks that ``mpirun`` starts find each other through it, and tensors travel over gloo and NCCL."""
+    """False. Even under ``mpirun``, tensors are sent over gloo and NCCL; ``mpirun`` only starts the ranks."""
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """False, as no MPI is used. As in Horovod, a `NotInitializedError` before `init`."""
+    """False, because hvdlite does not use MPI. As in Horovod, raises a `NotInitializedError` before `init`."""
     current_world()
     return False
 
 
 def ddl_built() -> bool:
-    """False: torch has no IBM DDL."""
+    """False, because torch has no IBM DDL."""
     return False
 
 
 def ccl_built() -> bool:
-    """False: of torch's engines hvdlite uses gloo and NCCL, and not oneCCL."""
+    """False, because hvdlite does not use oneCCL."""
     return False
 
 
 def cuda_built() -> bool:
-    """Whether torch was built with CUDA; whether there is a GPU is another question."""
+    """Whether torch was built with CUDA, even if there is no GPU."""
     return torch.version.cuda is not None
 
 

@@ -1,12 +1,15 @@
 """
-Exit handlers of a rank: its program ends without a hang or an abort, and with its own exit code.
+The exit handler of a rank: ends the program without a hang or an abort, and with the program's own exit code.
 
-Which ranks there are, and how they are left, is told by `world`.
+`world.end_of_program` calls `leave_at_exit` and passes the functions that close the connections. In an elastic job it
+then calls `hasten_end`, since the other ranks wait for the end of this process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import logging
 import multiprocessing
 import os
@@ -18,43 +21,71 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from ..environment import told_by_launcher
-from ..errors import says_peer_lost
+from ..environment import launcher_variable
+from ..errors import CommunicationError, says_peer_lost
+from ..log import log
 
 _LAST_TURN_S = 0.1
 
 
-def say_farewell(size: int, leave: Callable[[], None], save: Callable[[], None]) -> None:
-    """The last thing that a program does, as one of ``size`` ranks.
+def leave_at_exit(
+    size: int,
+    leave: Callable[[], None],
+    save: Callable[[], None],
+    *,
+    first_end: tuple[int, bool] | None,
+    advice: str,
+) -> None:
+    """Closes the connections to the other ranks at the end of the program; ``size`` is the number of ranks.
 
-    ``leave`` closes the connections; ``save`` is called instead where they cannot be used any more.
+    It calls ``leave``, which closes them. After an uncaught exception (except Ctrl-C) on one of several ranks it calls
+    ``save`` instead and ends the process at once. ``first_end``: the rank that has ended before this one, and
+    whether it did so without an error; None if none is known. ``advice`` is logged if this rank fails because it has
+    lost another.
     """
-    # The interpreter leaves the exception that ends the program here before it runs exit handlers.
+    # The interpreter stores the uncaught exception here before it runs exit handlers.
     error = getattr(sys, "last_value", None)
     if size > 1 and error is not None and not isinstance(error, KeyboardInterrupt):
-        _end_after(error, save)
+        if says_peer_lost(error) or (first_end is not None and isinstance(error, CommunicationError)):
+            _leave_note("peer-lost")
+            if first_end is not None and first_end[1]:
+                _leave_note("peer-left")
+            if advice:
+                log.warning(advice)
+        _end_after(save)
     elif size > 1 and threading.current_thread() is threading.main_thread():
         _leave_note("left")
-        # Once the connections are closed the others fail, and the launcher ends what still runs. This
-        # process ends by itself: its own exit code, which may be the cause of it all, must not be lost.
+        # Once the connections are closed, the other ranks fail and the launcher terminates what still runs. Ignore its
+        # signal: this process is ending anyway, and its exit code may be the one that explains the failure.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Cycles of the program's own, such as a DistributedDataParallel, may hold on to the default group.
+    # Reference cycles, such as in a DistributedDataParallel, may keep the default group alive.
     gc.collect()
     leave()
     if size > 1:
-        # What still holds it keeps gloo's threads alive, and one that needs the interpreter to drop its last
-        # tensor when that is going aborts the process: let them have it now.
+        # If something still keeps the group alive, gloo's threads run on. A thread that drops its last tensor while
+        # the interpreter shuts down aborts the process. Sleeping releases the GIL, so that it can drop it now.
         time.sleep(_LAST_TURN_S)
 
 
-def _end_after(error: BaseException, save: Callable[[], None]) -> NoReturn:
-    """End this process here and now, with the exit code of an exception.
+def hasten_end() -> None:
+    """Makes the interpreter end soon, which it does in half a second with PyTorch, and in 5 s on a busy machine.
 
-    It may have collectives under way that will never end. Destroying their group waits for them, and not
-    destroying it aborts when the interpreter goes. The others learn of the end from the system.
+    Nearly all of that are garbage collections, of which nothing is left to do. Objects in reference cycles are not
+    finalised then, which Python does not promise; so files among these are written out here.
     """
-    if says_peer_lost(error):
-        _leave_note("peer-lost")
+    for thing in gc.get_objects():
+        if issubclass(type(thing), io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):
+            with contextlib.suppress(OSError, ValueError):  # it is closed, or nobody reads it
+                thing.flush()
+    gc.freeze()
+
+
+def _end_after(save: Callable[[], None]) -> NoReturn:
+    """Calls ``save`` and ends this process at once, with the exit code of an uncaught exception.
+
+    Collectives may be running that will never end. Destroying their group would wait for them, and not destroying it
+    would abort the process when the interpreter shuts down. The other ranks notice that the connections are closed.
+    """
     save()
     for child in multiprocessing.active_children():
         if child.daemon:
@@ -66,7 +97,11 @@ def _end_after(error: BaseException, save: Callable[[], None]) -> NoReturn:
 
 
 def _leave_note(what: str) -> None:
-    """Let hvdlite-run tell a rank that ends because of another's end from the one that ended first."""
-    directory, rank = told_by_launcher("JOB_DIR", os.environ), told_by_launcher("RANK", os.environ)
-    if directory and rank and Path(directory).is_dir():
-        Path(directory, f"rank.{rank}.{what}").touch()
+    """Creates a file in the job's directory, by which hvdlite-run finds the rank that failed first.
+
+    ``what``: "left" if this rank ends without an error, "peer-lost" if it fails because another has ended, and also
+    "peer-left" if that one ended without an error.
+    """
+    directory, worker = launcher_variable("JOB_DIR", os.environ), launcher_variable("WORKER", os.environ)
+    if directory and worker and Path(directory).is_dir():
+        Path(directory, f"worker.{worker}.{what}").touch()

@@ -1,9 +1,10 @@
 """
 `ProcessSet`: a subset of the ranks, which users create and pass to collectives.
 
-    ProcessSet(ranks) ── add_process_set, on all ranks ── process_set_id, and a Group on its members ── removed
+    ProcessSet(ranks) ── add_process_set, on all ranks ── a process_set_id, and a Group on each member ── removed
 
-`process_set_registry` registers and numbers them; the set of all ranks is in `process_set_functions`.
+`process_set_registry` numbers the sets and makes their groups. `process_set_functions` has the public functions and the
+set of all ranks. Functions with an argument ``process_set`` check it with `check_process_set`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from ..values import MOST, shown, whole_number
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What a registered set is to one rank, whose global number is ``own_rank``; no group if it is no member.
+    """A registered set on one rank, whose global number is ``own_rank``.
 
-    ``generation`` is that of the world in which it is registered.
+    ``group`` is None if the rank is not a member. ``generation`` is that of the world in which the set is registered.
     """
 
     set_id: int
@@ -32,14 +33,16 @@ class Membership:
 
 
 class ProcessSet:
-    """Some of the ranks, to pass as ``process_set`` once `hvd.add_process_set`, or `hvd.init`, has registered it.
+    """A subset of the ranks, to pass to functions as ``process_set``.
 
-    ``ranks_or_comm``: global ranks, in any order. `ranks` are sorted: the set's first rank is the lowest.
+    Register it first, with `hvd.add_process_set` or `hvd.init`.
 
-    A copy is the set itself. Pickled, it is its ranks: what is loaded must be registered anew.
+    ``ranks_or_comm``: global ranks, in any order. `ranks` returns them sorted: the lowest is the set's rank 0.
+
+    Copying returns the set itself. A pickle contains only the ranks, so an unpickled set must be registered again.
     """
 
-    # This rank's number among all, as who knows the world says it.
+    # Returns this process's global rank; `process_set_functions` sets it.
     _own_rank: ClassVar[staticmethod[[], int]]
 
     def __init__(self, ranks_or_comm: Iterable[int]) -> None:
@@ -48,16 +51,16 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """The set's number, equal on all ranks; None before it is registered, and after it is removed."""
+        """The set's number, equal on all ranks; None if the set is not registered, or was removed."""
         return None if self._registered is None else self._registered.set_id
 
     @property
     def ranks(self) -> list[int]:
-        """The global ranks of its members, in order."""
+        """The global ranks of the members, sorted."""
         return list(self._ranks)
 
     def size(self) -> int | None:
-        """How many ranks are members; None, as in Horovod, where the set is not registered."""
+        """The number of members; None, as in Horovod, if the set is not registered."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def included(self) -> bool:
@@ -67,23 +70,23 @@ class ProcessSet:
         return self.membership().group is not None
 
     def rank(self) -> int | None:
-        """This rank's place among the members, from 0; a ValueError if it is none.
+        """This rank's number among the members, from 0; None, as in Horovod, if the set is not registered.
 
-        None, as in Horovod, where the set is not registered.
+        Raises a ValueError if this rank is not a member.
         """
         if self.process_set_id is None:
             return None
         group = self.membership().group
         if group is None:
-            # The first words are Horovod's.
+            # The first sentence is Horovod's.
             raise ValueError(
-                f"Process is not part of provided process set. Its ranks are {self.ranks}: ask for a place only where "
+                f"Process is not part of provided process set. Its ranks are {self.ranks}: call this only where "
                 "process_set.included()"
             )
         return group.rank
 
     def membership(self) -> Membership:
-        """What the set is to this rank, or a ValueError that says to register it."""
+        """Returns this rank's `Membership`; raises a ValueError if the set is not registered."""
         if self._registered is None:
             raise WrongTypeError(
                 f"{self} is not registered, or was removed: call hvd.add_process_set(process_set) on every rank of "
@@ -92,10 +95,13 @@ class ProcessSet:
         return self._registered
 
     def require_group(self, what: str) -> Group:
-        """The members, or a ValueError if this rank is none of them; ``what`` is what it wanted to do."""
+        """Returns the group of the members; raises a ValueError if this rank is not one.
+
+        ``what`` is the operation that the error message names.
+        """
         membership = self.membership()
         if membership.group is None:
-            # But for the ranks, Horovod's words.
+            # Horovod's text, with the ranks added.
             raise ValueError(
                 f"{what[:1].upper()}{what[1:]}: Rank {membership.own_rank} is not a member of the provided "
                 f"process set. Its ranks are {self.ranks}: only these may call it, under `if process_set.included():`"
@@ -104,11 +110,11 @@ class ProcessSet:
 
     @classmethod
     def tell_own_rank(cls, function: Callable[[], int]) -> None:
-        """Have sets ask here which rank this is, since they stand below whatever knows it."""
+        """Sets the function that returns this process's global rank; this module cannot import `world`."""
         cls._own_rank = staticmethod(function)
 
     def register(self, membership: Membership | None) -> None:
-        """Note that all ranks know the set under this number, or None that they do not any more."""
+        """Stores the membership once all ranks have registered the set; None once they have removed it."""
         self._registered = membership
 
     def __str__(self) -> str:
@@ -127,7 +133,7 @@ class ProcessSet:
 
 
 def check_process_set(process_set: object, what: str) -> ProcessSet:
-    """Raise a TypeError unless it is a process set; ``what`` is whose argument it is."""
+    """Returns the argument ``process_set`` of the function ``what``; raises a TypeError if it is no process set."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
             f"{what}: process_set={shown(process_set)} is not a hvd.ProcessSet: pass what hvd.add_process_set returns, "
@@ -137,7 +143,10 @@ def check_process_set(process_set: object, what: str) -> ProcessSet:
 
 
 def check_first_sets(process_sets: Iterable[ProcessSet] | str | None) -> list[ProcessSet]:
-    """What `hvd.init` is to register; a ValueError if that is not a list of different sets, or ``"dynamic"``."""
+    """Returns the sets that `hvd.init` must register.
+
+    Raises a ValueError unless the argument is a list of different sets, or ``"dynamic"``, which means none.
+    """
     if process_sets is None or (isinstance(process_sets, str) and process_sets == "dynamic"):
         return []
     if isinstance(process_sets, (str, ProcessSet)) or not isinstance(process_sets, Iterable):
@@ -147,10 +156,10 @@ def check_first_sets(process_sets: Iterable[ProcessSet] | str | None) -> list[Pr
         if not isinstance(process_set, ProcessSet):
             raise ValueError(f"process_sets: entry number {number}, {shown(process_set)}, is not a hvd.ProcessSet")
         if process_set.process_set_id == 0:
-            # That of all ranks, which is there anyway.
+            # The set of all ranks, which always exists.
             continue
         if any(process_set.ranks == earlier.ranks for earlier in found):
-            # Horovod's words.
+            # Horovod's text.
             raise ValueError(
                 f"Horovod could not be initialized because process_sets entry number {number} is a duplicate: "
                 f"{process_set}"
@@ -165,10 +174,10 @@ def _check_ranks(ranks: Any) -> tuple[int, ...]:
     except (TypeError, RuntimeError):
         raise ValueError(
             f"ProcessSet({shown(ranks)}): pass the global ranks of its members as a list, such as [0, 1]; "
-            "communicators of MPI's are not known here"
+            "MPI communicators are not supported"
         ) from None
     if not items:
-        raise ValueError("ProcessSet([]): a process set has one rank at least")
+        raise ValueError("ProcessSet([]): a process set needs at least one rank")
     numbers = [_check_rank(item) for item in items]
     repeated = next((rank for rank in numbers if numbers.count(rank) > 1), None)
     if repeated is not None:
@@ -179,5 +188,5 @@ def _check_ranks(ranks: Any) -> tuple[int, ...]:
 def _check_rank(item: Any) -> int:
     rank = whole_number(item)
     if rank is None or not 0 <= rank <= MOST:
-        raise ValueError(f"ProcessSet: {shown(item)} is not a rank, a whole number from 0")
+        raise ValueError(f"ProcessSet: {shown(item)} is not a rank, such as 0")
     return rank

@@ -1,9 +1,8 @@
 """
-Public functions that add and remove process sets, and look up the set of all ranks and each set's group.
+`hvd.add_process_set`, `hvd.remove_process_set`, `hvd.global_process_set`, and `group_of` for other packages.
 
-    global_process_set ── the current world's ranks          add_process_set ── its `Registry`
-
-`world` knows which world that is. A set by itself is in `process_set`.
+The functions call the `Registry` of the current world. The packages `ops` and `optim` call `group_of` to get the
+`Group` of the process set that a user has passed.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from collections.abc import Iterable
 
 from ..comm.group import Group
 from .process_set import Membership, check_process_set
-from .process_set import ProcessSet as ProcessSet  # noqa: PLC0414  # given to users from here, where its rank is told
+from .process_set import ProcessSet as ProcessSet  # noqa: PLC0414  # `hvdlite` re-exports it from this module
 from .world import current_world, is_initialized
 
 
 class _AllRanks(ProcessSet):
-    """The set of all ranks of the world that there is at the time."""
+    """The set of all ranks of the current world; it stays valid after `shutdown` and a new `init`."""
 
     def __init__(self) -> None:
         super().__init__([0])
@@ -48,10 +47,11 @@ ProcessSet.tell_own_rank(lambda: current_world().group.rank)
 
 
 def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
-    """Register a process set, or one of these ranks; the set, to be passed as ``process_set``.
+    """Register a process set, or make and register one of these ranks; returns the set.
 
-    Every rank of the job must call it, member or not, with equal ranks and in the same order as other sets; it
-    waits for all. A ValueError on every rank where there is such a set already. Sets may overlap.
+    Every rank of the job must call it, member or not, and waits for all. The ranks must be equal, and several sets must
+    be added in the same order. Sets may overlap. Raises a ValueError on every rank if a set of these ranks is
+    registered already.
     """
     chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     current_world().sets.add(chosen)
@@ -59,14 +59,18 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set, which must have nothing under way. Every rank of the job must call it; it waits for all.
+    """Remove a process set; returns True. Every rank of the job must call it, and waits for all.
 
-    False, without waiting, for `global_process_set`, for a set that is not registered, and before `hvd.init`.
+    No operation of the set may be running. Returns False, without waiting, for `global_process_set`, for a set that is
+    not registered, and before `hvd.init`.
     """
     check_process_set(process_set, "remove_process_set")
     return is_initialized() and current_world().sets.remove(process_set)
 
 
 def group_of(process_set: ProcessSet, what: str = "process_set") -> Group:
-    """The ranks that an operation is among; a ValueError if this one is not. ``what`` is the operation's title."""
+    """Returns the group of a process set; raises a ValueError if this rank is not a member.
+
+    ``what`` is the operation that the error message names.
+    """
     return check_process_set(process_set, what).require_group(what)

@@ -1,9 +1,10 @@
 """
-The process sets of one world: registered by all ranks together, under numbers that are equal on all.
+`Registry`: the process sets of one world. All ranks add and remove sets together, under the same numbers.
 
-    add ── all ranks have asked for it ── the members open channels among themselves ── Membership on every rank
+    add ── all ranks have called it ── the members open a Group ── Membership on every rank
 
-Needs the controller, since all ranks must do it in one order; what a set is to its user is in `process_set`.
+`process_set_functions` and `world.init` call it. It runs each change as an operation of the controller, so that all
+ranks make the changes in the same order.
 """
 
 from __future__ import annotations
@@ -23,33 +24,37 @@ _REMOVE_PROCESS_SET = Kind("remove_process_set")
 
 
 class Registry:
-    """Knows the sets that are registered, but for the one of all ranks, and is asked by all ranks alike."""
+    """The registered sets of one world, except the set of all ranks."""
 
-    def __init__(self, all_ranks: Group, controller: Controller, generation: Generation) -> None:
+    def __init__(
+        self, all_ranks: Group, controller: Controller, generation: Generation, *, is_elastic: bool = False
+    ) -> None:
+        """``is_elastic``: a set may have all ranks, since it may have been made where there were more."""
         self._all_ranks = all_ranks
+        self._is_elastic = is_elastic
         self._generation = generation
         self._controller = controller
         self._sets: dict[int, ProcessSet] = {}
         self._numbers = itertools.count(1)
 
     def add(self, process_set: ProcessSet) -> None:
-        """Register a set. Every rank must call it, member or not, with equal ranks; it waits for all.
+        """Registers a set. Every rank must call it, member or not, with equal ranks, and waits for all.
 
-        A ValueError on every rank if there is such a set already, or no such rank.
+        Raises a ValueError on every rank if a set of these ranks is registered already, or if there is no such rank.
         """
         operation = Operation(
             ADD_PROCESS_SET,
             partial(self._register, process_set),
             same={"ranks": process_set.ranks},
-            # Whose token is taken names the channels: no set, in this world or another over the same store, had it.
+            # Rank 0's token is used in the store keys of the set's group: it must be new among all worlds of the store.
             own=uuid.uuid4().hex,
         )
         self._controller.submit(self._all_ranks, operation).wait()
 
     def remove(self, process_set: ProcessSet) -> bool:
-        """Forget a set and close its channels. Every rank must call it; it waits for all.
+        """Removes a set and closes its group; returns True. Every rank must call it, and waits for all.
 
-        False, without waiting, for a set that is not registered.
+        Returns False, without waiting, for a set that is not registered.
         """
         set_id = process_set.process_set_id
         if set_id is None or self._sets.get(set_id) is not process_set:
@@ -60,17 +65,17 @@ class Registry:
         return True
 
     def groups(self) -> list[Group]:
-        """Of the sets that this rank is a member of."""
+        """Returns the groups of the sets that this rank is a member of."""
         memberships = [process_set.membership() for process_set in self._sets.values()]
         return [membership.group for membership in memberships if membership.group is not None]
 
     def close(self) -> None:
-        """Forget all sets. Waits for nobody."""
+        """Removes all sets and closes their groups, without waiting for other ranks."""
         for set_id in list(self._sets):
             self._forget(set_id)
 
     def _register(self, process_set: ProcessSet, execution: Execution) -> None:
-        # On the controller's thread, in one order on all ranks: so are the numbers.
+        # Runs on the controller's thread, in the same order on all ranks: so the numbers are equal.
         self._check(process_set)
         set_id = next(self._numbers)
         group, failure = None, None
@@ -83,20 +88,28 @@ class Registry:
         for rank, words in enumerate(failed):
             if words is not None:
                 raise CommunicationError(
-                    f"{process_set} was not added: its ranks cannot reach each other, on "
+                    f"{process_set} was not added: its ranks cannot connect to each other. "
                     f"{execution.group.describe_rank(rank)}: {words}"
                 ) from failure
         self._sets[set_id] = process_set
         if group is not None:
-            self._controller.open_channel(group)
+            self._controller.open_group(group)
         process_set.register(Membership(set_id, self._all_ranks.rank, group, self._generation))
 
     def _check(self, process_set: ProcessSet) -> None:
         ranks, size = process_set.ranks, self._all_ranks.size
         if ranks[-1] >= size:
-            raise ValueError(f"{process_set}: there is no rank {ranks[-1]}, the {size} ranks are 0 to {size - 1}")
-        if ranks == list(range(size)) or any(ranks == known.ranks for known in self._sets.values()):
-            # Horovod's words.
+            way_out = (
+                f" now. With --min-np {ranks[-1] + 1} it always has that rank; or add sets in a reset callback of the "
+                "state, for the ranks that there are"
+            )
+            raise ValueError(
+                f"{process_set}: there is no rank {ranks[-1]}; the job has the ranks 0 to {size - 1}"
+                f"{way_out if self._is_elastic else ''}"
+            )
+        is_of_all = ranks == list(range(size)) and not self._is_elastic
+        if is_of_all or any(ranks == known.ranks for known in self._sets.values()):
+            # Horovod's text.
             raise ValueError(f"Attempted to add a duplicate process set: {process_set}")
 
     def _open(self, process_set: ProcessSet, set_id: int, token: str) -> Group:
@@ -106,7 +119,7 @@ class Registry:
     def _unregister(self, set_id: int) -> None:
         group = self._sets[set_id].membership().group
         if group is not None:
-            self._controller.close_channel(group)
+            self._controller.close_group(group)
         self._forget(set_id)
 
     def _forget(self, set_id: int) -> None:

@@ -1,9 +1,9 @@
 """
-The line that rank 0 logs at start: the ranks, their hosts, and how tensors travel between them.
+Makes the line that rank 0 logs at start: the ranks, their hosts, and how tensors are sent between them.
 
     4 ranks on 2 hosts (2 + 2); CPU tensors: shared memory within hosts, gloo (eth0) between; OMP threads 1; check on
 
-Rank 0 says it, once it is known what the choice has come to; see `bootstrap`.
+`bootstrap` calls `log_startup` on rank 0 once the engines have been chosen.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ..shm.shm_factory import DeviceEngine
 
 
 def log_startup(engine: Engine, nodes: Sequence[Hashable], backend: str, environment: Environment) -> None:
-    """Log the line, and print it to stderr where HVDLITE_VERBOSE asks for it and the log does not show it.
+    """Logs the line. With HVDLITE_VERBOSE, also prints it to stderr unless the log shows it there.
 
-    ``nodes`` tells the ranks' hosts apart; ``backend`` is torch's name for what carries what ``engine`` does not.
+    ``nodes`` has a value for each rank, equal for ranks of one host. ``backend`` is torch.distributed's backend string.
     """
     line = describe_start(engine, nodes, backend, environment)
     log.info("%s", line)
@@ -67,11 +67,11 @@ def _way_of_cpu(engine: Engine, counts: Sequence[int], environment: Environment)
     if not environment.shm:
         why = "HVDLITE_SHM=0"
     elif len(set(counts)) > 1:
-        why = "hosts have not as many ranks each"
+        why = "hosts have different numbers of ranks"
     elif len(counts) > 1 and environment.hierarchical is False:
-        why = "all-reduces within hosts are turned off"
+        why = "hierarchical all-reduces are turned off"
     else:
-        why = "there is too little of it"
+        why = "there is too little shared memory"
     return f"{gloo}, not shared memory: {why}"
 
 

@@ -1,7 +1,7 @@
 """
-The public functions `start_timeline` and `stop_timeline`.
+The public functions `start_timeline` and `stop_timeline`; they check the arguments and call `timeline.session`.
 
-How it is made is in `timeline.session`; what is in it, in `optim.step_trace` and `comm.recorder`.
+`optim.step_trace` and `comm.recorder` record what the timeline contains.
 """
 
 from __future__ import annotations
@@ -15,34 +15,34 @@ from .world import current_world
 
 
 def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False) -> None:
-    """Record what happens when on all ranks, until `stop_timeline`, as a Chrome trace for ui.perfetto.dev.
+    """Record a timeline of all ranks until `stop_timeline`, as a Chrome trace for ui.perfetto.dev.
 
-    Every rank must call it; it waits for all. There is one file, on rank 0's host and clock, with a process for each
-    rank and rows for its steps, its buckets of gradients and its other operations. It is there once `stop_timeline`
-    has returned, or the program has ended; until then, and where a rank did not live to bring its own, each rank's
-    part of it lies beside it, as ``<file_path>.rank.N.part``, which can be looked at too.
+    Every rank must call it, and waits for all. The trace is one file on rank 0's host, in rank 0's time. Each rank is a
+    process in it, with rows for its steps, its buckets of gradients and its other operations. The file is complete when
+    `stop_timeline` has returned or the program has ended. Until then, each rank writes a part next to it, as
+    ``<file_path>.rank.N.part``; a part can be opened too, and remains if its rank crashes.
 
-    An OSError on every rank if rank 0 cannot write the file; a ValueError where one is being recorded. The variable
-    ``HVDLITE_TIMELINE``, or ``hvdlite-run --timeline-filename``, starts one in `init`. ``mark_cycles``: there are no
-    cycles here, as Horovod has them; steps are marked in any case.
+    Raises an OSError on every rank if rank 0 cannot write the file, and a ValueError if a timeline is already being
+    recorded. The variable ``HVDLITE_TIMELINE``, or ``hvdlite-run --timeline-filename``, starts a timeline in `init`.
+    ``mark_cycles`` has no effect: hvdlite has no cycles like Horovod's, and steps are always marked.
     """
     path = os.fspath(file_path) if isinstance(file_path, str | os.PathLike) else None
     if not isinstance(path, str):
         raise TypeError(f"start_timeline: file_path={shown(file_path)} is not a path: pass a str or a pathlib.Path")
     if not is_file_name(path):
         raise ValueError(
-            f"start_timeline: file_path={shown(file_path)} can name no file: it is empty, or has a NUL in it"
+            f"start_timeline: file_path={shown(file_path)} is not a valid file name: it is empty, or has a NUL in it"
         )
     world = current_world()
     if mark_cycles:
-        log.info("start_timeline: mark_cycles marks nothing: there are no cycles, and steps are marked in any case")
+        log.info("start_timeline: mark_cycles has no effect: hvdlite has no cycles, and always marks steps")
     timeline.start(world.generation.recorder, world.group, world.controller, path)
 
 
 def stop_timeline() -> None:
-    """Write the timeline, and record nothing any more. Every rank must call it; it waits for all.
+    """Stop recording and write the timeline. Every rank must call it, and waits for all.
 
-    Where none was started it says so in the log, and no more. An OSError on every rank if rank 0 cannot write it.
+    If no timeline was started, it only logs that. Raises an OSError on every rank if rank 0 cannot write the file.
     """
     world = current_world()
     timeline.stop(world.generation.recorder, world.group, world.controller)

@@ -1,12 +1,13 @@
 """
-Shortens the traceback of an uncaught error to the message and the user's own lines.
+Installs exception hooks that shorten the traceback of an uncaught error to the user's own lines.
 
-    PeerLostError, KeyboardInterrupt in a wait    one line: the cause is elsewhere
-    other errors of hvdlite's, wrong arguments    the traceback as far as the user's own lines
-    all others                                    as they are
+    PeerLostError, KeyboardInterrupt in a wait    one line, because the cause is elsewhere
+    other errors of hvdlite's, wrong arguments    the traceback without hvdlite's own frames
+    all others                                    unchanged
 
-The hooks stand before those that there are, PyTorch's (which begins each line with the rank) and a user's own: these
-are called as ever. A user's own is given the shortened traceback, and never the one line.
+`world.init` calls `remove_hooks` and `shorten_tracebacks`. The hooks call the ones that were installed before:
+PyTorch's, which prefixes each line with the rank, or a user's own. A user's hook gets the shortened traceback, and
+never the single line.
 """
 
 from __future__ import annotations
@@ -25,18 +26,25 @@ import torch
 from ..control.call_sites import seen_from_here
 from ..errors import CommunicationError, HvdliteError, PeerLostError, says_peer_lost
 
-# The package that this one lies in.
+# The directory of the package `hvdlite`.
 _OWN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
-# How files begin whose lines are not the user's: hvdlite's, PyTorch's, threading's, and those that import programs.
+# Path prefixes of files that are not the user's: hvdlite, PyTorch, threading, and Python's import system.
 _INTERNAL = (_OWN, os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), ""), threading.__file__, "<frozen ")
-# The hooks that are not a user's, by their module, and what each calls the one that it stands before.
+# The modules whose hooks are not a user's, with the variable in which each hook keeps the hook installed before it.
 _HOOKS = {__name__: "previous", "torch.distributed.distributed_c10d": "old_hook"}
 
 
 def shorten_tracebacks() -> None:
-    """Print uncaught errors in short from now on. May be called again, where other hooks have been set since."""
+    """Installs the hooks. It may be called again if other hooks have been installed since."""
     _shorten_in_main_thread()
     _shorten_in_other_threads()
+
+
+def remove_hooks() -> None:
+    """Removes hvdlite's and PyTorch's hooks of an earlier world, or each world of an elastic job would add to them."""
+    hook = _last_hook(sys.excepthook)
+    if callable(hook):
+        sys.excepthook = hook
 
 
 def _shorten_in_main_thread() -> None:
@@ -73,7 +81,7 @@ def _is_ours(hook: object) -> bool:
 
 
 def _last_hook(hook: object) -> object:
-    """The one behind ours and PyTorch's: Python's own, or a user's."""
+    """Follows the chain of hvdlite's and PyTorch's hooks to the last one: Python's own, or a user's."""
     while name := _HOOKS.get(getattr(hook, "__module__", "")):
         behind = inspect.getclosurevars(hook).nonlocals.get(name) if inspect.isfunction(hook) else None
         if behind is None:
@@ -86,7 +94,10 @@ def _last_hook(hook: object) -> object:
 def _shortened(
     error: BaseException, traceback: TracebackType | None, *, in_one_line: bool
 ) -> Iterator[TracebackType | None]:
-    """Within it the error and its causes have the tracebacks that are to be printed; gives the error's."""
+    """Shortens the tracebacks of the error and its causes within the block; yields the error's traceback.
+
+    Restores them at the end. ``in_one_line``: also replaces the message by the single line, if there is one.
+    """
     kept: list[tuple[BaseException, TracebackType | None, BaseException | None, BaseException | None, bool]] = []
     args = error.args
     line = _one_line(error, traceback) if in_one_line else None
@@ -107,7 +118,7 @@ def _shortened(
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """The error and those it came from, as far as they would be printed."""
+    """Returns the error and the causes that Python would print with it."""
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and not any(current is each for each in chain):
@@ -117,7 +128,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _shorten(error: BaseException) -> None:
-    """Leave what is below the user's own lines, and causes that are hvdlite's own to know, out of what is printed."""
+    """Removes the frames below the user's last line, and a cause that was raised inside hvdlite or PyTorch."""
     if not _is_told(error, error.__traceback__):
         return
     error.__traceback__ = _users_part(error.__traceback__)
@@ -127,7 +138,7 @@ def _shorten(error: BaseException) -> None:
 
 
 def _is_told(error: BaseException, traceback: TracebackType | None) -> bool:
-    """Whether hvdlite has raised it to tell the user something, in a call of the user's."""
+    """Whether hvdlite raised the error on purpose, in a call from the user's code."""
     entries = list(_entries(traceback))
     if not entries or _users_part(traceback) is None:
         return False
@@ -140,12 +151,12 @@ def _is_told(error: BaseException, traceback: TracebackType | None) -> bool:
 
 
 def _is_raised(entry: TracebackType) -> bool:
-    """Whether it came from a ``raise``. One that did not is a fault of hvdlite's own, which is to be seen whole."""
+    """Whether a ``raise`` statement raised it. Otherwise it is a bug in hvdlite, and is shown in full."""
     return entry.tb_frame.f_code.co_code[entry.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 
 
 def _one_line(error: BaseException, traceback: TracebackType | None) -> str | None:
-    """All there is to say of an error whose cause is elsewhere, and where it happened; None of other errors."""
+    """Returns the single line for an error whose cause is elsewhere, with the user's line; None for other errors."""
     entries = list(_entries(traceback))
     if isinstance(error, KeyboardInterrupt):
         if not _is_told(error, traceback):
@@ -160,7 +171,7 @@ def _one_line(error: BaseException, traceback: TracebackType | None) -> str | No
 
 
 def _called(entries: list[TracebackType]) -> str | None:
-    """The function of hvdlite's that was called from the user's last line; None where it was none."""
+    """Returns the name of hvdlite's function that the user's last line called; None if it called none."""
     name = None
     for entry in reversed(entries):
         if _is_users(entry):
@@ -171,7 +182,7 @@ def _called(entries: list[TracebackType]) -> str | None:
 
 
 def _users_part(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback as far as the last line that is the user's; None where there is no such."""
+    """Returns the traceback up to the user's last line; None if it has no line of the user's."""
     part: TracebackType | None = None
     for entry in reversed(list(_entries(traceback))):
         if part is not None or _is_users(entry):

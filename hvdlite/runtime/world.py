@@ -1,10 +1,11 @@
 """
-The world that this process is in: `init`, `shutdown`, and what `rank()` and `size()` read.
+`hvd.init`, `hvd.shutdown`, and `hvd.rank`, `hvd.size` and their like, which read the current `World`.
 
-    init ── World (made in `bootstrap`) ── rank(), size(), … ── shutdown
+    init ── bootstrap.enter ── makes the World ── rank(), size(), … read it ── shutdown closes it
 
-Only this module knows that there is a current world; everything below is handed its `Group` and its `Generation`. What
-outlives a world in this process is in one object, a `rendezvous.process_state.ProcessState`, which `init` is handed.
+The current world is a variable of this module, None outside of `init` and `shutdown`. Packages that this one imports
+get a `Group` and a `Generation` as arguments; packages that import this one (`ops`, `optim`) call `current_world`. What
+a process keeps from one world to the next is in this module's `rendezvous.process_state.ProcessState`.
 """
 
 from __future__ import annotations
@@ -17,15 +18,27 @@ from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
 
+import torch.distributed as dist
+
+from ..comm import deferred_close
 from ..environment import READ_BY_INIT, read_environment
-from ..errors import LaunchEnvironmentError, NotInitializedError, say_where
+from ..errors import CommunicationError, LaunchEnvironmentError, NotInitializedError, describe_interrupt
 from ..rendezvous.process_state import ProcessState
+from ..rendezvous.seat import Seat
 from ..timeline import session as timeline
 from ..values import MOST, seconds, shown, whole_number
 from .bootstrap import World, enter
-from .departure import say_farewell
+from .departure import hasten_end, leave_at_exit
 from .process_set import ProcessSet, check_first_sets
-from .tracebacks import shorten_tracebacks
+from .tracebacks import remove_hooks, shorten_tracebacks
+
+_NOT_ELASTIC = (
+    "this program is not in a function of hvd.elastic.run, so that it ends when a rank is lost: hvdlite-run --min-np "
+    "can replace ranks only of programs that are. hvdlite-run --on-failure restart starts other programs anew"
+)
+
+# How long the end of the program waits for objects that the garbage collector has found to be closed.
+_CLOSING_S = 5.0
 
 _world: World | None = None
 _process = ProcessState()
@@ -38,40 +51,42 @@ def init(
     hierarchical: bool | None = None,
     check_parameters: bool | int | None = None,
 ) -> None:
-    """Find this process's place among the others and connect to them.
+    """Find this process's rank and connect to the other ranks.
 
-    Every rank must call it, and each waits for all. Does nothing where it has been called already; after
-    `shutdown` it may be called again.
+    Every rank must call it, and waits for all. A second call does nothing; after `shutdown` it may be called again.
 
-    The place comes from hvdlite-run, from torchrun (or whoever sets ``RANK``, ``WORLD_SIZE``,
-    ``MASTER_ADDR`` and ``MASTER_PORT``), from OpenMPI's or MPICH's ``mpirun``, from Slurm's ``srun``, or from
-    `torch.distributed` where the program has initialised it: that is adopted with its choice of backend, given
-    a group of hvdlite's own, and never destroyed here.
-    A plain ``python train.py`` is one rank that needs no network. CUDA tensors travel over NCCL, CPU
-    tensors through shared memory between the ranks of a host, if there is as much, and over gloo between hosts.
+    The rank comes from hvdlite-run, from torchrun (or any launcher that sets ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``
+    and ``MASTER_PORT``), from OpenMPI's or MPICH's ``mpirun``, or from Slurm's ``srun``. If the program has initialised
+    `torch.distributed`, the ranks are those of its default group: hvdlite uses the backend of that group, makes groups
+    of its own, and never destroys the program's. In an elastic job (``hvdlite-run --min-np``) each call may give this
+    process another rank, and a worker that was removed from the job gets a `WorkerRemovedError`, which ends it.
+    A plain ``python train.py`` is one rank and needs no network. CUDA tensors are sent over NCCL. CPU tensors are sent
+    through shared memory between the ranks of a host, if there is enough of it, and over gloo between hosts.
 
     ``timeout_s``: a collective that another rank does not join for this long raises
-    `CommunicationError`. Unless given, it is ``HVDLITE_GLOO_TIMEOUT_SECONDS``, or 1800.
+    `CommunicationError`. The default is ``HVDLITE_GLOO_TIMEOUT_SECONDS``, or 1800.
 
-    ``process_sets``: those to register at once, equal on all ranks; more can be added at any time, with or without
-    Horovod's word for that, ``"dynamic"``.
+    ``process_sets``: process sets to register at once, equal on all ranks. More can be added at any time; Horovod's
+    value ``"dynamic"`` is accepted and not needed.
 
-    ``hierarchical``: True has all-reduces go in two levels where several hosts have as many ranks each, more than one:
-    within each host, and between the hosts, each rank with its share. False has them go in one. Unless given, it
-    is ``HVDLITE_HIERARCHICAL_ALLREDUCE``; else two levels for CPU tensors where ranks of a host share memory, and for
-    CUDA tensors over NCCL what is the faster at start. Rank 0's counts.
+    ``hierarchical``: True makes all-reduces run in two levels, within each host and then between hosts, if there are
+    several hosts with the same number of ranks, more than one. False makes them run in one level. The default is
+    ``HVDLITE_HIERARCHICAL_ALLREDUCE``. If that is not set either, CPU tensors use two levels if the ranks of a host
+    share memory, and CUDA tensors over NCCL use the one that is faster at start. Rank 0's value counts.
 
-    ``check_parameters``: True has the ranks of each `DistributedOptimizer` compare the values of its parameters at the
-    first step, and a `MismatchError` on all of them names what differs. A number N has them do so at every N-th step
-    thereafter too (1: at every step), False never. Unless given, it is ``HVDLITE_CHECK_PARAMETERS``, or True. Rank 0's
-    counts.
+    ``check_parameters``: True makes the ranks of each `DistributedOptimizer` compare the values of its parameters at
+    the first step; if they differ, all ranks raise a `MismatchError` that names the difference. A number N makes them
+    compare at every N-th step after that too (1: at every step), False never. The default is
+    ``HVDLITE_CHECK_PARAMETERS``, or True. Rank 0's value counts.
     """
     if _world is not None:
         return
+    if not dist.is_initialized():  # else PyTorch's hook is the program's own process group's
+        remove_hooks()
     try:
         _init(timeout_s, process_sets, hierarchical, check_parameters)
     finally:
-        # At the end, as PyTorch sets a hook of its own where the ranks are connected.
+        # At the end, because PyTorch installs its own hook when the ranks connect.
         if not _is_debugged():
             shorten_tracebacks()
 
@@ -88,8 +103,8 @@ def _init(
         timeout_s = seconds(timeout_s, "timeout_s")
     if _is_child_of_multiprocessing():
         raise LaunchEnvironmentError(
-            "hvd.init() was called in a child process that multiprocessing started, where it would take the place "
-            'of its parent\'s rank: put what the main program does under `if __name__ == "__main__":`'
+            "hvd.init() was called in a child process of multiprocessing, which has the rank of its parent: put the "
+            'main program under `if __name__ == "__main__":`'
         )
     if hierarchical is not None and not isinstance(hierarchical, bool):
         raise ValueError(f"hierarchical={shown(hierarchical)} is none of True, False and None")
@@ -99,34 +114,76 @@ def _init(
     if hierarchical is not None:
         environment = replace(environment, hierarchical=hierarchical)
     timeout = timedelta(seconds=timeout_s or environment.timeout_s)
-    try:
-        _world = enter(timeout, environment, _process)
-    except KeyboardInterrupt as interrupt:
-        say_where(interrupt, "hvd.init() for the other ranks")
-        raise
-    try:
-        for process_set in first_sets:
-            _world.sets.add(process_set)
-    except BaseException:
-        shutdown()
-        raise
+    _process.init_arguments = {
+        "timeout_s": timeout_s,
+        "process_sets": first_sets,
+        "hierarchical": hierarchical,
+        "check_parameters": check_parameters,
+    }
+    for is_last_attempt in (False, False, True):
+        try:
+            _world = enter(timeout, environment, _process)
+        except KeyboardInterrupt as interrupt:
+            describe_interrupt(interrupt, "hvd.init() for the other ranks")
+            raise
+        try:
+            for process_set in first_sets:
+                _world.sets.add(process_set)
+        except BaseException as error:
+            # In an elastic job a rank may be lost here, too: then there will be another generation.
+            is_final = _world.seat is None or not isinstance(error, CommunicationError) or is_last_attempt
+            shutdown()
+            if is_final:
+                raise
+        else:
+            return
+
+
+def last_seat() -> Seat | None:
+    """Returns this worker's rank in the last generation of an elastic job that it was in; None if there is none."""
+    return _process.seat
 
 
 def shutdown() -> None:
-    """Leave the other ranks; does nothing where `init` was not called.
+    """Disconnect from the other ranks; does nothing if `init` was not called.
 
-    Waits for nobody, unless a timeline is being recorded: then for the others to bring their parts, for a few seconds.
+    It does not wait for other ranks, except while a timeline is being recorded: then a few seconds, for their parts.
     """
     global _world
     leaving, _world = _world, None
     if leaving is None:
         return
-    # The last first: one that raises, or is interrupted, does not keep the others from being left.
+    # Run in reverse order. The stack runs all of them even if one raises or is interrupted.
     with contextlib.ExitStack() as steps:
         steps.callback(_process.world_left)
         for step in (leaving.leave, leaving.group.close, leaving.sets.close, leaving.controller.close):
             steps.callback(step)
         timeline.leave(leaving.generation.recorder, leaving.group, leaving.controller)
+
+
+def note_elastic_program() -> None:
+    """Note that the program can go on in another world. Called by `hvd.elastic.run`."""
+    _process.is_elastic = True
+
+
+def enter_again() -> None:
+    """Leave the world, and `init` as it was called the last time."""
+    shutdown()
+    init(**_process.init_arguments)
+
+
+def revoke(reason: str) -> None:
+    """Make every wait for another rank in this world, now and later, raise an error that gives the reason.
+
+    It does not block, and any thread may call it. Does nothing if there is no world.
+    """
+    world = _world
+    if world is None:
+        return
+    # First the controller: what waits in a group may be one of its operations, which then must not start another.
+    world.controller.revoke(reason)
+    for group in (world.group, *world.sets.groups()):
+        group.revoke(reason)
 
 
 def is_initialized() -> bool:
@@ -135,9 +192,9 @@ def is_initialized() -> bool:
 
 
 def current_world() -> World:
-    """The world, or a NotInitializedError that says what to call."""
+    """Returns the current world; raises a NotInitializedError if there is none."""
     if _world is None:
-        # The first words are Horovod's, which users search for.
+        # The first sentence is Horovod's, which users search for.
         raise NotInitializedError(
             "Horovod has not been initialized; use hvd.init(). (hvdlite: call hvd.init() once, at the "
             "start of the program, on every rank)"
@@ -146,22 +203,25 @@ def current_world() -> World:
 
 
 def rank() -> int:
-    """This process's number among all, from 0."""
+    """This process's number among all processes of the job, from 0."""
     return current_world().topology.rank
 
 
 def size() -> int:
-    """How many processes train together."""
+    """The number of processes of the job."""
     return current_world().topology.size
 
 
 def local_rank() -> int:
-    """This process's number among those of its host, from 0: the GPU to use."""
+    """This process's number among the processes on its host, from 0. Use it as the number of the GPU.
+
+    In an elastic job it is the number of the process's slot, and stays the same when others leave.
+    """
     return current_world().topology.local_rank
 
 
 def local_size() -> int:
-    """How many processes run on this host."""
+    """The number of the job's processes on this host."""
     return current_world().topology.local_size
 
 
@@ -171,28 +231,28 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
-    """How many hosts have this local rank."""
+    """The number of hosts that have this local rank."""
     return current_world().topology.cross_size
 
 
 def is_homogeneous() -> bool:
-    """Whether every host runs as many of the processes."""
+    """Whether every host runs the same number of processes."""
     return current_world().topology.is_homogeneous
 
 
 def _is_debugged() -> bool:
-    """Whether the log's level asks for whole tracebacks."""
+    """Whether the user has set the log level to "debug" or below, which keeps tracebacks unshortened."""
     variable = READ_BY_INIT["log_level"]
     given = variable.given_in(os.environ)
     try:
         level = variable.read(given) if given.text else None
-    except ValueError:  # which the user is told of, by its own message
+    except ValueError:  # init has raised it already
         return False
     return isinstance(level, int) and level <= logging.DEBUG
 
 
 def _how_often(check_parameters: object) -> bool | int:
-    """What ``check_parameters`` of `init` means, or a ValueError."""
+    """Checks the argument ``check_parameters`` of `init`; raises a ValueError for a wrong one."""
     if isinstance(check_parameters, bool):
         return check_parameters
     steps = whole_number(check_parameters)
@@ -204,14 +264,23 @@ def _how_often(check_parameters: object) -> bool | int:
 
 
 def _is_child_of_multiprocessing() -> bool:
-    # A spawned child imports the main program before it knows its parent; until then it is "inheriting".
+    # A spawned child imports the main program before parent_process() is set; during that, `_inheriting` is True.
     is_starting = getattr(multiprocessing.current_process(), "_inheriting", False)
     return is_starting or multiprocessing.parent_process() is not None
 
 
 def end_of_program() -> None:
-    """Leave the other ranks, if that has not been done. `hvdlite` has registered it with `atexit`."""
-    world = _world
-    # A forked child has the connections too, but they are not its own to close.
-    if world is not None and world.pid == os.getpid():
-        say_farewell(world.topology.size, shutdown, lambda: timeline.save(world.generation.recorder, world.group))
+    """Disconnects from the other ranks at the end of the program; `hvdlite` registers it with `atexit`."""
+    # A forked child inherits the connections, but only the parent may close them.
+    world = _world if _world is not None and _world.pid == os.getpid() else None
+    if world is not None:
+        leave_at_exit(
+            world.topology.size,
+            shutdown,
+            lambda: timeline.save(world.generation.recorder, world.group),
+            first_end=world.generation.watch.known_end,
+            advice="" if world.seat is None or _process.is_elastic else _NOT_ELASTIC,
+        )
+    deferred_close.finish(_CLOSING_S)
+    if world is not None and world.seat is not None:
+        hasten_end()

@@ -1,9 +1,10 @@
 """
-Collectives between ranks of one host, through memory that they share: the engine `hvdshm`.
+Collectives between the ranks of one host through shared memory: the engine `hvdshm`.
 
-    Segment (this rank's memory, and the others' as it is seen here)
-        └── ControlBlock (who is how far, and with what) ── Peers (all of them; waiting) ── ShmOperation (one call)
-              └── collectives as generators ── Queue (who carries them on) ── Engine ── ProcessGroup, EngineFactory
+Each rank allocates shared memory in a `Segment`. Its `ControlBlock`, also in shared memory, shows the other ranks its
+progress and its data, and `Peers` waits for theirs. Each collective call is a `ShmOperation`, whose steps are a
+generator. `ShmEngine` submits the operations to a `Queue`, which runs them in order. `runtime.bootstrap` opens engines
+with `ShmEngineFactory`; DDP uses an engine through the ProcessGroup in `backend`.
 
 Modules import only what stands before them:
 

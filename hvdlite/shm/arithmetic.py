@@ -1,13 +1,13 @@
 """
-Reduces several ranks' memory: any op and dtype, in one fixed order, rounded once.
+Reduces terms of several ranks, with any op and dtype, in one fixed order, rounded once.
 
-    the same elements of all ranks ── in the dtype that keeps them exact enough ── one result
-
-`reductions` decides which elements, and of whose memory.
+Narrow dtypes are reduced in a wider one. `reductions` chooses the elements and the memory, and calls `Arithmetic.into`.
 """
 
 from __future__ import annotations
 
+import struct
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# So many elements at once, so that those of all ranks stay in a core's cache from the first pass to the last.
+# Elements are reduced in blocks of this size, so that the blocks of all ranks stay in a core's cache.
 BLOCK_BYTES = 256 * 1024
 
-# torch's own stubs know only some of them.
+# torch's stubs lack some of the ops.
 _Op: Any = dist.ReduceOp.RedOpType
 
-# In these numbers the same for all ranks' headers.
+# Operation headers have indices into these tables, which must be the same on all ranks.
 OPS: tuple[Any, ...] = (
     _Op.SUM, _Op.AVG, _Op.PRODUCT, _Op.MIN, _Op.MAX, _Op.BAND, _Op.BOR, _Op.BXOR, _Op.PREMUL_SUM,
 )  # fmt: skip
@@ -41,7 +41,7 @@ _BINARY: dict[Any, Callable[..., Tensor]] = {
     _Op.MAX: torch.maximum,
     **_BITWISE,
 }
-# Narrow ones are added in a wider one and rounded once, at the end; torch cannot add the unsigned ones at all.
+# Narrow dtypes are reduced in a wider one, and rounded once at the end; torch cannot add unsigned integers at all.
 _WIDE = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -54,25 +54,37 @@ _SCALING = frozenset({_Op.AVG, _Op.PREMUL_SUM})
 
 
 class Arithmetic:
-    """One op on one dtype over some ranks; a ValueError if there is no such thing."""
+    """One op on one dtype over ``size`` ranks; a ValueError if it is not defined."""
 
     def __init__(self, op: Any, dtype: torch.dtype, size: int, factor: float | None = None) -> None:
-        """``factor`` is that of PREMUL_SUM, by which every term is multiplied."""
+        """``factor`` is PREMUL_SUM's, by which every term is multiplied."""
         _require_defined(op, dtype)
+        # Compared between ranks in the operation's signature, besides the dtype.
+        self.op_number = OPS.index(op)
+        self.factor_bits = 0 if factor is None else int.from_bytes(struct.pack("=d", factor), sys.byteorder)
         self._combine = _BINARY[op]
         self.dtype = dtype
         self._size = size
-        # The sum of terms that are multiplied is the sum, multiplied; in a wider dtype nothing overflows by it.
-        self._factor = 1.0 / size if op == _Op.AVG else factor
-        self._divisor = size if op == _Op.AVG else None
+        # The sum is scaled, and not each term: the result is the same, and in a wider dtype the sum does not overflow.
+        # The scalars are tensors, because PyTorch would make one from a number at each call. For a number of ranks that
+        # is a power of two, multiplying by the inverse gives the same bits as dividing, in half the time.
+        self._factor = None if factor is None else _scalar(factor)
+        self._divisor: Tensor | None = None
+        if op == _Op.AVG and dtype.is_floating_point and size & (size - 1) == 0:
+            self._factor = _scalar(1.0 / size)
+        elif op == _Op.AVG:
+            self._divisor = _scalar(size)
         self._flips = dtype == torch.uint64 and op in (_Op.MIN, _Op.MAX)
-        # Of two terms torch itself adds narrow floats in float32, and rounds once.
+        # torch adds two narrow floats in float32, and rounds once.
         is_plain = size <= 2 and dtype in (torch.float16, torch.bfloat16) and op not in _SCALING
         self._wide = None if is_plain else _WIDE.get(dtype)
         self._scratch: list[Tensor] = []
 
     def into(self, terms: Sequence[Tensor], result: Tensor, *, is_apart: bool = False) -> None:
-        """Combine equally long flat tensors, at most a block; ``result`` may be one of them, unless it ``is_apart``."""
+        """Reduce flat tensors of equal length, at most a block, into ``result``.
+
+        ``result`` may be one of the terms, unless ``is_apart``.
+        """
         if self._wide is not None:
             self._into_wide(terms, result)
             return
@@ -83,17 +95,14 @@ class Arithmetic:
             self._chain(flipped, flipped[0])
             torch.bitwise_xor(flipped[0], _LOWEST, out=result)
             return
-        # The first two terms are read before the result is written, those after them are not.
+        # The first two terms are read before the result is written, but the later ones are not.
         if len(terms) <= 2 or is_apart or result is terms[0]:
             self._chain(terms, result)
         else:
             total = self._memory(result.dtype, result.numel())
             self._chain(terms, total)
             result.copy_(total)
-        if self._divisor is not None:
-            result.div_(self._divisor)
-        elif self._factor is not None:
-            result.mul_(self._factor)
+        self._scale(result)
 
     def _chain(self, terms: Sequence[Tensor], total: Tensor) -> None:
         if len(terms) == 1:
@@ -112,11 +121,14 @@ class Arithmetic:
         for term in terms[1:]:
             term_wide.copy_(term)
             self._combine(total, term_wide, out=total)
+        self._scale(total)
+        result.copy_(total)
+
+    def _scale(self, total: Tensor) -> None:
         if self._divisor is not None:
             total.div_(self._divisor)
         elif self._factor is not None:
             total.mul_(self._factor)
-        result.copy_(total)
 
     def _memory(self, dtype: torch.dtype, numel: int, number: int = 0) -> Tensor:
         while len(self._scratch) <= number or self._scratch[number].numel() < numel:
@@ -128,22 +140,26 @@ class Arithmetic:
 _LOWEST = -(2**63)
 
 
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(float(value), dtype=torch.float64)
+
+
 def factor_of(op: dist.ReduceOp) -> float | None:
-    """The factor of PREMUL_SUM; None for the other ops."""
+    """Returns PREMUL_SUM's factor; None for the other ops."""
     state: Any = op.__getstate__()  # (kind, factor)
     return float(state[1]) if len(state) > 1 and state[1] is not None else None
 
 
 def _require_defined(op: Any, dtype: torch.dtype) -> None:
     if op not in _BINARY:
-        raise ValueError(f"hvdshm cannot reduce by {op}")
+        raise ValueError(f"hvdshm does not support the reduction {op}")
     if dtype not in DTYPES:
-        raise ValueError(f"hvdshm cannot reduce {dtype}")
+        raise ValueError(f"hvdshm does not support the dtype {dtype}")
     name = str(op).rpartition(".")[2]
     inexact = dtype.is_floating_point or dtype.is_complex
     if op in _BITWISE and inexact:
-        raise ValueError(f"{name} is for integers and bool, and the tensor is {dtype}")
+        raise ValueError(f"{name} needs integers or bool, and the tensor is {dtype}")
     if op in _SCALING and not inexact:
-        raise ValueError(f"{name} is for floating-point tensors, and the tensor is {dtype}")
+        raise ValueError(f"{name} needs a floating-point tensor, and this one is {dtype}")
     if op in (_Op.MIN, _Op.MAX) and dtype.is_complex:
-        raise ValueError(f"{name} has no meaning for {dtype}")
+        raise ValueError(f"{name} is not defined for {dtype}")

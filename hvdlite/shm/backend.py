@@ -1,10 +1,12 @@
 """
-Adapts the engine to a backend of `torch.distributed`, by the name ``hvdshm``: for DDP and whatever else names one.
+The backend ``hvdshm`` of `torch.distributed`, for DDP and other code that chooses a backend by name.
 
     import hvdlite
     torch.distributed.init_process_group("cpu:hvdshm")
 
-Only what `torch.distributed` calls by other names, or with other arguments, is here. `hvdlite` registers the name.
+`hvdlite` registers the name. `ShmProcessGroup` converts the calls of `torch.distributed` that have other names or
+arguments, and passes them to a `ShmEngine`; it builds gather, scatter and reduce from others. hvdlite itself does not
+use it. It signs with an empty key, so whoever can write to the store is trusted.
 """
 
 from __future__ import annotations
@@ -20,35 +22,35 @@ from torch._C._distributed_c10d import AllToAllOptions, Store
 from ..comm.gloo import InitTimeout
 from ..signing import Signer
 from .segment import NoMemoryError
-from .setup import meet, open_segment
+from .setup import exchange_control_blocks, open_segment
 from .shm_engine import ShmEngine
 from .shm_work import ShmWork
 
 NAME = "hvdshm"
 
 
-# Its stubs have other names and forms in each version; torch calls all of it by position.
+# torch's stubs have other names and signatures in each version; torch passes all arguments by position.
 _ProcessGroup: Any = dist.ProcessGroup
 
 
-class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, as said above
-    """Ranks of one host, by tensors of the CPU; every collective may be awaited or asked for its future."""
+class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, see above
+    """A process group of ranks of one host, for CPU tensors. Each collective returns a work that has a future, too."""
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
-        """Every rank must make one; it waits for all. A RuntimeError on all ranks if one is on another host."""
+        """Every rank must make one, and waits for all. A RuntimeError on all ranks if one is on another host."""
         super().__init__(rank, size)
         try:
-            # Who can write to the store that torch.distributed has been given is trusted.
-            context = meet(store, rank, size, open_segment(), InitTimeout(timeout), Signer(b""))
+            # The signer's key is empty: everything that can write to this store is trusted.
+            context = exchange_control_blocks(store, rank, size, open_segment(), InitTimeout(timeout), Signer(b""))
         except NoMemoryError as error:
             raise RuntimeError(
-                f"{NAME} is for ranks of one host that share memory: {error}. Use gloo between hosts, and where "
-                "/dev/shm is too small"
+                f"{NAME} needs ranks of one host that share memory: {error}. Use gloo between hosts, or where /dev/shm "
+                "is too small"
             ) from error
         self._engine = ShmEngine(context, NAME)
         self._name = self._description = ""
 
-    # torch keeps a group's name and description in its backends in C++, of which this group has none.
+    # torch stores a group's name and description in its C++ backends, which this group lacks.
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -85,7 +87,7 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, as s
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> ShmWork:
         return self._engine._allgather_base(output, input)
 
-    # What newer versions of torch call instead of those with an underscore.
+    # Newer versions of torch call these names without an underscore.
     all_gather_single = _allgather_base
 
     def allgather_into_tensor_coalesced(
@@ -161,9 +163,9 @@ class ShmProcessGroup(_ProcessGroup):  # type: ignore[misc]  # of type Any, as s
 
 
 def _last(works: Sequence[ShmWork]) -> dist.Work:
-    # They end in order.
+    # Operations end in order.
     return works[-1]
 
 
 def _no_point_to_point(what: str) -> NotImplementedError:
-    return NotImplementedError(f"{NAME} has no {what}: make a group over gloo for it, dist.new_group(backend='gloo')")
+    return NotImplementedError(f"{NAME} does not support {what}: use a gloo group, dist.new_group(backend='gloo')")

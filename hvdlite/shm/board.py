@@ -1,11 +1,12 @@
 """
-The vote board: words in each rank's control block by which ranks of one host agree on a call without messages.
+The vote board: words in shared memory by which the ranks of one host agree on a call without messages.
 
-    vote ── this rank's round and digest     open, go, paused ── rank 0's     wait ── look, spin, sleep at a bell
+Each rank writes its vote (round and digest) to its own control block. Rank 0 writes the open round, the last round
+decided with "go", and whether votes are paused. A rank waits by checking, spinning, and sleeping at a bell (a futex).
 
-Rounds have numbers, from 1 on, and one is open at a time. Each rank may vote in it once; rank 0's process alone decides
-it, which opens the next. What votes are about, and when one is cast, is in `control.voting`. Each word has one writer
-(rank 0's are written under a lock of the coordinator), but for the bells, of which only the change counts.
+Rounds are numbered from 1, and one is open at a time. Each rank may vote once in it. Rank 0's process alone decides the
+round, which opens the next. `control.voting` casts the votes, and `control.coordinator` decides them. Each word has one
+writer (rank 0's are written under a lock of the coordinator), except the bells, of which only the change matters.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from .futex import fence, reads_in_order, sleep_while, wake
 
 DIGEST_BYTES = 16
 
-# In 64-bit words. A vote and its digest share a cache line, as what rank 0 decides does.
+# Offsets in 64-bit words. A vote and its digest share a cache line, and so do rank 0's decisions.
 _VOTE, _DIGEST, _ASLEEP, _OPEN, _GO, _PAUSED, _VOTES_BELL, _DECISION_BELL = 0, 1, 8, 16, 17, 18, 24, 32
 
-# As in `peers`: how long a rank that has a core for itself looks before it sleeps, and how often it gives its core away
-# where there are not as many.
+# As in `peers`: how long a rank with a core of its own checks before it sleeps, and how often a rank yields where there
+# are fewer cores than ranks.
 _SPIN_S = 100e-6
 _LOOKS_PER_CLOCK = 20
 _YIELDS = 4
-# A sleep at most: a bell that two ranks ring at once may be missed.
+# The longest sleep: the ring may be lost if two ranks ring at once.
 _SLEEP_S = 0.1
 
 _READS_IN_ORDER = reads_in_order()
@@ -40,12 +41,12 @@ class HasBoard(Protocol):
 
     @property
     def board(self) -> Board:
-        """The board of its ranks."""
+        """The vote board of the engine's ranks."""
         ...
 
 
 class Board:
-    """The board as one rank sees it."""
+    """One rank's view of the vote board."""
 
     def __init__(self, rank: int, control_blocks: list[ControlBlock]) -> None:
         self.rank = rank
@@ -53,7 +54,7 @@ class Board:
         self._own, self._of_rank_0 = self._words[rank], self._words[0]
         self._own_digest = control_blocks[rank].board_bytes[_DIGEST * 8 : _DIGEST * 8 + DIGEST_BYTES]
         self._digests = [block.board_bytes[_DIGEST * 8 : _DIGEST * 8 + DIGEST_BYTES] for block in control_blocks]
-        # Rank 0 sleeps at a bell of its own, so that a vote wakes nobody else.
+        # Rank 0 has a bell of its own, so that a vote wakes no other rank.
         bells = (_VOTES_BELL, _DECISION_BELL)
         self._bells = [control_blocks[0].board_bytes[bell * 8 : bell * 8 + 4].cast("I") for bell in bells]
         self._bell_addresses = [control_blocks[0].board_address + bell * 8 for bell in bells]
@@ -63,20 +64,20 @@ class Board:
 
     @property
     def open_round(self) -> int:
-        """The number of the round in which ranks may vote now; 0 before there is any."""
+        """The number of the round that is open for votes; 0 before the first."""
         number = self._of_rank_0[_OPEN]
         if not _READS_IN_ORDER:
-            # What is read next was written before it.
+            # Order this read before the caller's next reads.
             fence()
         return number
 
     @property
     def is_paused(self) -> bool:
-        """Whether rank 0 advises not to vote, since messages are under way. To be read after `open_round`."""
+        """Whether rank 0 advises not to vote, because messages are in progress. Read it after `open_round`."""
         return self._of_rank_0[_PAUSED] != 0
 
     def vote(self, number: int, digest: bytes) -> None:
-        """This rank is about to make the call of this digest, in the open round or one that was just decided."""
+        """Vote in round ``number`` (the open round, or one just decided) for the call with this digest."""
         self._own_digest[:] = digest
         fence()
         self._own[_VOTE] = number
@@ -85,14 +86,17 @@ class Board:
             self._ring(_OF_VOTES)
 
     def outcome(self, number: int) -> bool | None:
-        """Whether the round, in which this rank has voted, was decided with a go; None while it is open."""
+        """Whether the round was decided with a go, if this rank voted in it; None while the round is open."""
         if self.open_round <= number:
             return None
-        # No later round can have had a go: that takes a vote of this rank.
+        # _GO cannot name a later round: a go needs this rank's vote, and it has not voted again.
         return self._of_rank_0[_GO] == number
 
     def wait(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
-        """Return True once that is so, False if it is too late: looks when a round is decided, or all have voted."""
+        """Wait until ``is_over()`` is true, for at most ``timeout_s``; returns whether it is.
+
+        It is checked at each decision, and on rank 0 also when all have voted.
+        """
         if is_over() or self._came_meanwhile(is_over):
             return True
         bell = _OF_VOTES if self.rank == 0 else _OF_DECISION
@@ -114,8 +118,8 @@ class Board:
     # -- by rank 0
 
     def have_all_voted(self, number: int) -> bool:
-        """Whether every rank has voted in this round."""
-        for words in self._words:  # a generator would take longer than all else here
+        """Whether every rank has voted in round ``number``."""
+        for words in self._words:  # a generator would take longer than the rest of this method
             if words[_VOTE] != number:
                 return False
         if not _READS_IN_ORDER:
@@ -123,11 +127,11 @@ class Board:
         return True
 
     def are_votes_equal(self) -> bool:
-        """Whether all ranks have voted for the same call, all having voted."""
+        """Whether all ranks voted for the same call. Every rank must have voted."""
         return all(digest == self._own_digest for digest in self._digests)
 
     def decide(self, *, go: bool) -> None:
-        """Decide the open round, and open the next, or the first. Under the coordinator's lock."""
+        """Decide the open round, and open the next. The caller holds the coordinator's lock."""
         number = self._own[_OPEN]
         if go:
             self._own[_GO] = number
@@ -140,7 +144,7 @@ class Board:
             self._ring(_OF_VOTES)
 
     def pause(self, *, is_paused: bool) -> None:
-        """Advise not to vote, or no more. Under the coordinator's lock."""
+        """Advise the ranks not to vote, or to vote again. The caller holds the coordinator's lock."""
         self._own[_PAUSED] = int(is_paused)
         fence()
 

@@ -1,15 +1,18 @@
 """
-`ControlBlock`: one rank's shared counters, state and operation headers, which all ranks of an engine read.
+`ControlBlock`: one rank's counters, state and operation headers in shared memory, which the ranks of its host read.
 
-    posted | reduced | done     what it has shown, summed and read: counters that only grow
-    state                       whether it is open, has left, has failed, or was revoked; why it was
-    awaited                     what it sleeps for, if it does
-    headers                     of its latest operations: what it asks for, and where its data lie
-    board                       what it is about to call, for the control; see `board`
-    payloads                    of the same, where they are small
+    posted, reduced, done   how far this rank is: operations it has written the data of, has reduced, has read the
+                            results of. They only grow
+    state                   of the rank's engine over shared memory: open, left, failed or revoked
+    reason                  why the engine was revoked, if it was
+    awaited                 while the rank sleeps until a peer's counter reaches a value: this value
+    headers                 of the latest operations: which collective, its arguments, and where the data lies
+    board                   the rank's votes on the order of operations, see `board`
+    payloads                the data of the latest operations, where they are small
 
-A control block is written by its own rank alone, and read by all, so that nothing has to be locked. A counter holds the
-number of an operation in its upper bits, and of the chunks of it in its lower ones.
+Only its own rank writes a control block. It writes header and data first and raises the counter after them, so readers
+take no lock. A counter has the number of the operation in progress in its upper bits, and how many chunks of it are
+finished in the lower ones. `peers` waits for the counters, and `shm_operation` reads and writes headers and payloads.
 """
 
 from __future__ import annotations
@@ -19,14 +22,14 @@ from dataclasses import dataclass
 
 from .segment import Piece
 
-# Each counter has a cache line of its own. In 64-bit words:
+# Offsets in 64-bit words. Each counter has a cache line to itself.
 POSTED, REDUCED, DONE, _STATE, _AWAITED, _BELL, _TOKEN = range(0, 7 * 8, 8)
 OPEN, LEFT, FAILED, REVOKED = 0, 1, 2, 3
 
-WINDOW = 16  # operations that may have been posted and not done; a power of two
+WINDOW = 16  # operations that may be posted and not done; a power of two
 PAYLOAD_BYTES = 4096
 _HEADER_BYTES = 128
-# Why the engine was revoked: when (of the host's monotonic clock), bytes, and the words.
+# The revocation's time (ns of the host's monotonic clock) and the length of its reason, followed by the reason.
 _REASON = struct.Struct("=QQ")
 _REASON_START = 512
 _HEADERS_START = 1024
@@ -34,9 +37,9 @@ _BOARD_START = _HEADERS_START + WINDOW * _HEADER_BYTES
 _PAYLOADS_START = 4096
 CONTROL_BLOCK_BYTES = _PAYLOADS_START + WINDOW * PAYLOAD_BYTES
 
-# Of an operation: its number; kind, op, dtype, root; elements; a digest of the rest of what must be equal.
+# An operation's signature: its number; kind, op, dtype, root; elements; and `extra` (a factor).
 SIGNATURE = struct.Struct("=QHHHHQQ")
-# Where its data lie: how, then offset and bytes of the piece, and how far into it.
+# The location of its data: how, the offset and bytes of the piece, and the position within it.
 _PLACE = struct.Struct("=QQQQ")
 
 NOWHERE, INLINE, RESIDENT, STAGED = range(4)
@@ -44,7 +47,7 @@ NOWHERE, INLINE, RESIDENT, STAGED = range(4)
 
 @dataclass(frozen=True, slots=True)
 class DataLocation:
-    """Where a rank's data of an operation lie: ``how`` is one of NOWHERE, INLINE, RESIDENT and STAGED."""
+    """The location of a rank's data in an operation; ``how`` is NOWHERE, INLINE, RESIDENT or STAGED."""
 
     how: int
     offset: int = 0
@@ -53,7 +56,7 @@ class DataLocation:
 
 
 class ControlBlock:
-    """One rank's control block, as it is seen from here."""
+    """One rank's control block, mapped into this process."""
 
     def __init__(self, piece: Piece) -> None:
         data = memoryview(piece.memory).cast("B")
@@ -69,6 +72,7 @@ class ControlBlock:
             piece.tensor[start : start + PAYLOAD_BYTES]
             for start in range(_PAYLOADS_START, CONTROL_BLOCK_BYTES, PAYLOAD_BYTES)
         ]
+        self.payload_addresses = [payload.data_ptr() for payload in self.payloads]
         self.board_bytes = data[_BOARD_START:_PAYLOADS_START]
         self.board = self.board_bytes.cast("Q")
         self.board_address = piece.tensor.data_ptr() + _BOARD_START
@@ -77,17 +81,17 @@ class ControlBlock:
     # -- written by its own rank
 
     def write_header(self, number: int, signature: bytes, place: DataLocation) -> None:
-        """What the operation is; visible to others once it is posted."""
+        """Write the header of operation ``number``. Other ranks may read it once `POSTED` says so."""
         header = self._headers[number % WINDOW]
         header[: SIGNATURE.size] = signature
         _PLACE.pack_into(header, SIGNATURE.size, place.how, place.offset, place.nbytes, place.within)
 
     def leave(self, state: int) -> None:
-        """Say that this rank takes part no more."""
+        """Set the state to one in which this rank takes part no more."""
         self.words[_STATE] = state
 
     def write_reason(self, since_ns: int, reason: str) -> None:
-        """Why this rank revokes the engine, for `REVOKED`; as much of it as there is room for."""
+        """Write why this rank revokes the engine, cut to the room there is. Called before the state is `REVOKED`."""
         words = reason.encode()[: len(self._reason) - _REASON.size].decode(errors="ignore").encode()
         _REASON.pack_into(self._reason, 0, since_ns, len(words))
         self._reason[_REASON.size : _REASON.size + len(words)] = words
@@ -101,12 +105,12 @@ class ControlBlock:
         self.words[_TOKEN] = token
 
     def sleep(self, counter: int, value: int) -> None:
-        """Say that this rank sleeps until a counter has come to ``value`` on all control blocks."""
+        """Announce that this rank sleeps until every rank's ``counter`` has reached ``value``."""
         self.words[_AWAITED] = value
         self.words[_AWAITED + 1] = counter + 1
 
     def awake(self) -> None:
-        """Say that this rank sleeps no more."""
+        """Announce that this rank no longer sleeps."""
         self.words[_AWAITED + 1] = 0
 
     # -- read by all
@@ -116,29 +120,29 @@ class ControlBlock:
         return self.words[_STATE]
 
     def reason(self) -> tuple[int, str]:
-        """When this rank has revoked the engine, and why; once its state says so."""
+        """Returns when (ns) and why this rank revoked the engine; valid once its state is `REVOKED`."""
         since_ns, length = _REASON.unpack_from(self._reason)
         return since_ns, bytes(self._reason[_REASON.size : _REASON.size + length]).decode()
 
     def awaits(self, counter: int) -> int | None:
-        """What this rank waits for, asleep, that the counter comes to."""
+        """Returns the value of ``counter`` that this rank sleeps for, or None if it does not."""
         words = self.words
         return words[_AWAITED] if words[_AWAITED + 1] == counter + 1 else None
 
     def signature(self, number: int) -> memoryview:
-        """The signature of an operation that has been posted and is not done everywhere."""
+        """Returns the signature of an operation that is posted and not yet done on all ranks."""
         return self._signatures[number % WINDOW]
 
     def place(self, number: int) -> DataLocation:
-        """Where the data of such an operation lie."""
+        """Returns the location of the data of such an operation."""
         return DataLocation(*_PLACE.unpack_from(self._headers[number % WINDOW], SIGNATURE.size))
 
-    # -- the bell: one word that all of an engine's ranks sleep at; rank 0's
+    # -- the bell: one word in rank 0's control block, on which all ranks of the engine sleep
 
     @property
     def bell(self) -> int:
         return self._half_words[_BELL * 2]
 
     def ring(self) -> None:
-        """Change the word. Two ranks may do so at once and count as one: both have written their counters before."""
+        """Change the word. Two ranks may ring at once and change it once: both have written their counters before."""
         self._half_words[_BELL * 2] = (self._half_words[_BELL * 2] + 1) % 2**32

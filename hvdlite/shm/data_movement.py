@@ -1,7 +1,8 @@
 """
-Collectives that move data and change none: broadcast, all-gather, all-to-all, barrier.
+The shared-memory engine's broadcast, all-gather, all-to-all and barrier, which move data without reducing them.
 
-Each is a generator that yields what it waits for, as those in `reductions`. Large data go through staging slots.
+`shm_engine` makes one for each call, and `queue` runs it. Each is a generator (like those in `reductions`) that yields
+the counter values it waits for. Data larger than a payload use staging slots.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from .shm_operation import CHUNK_BYTES, ShmOperation, Steps
 
 
 class Barrier:
-    """Returns when all ranks have come."""
+    """Ends when all ranks have called it."""
 
     def __init__(self, operation: ShmOperation) -> None:
         self._operation = operation
@@ -35,7 +36,7 @@ class Barrier:
 
 
 class Broadcast:
-    """Overwrites every rank's bytes with the root's."""
+    """Overwrites every rank's bytes with the bytes of rank ``root``."""
 
     def __init__(self, operation: ShmOperation, flat: Tensor, root: int) -> None:
         self._operation = operation
@@ -76,7 +77,7 @@ class Broadcast:
 
 
 class AllGather:
-    """Leaves every rank's bytes in each rank's outputs; all are as many."""
+    """Copies every rank's bytes, of equal size, to each rank's outputs."""
 
     def __init__(self, operation: ShmOperation, outputs: Sequence[Tensor], flat: Tensor) -> None:
         self._operation = operation
@@ -117,15 +118,15 @@ class AllGather:
 
 
 class AllToAll:
-    """Gives each rank its part of what this one has; the parts' sizes are any."""
+    """Sends each rank its part of this rank's bytes; the parts may have any sizes."""
 
     def __init__(self, operation: ShmOperation, outputs: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-        """Flat tensors of bytes, one for each rank."""
+        """``outputs`` and ``parts`` are flat byte tensors, one for each rank."""
         self._operation = operation
         self._outputs = outputs
         self._parts = parts
         self._cell_bytes = cell_bytes(operation.peers.size)
-        # Of the parts, and what is expected from each rank.
+        # The sizes in bytes of the parts, then of the outputs.
         self._sizes = torch.tensor([side.numel() for side in (*parts, *outputs)], dtype=torch.int64)
 
     def begin(self) -> bool:
@@ -133,7 +134,7 @@ class AllToAll:
 
     def run(self, has_begun: bool) -> Steps:
         operation, peers, cell = self._operation, self._operation.peers, self._cell_bytes
-        # The first chunk begins with the sizes, from which all ranks know how many chunks there are.
+        # The first chunk has the sizes, from which every rank computes the number of chunks.
         table_bytes = self._sizes.numel() * 8
         yield from operation.stage(0, 2, [(0, self._sizes.view(torch.uint8))])
         yield POSTED, operation.after(1)
@@ -159,7 +160,7 @@ class AllToAll:
         operation.finish()
 
     def _require_expected(self, table: Sequence[Sequence[int]]) -> None:
-        """Raise a MismatchError, on all ranks, unless each sends to each what is expected there."""
+        """Raise a MismatchError, on all ranks, unless every part has the size that its receiver expects."""
         peers = self._operation.peers
         for sender, receiver in itertools.product(range(peers.size), repeat=2):
             sent, expected = table[sender][receiver], table[receiver][peers.size + sender]

@@ -1,7 +1,7 @@
 """
-Futex calls, to sleep until a word of shared memory changes, and a full memory barrier.
+Futex calls, to sleep until a word of shared memory changes, and a full memory barrier. Linux only.
 
-Linux alone. What the words mean is in `control_block`.
+`board`, `peers` and `setup` call these; the words are in `control_block`.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import platform
 import threading
 
 _NUMBER_OF_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
-# Not the private kind, which is between threads of one process.
+# Not FUTEX_PRIVATE_FLAG, which is for threads of one process.
 _WAIT, _WAKE = 0, 1
 _EVERYBODY = 2**31 - 1
 
+_IS_X86 = platform.machine() == "x86_64"
 _libc = ctypes.CDLL(None, use_errno=True)
 _barrier = threading.Lock()
 
@@ -25,37 +26,38 @@ class _Timespec(ctypes.Structure):
 
 
 def is_available() -> bool:
-    """Whether this machine has what is used here."""
+    """Whether this machine has what this package uses: futexes, pidfds and /proc."""
     return _NUMBER_OF_FUTEX is not None and hasattr(os, "pidfd_open") and os.path.isdir("/proc/self/fd")
 
 
 def reads_in_order() -> bool:
-    """Whether this machine never does a later read before an earlier one, so that a reader needs no `fence`.
+    """Whether this machine never reorders reads, so that a reader needs no `fence`.
 
-    So it is on x86; ARM may read what a counter stands for before the counter itself.
+    True on x86. ARM may read the data that a counter stands for before it reads the counter.
     """
-    return platform.machine() == "x86_64"
+    return _IS_X86
 
 
 def fence() -> None:
-    """Let no later read or write be seen before an earlier one."""
-    # A lock is taken by an atomic read-modify-write, and given back by a release: on x86 the former alone is a full
-    # barrier, on ARM a release followed by an acquire is.
+    """Act as a full memory barrier: no later read or write is seen before an earlier one."""
+    # Acquiring a lock is an atomic read-modify-write, a full barrier on x86. On ARM, a release followed by an acquire
+    # is one.
     with _barrier:
         pass
-    with _barrier:
-        pass
+    if not _IS_X86:
+        with _barrier:
+            pass
 
 
 def sleep_while(address: int, value: int, timeout_s: float) -> None:
-    """Sleep until somebody calls `wake`, unless the 32-bit word has another value; perhaps for nothing.
+    """Sleep until a rank calls `wake`, unless the 32-bit word differs from ``value``; it may return early.
 
-    Signal handlers of Python run when it returns, so that ``timeout_s`` bounds how late they may be.
+    Python runs signal handlers only after it returns, so ``timeout_s`` bounds their delay.
     """
     timeout = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
     _libc.syscall(_NUMBER_OF_FUTEX, ctypes.c_void_p(address), _WAIT, ctypes.c_uint32(value), ctypes.byref(timeout))
 
 
 def wake(address: int) -> None:
-    """Wake everybody who sleeps there, in all processes."""
+    """Wake every thread, in all processes, that sleeps at this address."""
     _libc.syscall(_NUMBER_OF_FUTEX, ctypes.c_void_p(address), _WAKE, _EVERYBODY)

@@ -1,8 +1,9 @@
 """
-Watches the other ranks of an engine: waits for their counters, and notices who has died.
+Waits for the counters of an engine's other ranks, and detects ranks that have died.
 
-    advance ── a counter of this rank's control block ── the last one to come rings the bell
-    wait_for ── look, spin, sleep at the bell ── now and then: who has gone, how late is it
+`Peers.advance` writes a counter of this rank's control block; the last rank to reach a value that others sleep for
+rings the bell (a futex). `Peers.wait_for` checks the counters, spins, then sleeps at the bell, and checks now and then
+for dead ranks and the deadline. `shm_operation` and `queue` call these; `setup` makes a `Peers` for each engine.
 """
 
 from __future__ import annotations
@@ -21,19 +22,20 @@ from ..comm.engine_state import RevokedError
 from .control_block import FAILED, LEFT, OPEN, REVOKED, ControlBlock
 from .futex import fence, reads_in_order, sleep_while, wake
 
-# How long a rank that has a core for itself looks before it sleeps; what two ranks that are in step need.
+# How long a rank with a core of its own checks before it sleeps: enough for two ranks in step.
 _SPIN_S = 100e-6
 _LOOKS_PER_CLOCK = 50
-# Without a core for each rank looking again keeps the others from coming: they get the core instead, a few times.
+# With fewer cores than ranks, spinning would delay the other ranks: this rank yields its core a few times instead.
 _YIELDS = 4
-# While asleep: how often to look for ranks that have gone, and so for a signal that came just before the sleep.
+# The longest sleep, after which a rank checks for dead ranks; it also bounds the delay of a signal that arrives just
+# before the sleep.
 _WATCH_S = 0.1
 
 _READS_IN_ORDER = reads_in_order()
 
 
 class Peers:
-    """All ranks of an engine; ``rank`` is this one's."""
+    """All ranks of an engine, as this one (``rank``) sees them."""
 
     def __init__(
         self, rank: int, control_blocks: Sequence[ControlBlock], pids: Sequence[int], timeout_s: float
@@ -60,11 +62,11 @@ class Peers:
             self._poll.register(fd, select.POLLIN)
 
     def advance(self, counter: int, value: int) -> None:
-        """Show the others that this rank is so far, with all it has written before."""
+        """Set this rank's ``counter`` to ``value``; all it wrote before is visible to the others first."""
         fence()
         self._own_words[counter] = value
         fence()
-        # Who comes last wakes those who wait for it. Of two that come at once, at least one sees that.
+        # The last rank to reach a value wakes the others. If two reach it at once, at least one sees that.
         for control_block in self.control_blocks:
             awaited = control_block.awaits(counter)
             if (
@@ -77,32 +79,33 @@ class Peers:
                 return
 
     def reached(self, counter: int, value: int) -> bool:
-        """Whether every other rank is so far."""
-        for words in self._others:  # a generator would take longer than all else here
+        """Whether every other rank's ``counter`` has reached ``value``."""
+        for words in self._others:  # a generator would take longer than the rest of this method
             if words[counter] < value:
                 return False
         if not _READS_IN_ORDER:
-            # The caller now reads the headers and payloads that these counters stand for. ARM may have read those
-            # already, before the counters above: without a fence here a rank sums what lay there one operation before.
+            # The caller next reads the headers and payloads that these counters stand for. ARM may have read those
+            # before the counters above: without a fence a rank would reduce the data of an earlier operation.
             fence()
         return True
 
     def has_reached(self, counter: int, value: int) -> bool:
-        """Whether every rank is so far, this one too."""
+        """Whether every rank's ``counter`` has reached ``value``, this rank's included."""
         return self._own_words[counter] >= value and self.reached(counter, value)
 
     def late(self, counter: int, value: int) -> list[int]:
-        """The ranks that are not so far, by their ranks in the group."""
+        """Returns the group ranks whose ``counter`` has not reached ``value``."""
         return [group_rank for group_rank, words in enumerate(self._words) if words[counter] < value]
 
     def has_free_cores(self) -> bool:
-        """Whether this host has cores for more threads than compute now, on all ranks."""
+        """Whether this host has more cores than all ranks' compute threads together."""
         return self._cores > self.size * torch.get_num_threads()
 
     def wait_for(self, counter: int, value: int, deadline: float, *, may_spin: bool = True) -> None:
-        """Return when every rank is so far; a RuntimeError if one cannot come, or does not by ``deadline``.
+        """Wait until every rank's ``counter`` has reached ``value``.
 
-        The deadline is by `time.monotonic`. ``may_spin``: this thread has the core that it is on for itself.
+        Raises a RuntimeError if a late rank has died, left or failed, or misses the ``deadline`` (by `time.monotonic`);
+        a RevokedError if a rank has revoked the engine. ``may_spin``: this thread has a core to itself.
         """
         if self.reached(counter, value) or (may_spin and self._came_meanwhile(counter, value)):
             return
@@ -125,14 +128,14 @@ class Peers:
             own.awake()
 
     def leave(self, state: int) -> None:
-        """Take part no more, having ``LEFT`` or ``FAILED``; the others are not left waiting."""
+        """Set this rank's state to ``LEFT`` or ``FAILED``, and wake the others, so that they do not wait for it."""
         if self.own.state == OPEN:
             self.own.leave(state)
             fence()
             self._wake()
 
     def revoke(self, reason: str) -> None:
-        """End the waits of all ranks, with a RevokedError of this reason, unless this rank has left before."""
+        """End the waits of all ranks with a RevokedError of this reason, unless this rank has left before."""
         if self.own.state == OPEN:
             self.own.write_reason(time.monotonic_ns(), reason)
             fence()
@@ -141,11 +144,11 @@ class Peers:
             self._wake()
 
     def close(self) -> None:
-        """Give back what watches over the others."""
+        """Close the pidfds that watch the other processes."""
         _close_all(self._lives)
 
     def describe(self, group_rank: int) -> str:
-        """A rank of the engine, by its rank in the group and its process."""
+        """Returns a rank's number in the group and its process id, for messages."""
         return f"rank {group_rank} of this group (pid {self._pids[group_rank]})"
 
     def _came_meanwhile(self, counter: int, value: int) -> bool:
@@ -167,7 +170,7 @@ class Peers:
         wake(self._bell.bell_address)
 
     def _require_alive(self, counter: int, value: int) -> None:
-        """Raise if a rank that is waited for will never come."""
+        """Raise if a rank whose counter is late has died, left or failed, or the engine is revoked."""
         gone = {fd for fd, _ in self._poll.poll(0)} if self._lives else set()
         dead = [
             group_rank
@@ -177,7 +180,7 @@ class Peers:
         states = [control_block.state for control_block in self.control_blocks]
         late = [group_rank for group_rank in self.late(counter, value) if group_rank != self.rank]
         if REVOKED in states:
-            # What these ranks have written before their states is read now.
+            # Read the reasons only after the states.
             fence()
             _, reason = min(block.reason() for block in self.control_blocks if block.state == REVOKED)
             raise RevokedError(reason)
@@ -186,25 +189,29 @@ class Peers:
                 raise self._gone(group_rank)
         for group_rank in late:
             if states[group_rank] == FAILED:
-                # Perhaps for one from whom this rank has all it needs.
+                # The failed rank may have failed because of a dead rank, which this rank no longer waits for: name that
+                # one.
                 if dead:
                     raise self._gone(dead[0])
-                raise RuntimeError(f"{self.describe(group_rank)} has given up, for an error of its own")
+                raise RuntimeError(
+                    f"{self.describe(group_rank)} has failed with an error of its own: look for it there"
+                )
 
     def _gone(self, group_rank: int) -> PeerGoneError:
-        how = "is no more" if self.control_blocks[group_rank].state == OPEN else "has left"
+        how = "has died" if self.control_blocks[group_rank].state == OPEN else "has left"
         return PeerGoneError(
-            f"{self.describe(group_rank)} {how} (connection closed by peer); what ended it is the cause, look there",
+            f"{self.describe(group_rank)} {how} (connection closed by peer): look for that rank's own error",
             group_rank,
         )
 
     def _words_of_timeout(self, counter: int, value: int) -> str:
         late = ", ".join(map(self.describe, self.late(counter, value)))
-        return f"timed out after {self.timeout_s:g} s: {late} did not come"
+        return f"timed out after {self.timeout_s:g} s: {late} did not reach this collective"
 
 
 def _close_all(fds: dict[int, int]) -> None:
-    # One by one: of two threads that close, each closes what the other has not, and no file that was opened since.
+    # One by one: if two threads close at once, each closes what the other has not, and never a file that was opened
+    # since.
     while fds:
         with contextlib.suppress(KeyError):
             os.close(fds.popitem()[1])

@@ -1,10 +1,10 @@
 """
-The queue of an engine's operations, which waiting threads, submitting threads or a background thread carry on.
+The queue of an engine's operations on one rank, and the threads that carry them out.
 
-    submit ── begun at once where that is possible ── carried on, one after the other:
-              by whoever waits, by whoever submits the next, or by a thread in the background
-
-They end in the order in which they were submitted, which is the same on all ranks.
+An operation begins when it is submitted, if possible: it shows this rank's data, so that no other rank has to wait for
+them. Then the operations are carried out one after the other, in the order of submission, which is the same on all
+ranks. This is done by the thread that waits, by the thread that submits the next operation, or by a background thread.
+`ShmEngine` owns the queue, and `ShmWork` waits through it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .peers import Peers
 from .shm_operation import Condition, ShmOperation, Steps
 from .shm_work import ShmWork
 
-# How long a thread in the background leaves to the program what that is likely to do itself, with the core it has.
+# How long the background thread leaves work to the program's threads, which are likely to do it themselves.
 _GRACE_S = 0.02
 
 
 class CollectiveSteps(Protocol):
-    """What one operation does: an all-reduce, a broadcast, ..."""
+    """The steps of one collective: an all-reduce, a broadcast, ..."""
 
     def begin(self) -> bool:
-        """Show all of this rank's data, if they can be shown at once; whether they were."""
+        """Show all of this rank's data, if that is possible at once; returns whether it did."""
         ...
 
     def run(self, has_begun: bool, /) -> Steps:
-        """The rest of it; yields what must have come to pass before it goes on."""
+        """Carry out the rest; yields each condition that must hold before it continues."""
         ...
 
 
@@ -46,58 +46,60 @@ class _Entry:
         self.collective = collective
         self.work = work
         self.has_begun = False
-        # Whether all of this rank's data have been shown.
+        # Whether all of this rank's data for it have been shown.
         self.is_shown = False
         self.steps: Steps | None = None
         self.awaited: Condition | None = None
 
 
 class Queue:
-    """The operations of one engine on this rank."""
+    """The operations of one engine on this rank. Any thread may use it."""
 
     def __init__(self, peers: Peers, name: str) -> None:
-        """``name`` is for the thread in the background."""
+        """``name`` is the background thread's."""
         self._peers = peers
         self._name = name
         self._entries: deque[_Entry] = deque()
-        # Held to look at the entries, or to begin one; never while waiting.
+        # Held to read the entries, or to begin one; never while waiting.
         self._entries_lock = threading.Lock()
-        # Held by whoever carries on; those who wait for that, or for the end of what they wait for, stand by.
+        # Held by the thread that carries out the operations. The others wait at `_changed` until it is released, or
+        # until their own operation is done.
         self._carrying = threading.Lock()
         self._changed = threading.Condition()
         self._standing_by = 0
-        # Whose futures are to be told, by somebody who holds none of the locks.
+        # Ended works whose futures have yet to get their result, by a thread that holds none of the locks.
         self._ended: deque[ShmWork] = deque()
         self._waiters = 0
         self._failure: BaseException | None = None
         self._is_closed = False
-        # For the thread in the background: set as often as one likes, it wakes once.
+        # Wakes the background thread.
         self._is_wanted = threading.Event()
         self._is_urgent = threading.Event()
         self._thread: threading.Thread | None = None
 
     def submit(self, operation: ShmOperation, collective: CollectiveSteps, work: ShmWork, in_background: bool) -> None:
-        """Have it carried out after all before it; ``in_background``: without anybody waiting for it.
+        """Add an operation to the queue. The caller must call `run_callbacks` afterwards.
 
-        To be followed by `tell`.
+        ``in_background``: the background thread carries it out even if no thread waits for it.
         """
         entry = _Entry(operation, collective, work)
         with self._entries_lock:
             if isinstance(self._failure, RevokedError):
                 raise RevokedError(str(self._failure))
             if self._failure is not None or self._is_closed:
-                why = "it was closed" if self._failure is None else f"it failed before: {self._failure}"
-                raise RuntimeError(f"this group communicates no more, make a new one: {why}") from self._failure
+                why = "was closed" if self._failure is None else f"has failed before ({self._failure})"
+                raise RuntimeError(f"this process group {why}: make a new one") from self._failure
             self._begin(entry, self._entries[-1] if self._entries else None)
             self._entries.append(entry)
-        # What lies before it may be ready by now.
+        # Earlier operations may be ready by now.
         self._carry_on_without_waiting()
-        # What has no room yet is shown when there is: others may wait for it, and nobody here.
+        # An operation that found no room must still begin when there is, because other ranks may wait for it, even if
+        # no thread here does.
         if (in_background or not entry.has_begun) and not work.is_done:
             self.carry_on_in_background(at_once=False)
 
     def carry_on(self, work: ShmWork) -> None:
-        """Return when this one is done, or has failed."""
+        """Wait until this work is done or has failed, carrying out the queue unless another thread does."""
         while not work.is_done:
             with self._entries_lock:
                 self._waiters += 1
@@ -113,15 +115,17 @@ class Queue:
                     self._waiters -= 1
             if self._thread is not None and self._entries:
                 self._is_wanted.set()
-            self.tell()
+            self.run_callbacks()
 
     def carry_on_in_background(self, *, at_once: bool) -> None:
-        """Have a thread carry on until there is nothing left, or somebody else does.
+        """Have the background thread carry out the queue until it is empty or another thread waits.
 
-        Unless ``at_once``, or if there is a core for it, a moment later: the program is likely to do it itself.
+        Unless ``at_once`` is set or there is a free core, it starts a moment later: the program is likely to do it
+        itself.
         """
         with self._entries_lock:
-            # It is of no use while a callback that it runs waits for what is begun here: then there is another.
+            # A callback on the background thread may wait for an operation that it begins here: then start another
+            # thread.
             if self._thread in (None, threading.current_thread()) and not self._is_closed:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
@@ -130,16 +134,16 @@ class Queue:
         self._is_wanted.set()
 
     def drain(self) -> None:
-        """Return when all that was submitted by now is over, whether it has failed or not."""
+        """Wait until everything submitted so far has ended or failed."""
         with self._entries_lock:
             last = self._entries[-1].work if self._entries else None
         if last is not None:
             self.carry_on(last)
 
     def revoke(self, error: RevokedError) -> None:
-        """End what is under way, and all that would be submitted, with this error, unless there was one before.
+        """End all operations, now and later, with this error, unless the queue has failed before. It does not block.
 
-        Whoever carries on now sees it by the state of its peers. Waits for nobody.
+        A thread that is carrying out the queue finds the revocation in the peers' states.
         """
         with self._entries_lock:
             if self._failure is None:
@@ -149,10 +153,10 @@ class Queue:
                 self._fail(error)
             finally:
                 self._let_go()
-        self.tell()
+        self.run_callbacks()
 
     def close(self) -> None:
-        """End what is under way as failed. Waits for nobody."""
+        """End all operations as failed. It does not block."""
         with self._entries_lock:
             self._is_closed = True
         self._is_urgent.set()
@@ -162,21 +166,21 @@ class Queue:
                 self._fail(RuntimeError("the engine was closed"))
             finally:
                 self._let_go()
-        self.tell()
+        self.run_callbacks()
 
-    def tell(self) -> None:
-        """Have callbacks run that wait for what has ended. They may begin operations, and wait for them."""
+    def run_callbacks(self) -> None:
+        """Set the futures of ended works, which runs their callbacks; these may begin operations, and wait for them."""
         while self._ended:
             try:
                 work = self._ended.popleft()
             except IndexError:  # another thread was faster
                 return
-            work.tell()
+            work.run_callbacks()
 
     def _run(self) -> None:
         while not self._is_closed and self._thread is threading.current_thread():
             self._is_wanted.wait()
-            # Before it looks at the entries: what is submitted from now on sets it again.
+            # Clear before reading the entries: an operation submitted after this point sets it again.
             self._is_wanted.clear()
             if not self._peers.has_free_cores():
                 self._is_urgent.wait(_GRACE_S)
@@ -185,14 +189,14 @@ class Queue:
                 with self._carrying:
                     self._step(may_wait=True, in_background=True)
                 self._let_others_look()
-                self.tell()
+                self.run_callbacks()
 
     def _take_over(self, work: ShmWork) -> bool:
-        """Become the one who carries on, as soon as nobody else does; False if ``work`` is done before."""
+        """Wait for the right to carry out the queue; returns False if ``work`` is done before."""
         if self._carrying.acquire(blocking=False):
             return True
         with self._changed:
-            # Before the last look: whoever lets go after that finds that somebody stands by.
+            # Count this thread before the last check: a thread that lets go after that sees that one waits.
             self._standing_by += 1
             try:
                 while not work.is_done:
@@ -204,12 +208,12 @@ class Queue:
                 self._standing_by -= 1
 
     def _let_go(self) -> None:
-        """Carry on no more."""
+        """Release the right to carry out the queue."""
         self._carrying.release()
         self._let_others_look()
 
     def _let_others_look(self) -> None:
-        """Have those who stand by see whether what they wait for is done, or is for them to carry on."""
+        """Wake the waiting threads, to check whether their work is done, or take over."""
         if self._standing_by:
             with self._changed:
                 self._changed.notify_all()
@@ -223,16 +227,16 @@ class Queue:
                 self._let_go()
 
     def _begin(self, entry: _Entry, before: _Entry | None) -> None:
-        """Show what this rank has, so that no other waits for it, if all before it is shown."""
+        """Begin the operation, so that no other rank waits for its data, if all before it have shown theirs."""
         if before is None or before.is_shown:
             counter, value = entry.operation.has_room()
-            # On this rank too: what is shown in that room may be what it is itself about to read.
+            # This rank must be done with that room, too: it may still have to read what is in it.
             if self._peers.has_reached(counter, value):
                 entry.has_begun = True
                 entry.is_shown = entry.collective.begin()
 
     def _step(self, may_wait: bool, in_background: bool = False) -> bool:
-        """Carry the first one on as far as it goes; whether there may be more to do at once."""
+        """Carry out the first operation up to its next wait; returns whether there may be more to do at once."""
         with self._entries_lock:
             if not self._entries:
                 return False
@@ -267,7 +271,7 @@ class Queue:
         with self._entries_lock:
             self._entries.popleft()
             entry.is_shown = True
-            # The next ones could not begin before its data were all shown.
+            # The next operations could not begin before this one had shown all its data.
             before: _Entry | None = None
             for other in self._entries:
                 if not other.has_begun:
@@ -281,7 +285,7 @@ class Queue:
         self._let_others_look()
 
     def _fail(self, error: BaseException) -> None:
-        """Nothing that was or will be submitted can come to an end."""
+        """Fail all operations, now and later."""
         with self._entries_lock:
             if self._failure is None:
                 self._failure = error

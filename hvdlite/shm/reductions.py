@@ -1,15 +1,16 @@
 """
-All-reduce and reduce-scatter in shared memory.
+All-reduce and reduce-scatter in shared memory. `shm_engine` makes an object of one of these classes for each call,
+and `queue` runs it. The size of a chunk is in `shm_operation`.
 
-    small     every rank reads all payloads, and sums them itself
-    resident  every rank sums its share where the data lie, and writes it to all
-    any       in chunks: every rank sums its share of the staged chunk, and takes the others' from them
+- Small: every rank reads all payloads, and reduces them itself.
+- Resident (all ranks' tensors are in their segments): every rank reduces its share in place, and writes it to all.
+- Any other: in chunks. Every rank reduces its share of each staged chunk, and copies the other ranks' shares.
 
-In chunks a rank writes as many bytes to its slots as its tensor has, once: what other ranks sum before, and its own
-share of the result after. What it sums itself it reads from its own tensor.
+In chunks a rank writes each byte to its slots once: first its terms of the shares that others reduce, then the result
+of its own share. It reads its own terms of that share from its own tensor.
 
-An element is summed by one rank, or by all in the same order, so that all have the same bits. Each is a generator that
-yields what it waits for; who waits, and how, is for `queue` and `peers`.
+Either one rank reduces an element, or all ranks do so in the same order, so the bits are equal on all ranks. Each
+collective is a generator that yields the counter values it waits for; `queue` and `peers` do the waiting.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import torch
 from torch import Tensor
 
 from .arithmetic import BLOCK_BYTES, Arithmetic
-from .control_block import DONE, PAYLOAD_BYTES, POSTED, REDUCED, RESIDENT, DataLocation
+from .control_block import DONE, POSTED, REDUCED, RESIDENT, DataLocation
 from .shm_operation import CHUNK_BYTES, EngineContext, ShmOperation, Steps, share_of
 
 _REMEMBERED = 512
 
 
 class Blocks:
-    """The views of all ranks' memory that a share consists of, made once for data that travel often."""
+    """Caches the views of all ranks' memory that make up a share, for data that are reduced often."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context = context
@@ -36,7 +37,7 @@ class Blocks:
     def of(
         self, places: Sequence[DataLocation], dtype: torch.dtype, numel: int, share: tuple[int, int]
     ) -> list[list[Tensor]]:
-        """Block by block of elements ``share``, each rank's."""
+        """Returns the elements of ``share`` block by block, as one view for each rank."""
         key = (tuple(places), dtype, numel, share)
         blocks = self._made.get(key)
         if blocks is None:
@@ -56,8 +57,34 @@ def _blocks(wholes: Sequence[Tensor], start: int, stop: int) -> list[list[Tensor
     return [[whole[at : min(at + step, stop)] for whole in wholes] for at in range(start, stop, step)]
 
 
+class SmallAllReduce:
+    """Reduces a contiguous tensor of at most `PAYLOAD_BYTES` over all ranks, in place or into another one."""
+
+    def __init__(self, operation: ShmOperation, tensor: Tensor, source: Tensor, arithmetic: Arithmetic) -> None:
+        """``source`` is the memory that this rank's term is read from: the tensor's own, or other memory."""
+        self._operation = operation
+        self._tensor = tensor
+        self._source = source
+        self._arithmetic = arithmetic
+
+    def begin(self) -> bool:
+        self._operation.show_payload(self._source)
+        return True
+
+    def run(self, has_begun: bool) -> Steps:
+        operation, tensor = self._operation, self._tensor
+        yield POSTED, operation.after(1)
+        operation.check()
+        numel = tensor.numel()
+        if numel:
+            # Elements in memory order. `data` has a version counter of its own, see `shm_engine`.
+            flat = tensor.data if tensor.dim() == 1 else tensor.data.as_strided((numel,), (1,))
+            self._arithmetic.into(operation.payload_elements(tensor.dtype, numel), flat, is_apart=True)
+        operation.finish()
+
+
 class AllReduce:
-    """Combines a contiguous tensor over all ranks, in place or into another one."""
+    """Reduces a larger contiguous tensor over all ranks, in place or into another one."""
 
     def __init__(
         self,
@@ -68,7 +95,10 @@ class AllReduce:
         blocks: Blocks,
         source: Tensor | None = None,
     ) -> None:
-        """``flat`` is the memory of the tensor as bytes; ``source`` what it is read from, if that is other memory."""
+        """``flat`` is the tensor's memory as bytes.
+
+        ``source`` is the memory that this rank's term is read from, if that is not ``flat``.
+        """
         self._operation = operation
         self._tensor = tensor
         self._flat = flat
@@ -77,11 +107,8 @@ class AllReduce:
         self._blocks = blocks
 
     def begin(self) -> bool:
-        """Show this rank's data, if they can all be shown at once."""
-        if self._flat.numel() <= PAYLOAD_BYTES:
-            self._operation.show_payload(self._source)
-            return True
-        # What lies in the segment is overwritten with the result, by all ranks.
+        """Show this rank's data, if all can be shown at once."""
+        # Resident data are overwritten with the result by all ranks, so the source must be the tensor itself.
         return self._source is self._flat and self._operation.show_resident(self._flat)
 
     def run(self, has_begun: bool) -> Steps:
@@ -92,12 +119,7 @@ class AllReduce:
             yield from self._stage(0, chunks)
         yield POSTED, operation.after(1)
         operation.check()
-        if nbytes <= PAYLOAD_BYTES:
-            dtype, numel = self._tensor.dtype, self._tensor.numel()
-            terms = [payload[:nbytes].view(dtype) for payload in operation.payloads()]
-            if numel:
-                self._arithmetic.into(terms, self._flat.view(dtype))
-        elif all(place.how == RESIDENT for place in operation.places):
+        if all(place.how == RESIDENT for place in operation.places):
             self._sum_where_they_lie()
             operation.peers.advance(REDUCED, operation.end)
             yield REDUCED, operation.end
@@ -110,7 +132,7 @@ class AllReduce:
         peers, tensor = operation.peers, self._tensor
         share = share_of(peers.rank, peers.size, tensor.numel(), tensor.element_size())
         for terms in self._blocks.of(operation.places, tensor.dtype, tensor.numel(), share):
-            # No other rank reads or writes this share of any rank's memory.
+            # No other rank reads or writes this share in any rank's memory.
             total = terms[0]
             into(terms, total)
             for other in terms[1:]:
@@ -126,11 +148,11 @@ class AllReduce:
                 self._sum_share(chunk, is_staged)
                 peers.advance(REDUCED, operation.done_with(chunk, chunks))
             if chunk > 0:
-                # One behind, so that the others' shares are likely to be there.
+                # One chunk behind, so that the others have probably reduced their shares.
                 yield REDUCED, operation.after(chunk)
                 self._take_shares(chunk - 1)
                 peers.advance(DONE, operation.done_with(chunk - 1, chunks))
-        # Others may still read what lies here.
+        # Other ranks may still read this rank's tensor.
         if not is_staged:
             yield DONE, operation.end
 
@@ -145,7 +167,7 @@ class AllReduce:
             for *block, result in _blocks([*terms, here], *shares[rank]):
                 arithmetic.into(block, result)
             return
-        # Where nothing has been staged, since this rank sums it: so its result is there for the others.
+        # The own share of the slot is empty, since this rank reduces it: put the result there for the others.
         shown = self._terms_of(rank, chunk, here.numel())
         for *block, result, copied in _blocks([*terms, shown, here], *shares[rank]):
             arithmetic.into(block, result, is_apart=True)
@@ -158,7 +180,7 @@ class AllReduce:
                 here[start:stop].copy_(self._terms_of(place, chunk, here.numel())[start:stop])
 
     def _chunk_of(self, flat: Tensor, chunk: int) -> tuple[Tensor, list[tuple[int, int]]]:
-        """A chunk of flat memory, and which of its elements each rank sums."""
+        """Returns a chunk of flat memory, and the elements of it that each rank reduces."""
         here = flat[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES].view(self._tensor.dtype)
         size = self._operation.peers.size
         return here, [share_of(place, size, here.numel(), here.element_size()) for place in range(size)]
@@ -171,7 +193,7 @@ class AllReduce:
         return self._operation.context.bytes_of(place, where)[start : start + numel * dtype.itemsize].view(dtype)
 
     def _stage(self, chunk: int, chunks: int) -> Steps:
-        """Show what others sum of a chunk."""
+        """Stage the parts of a chunk that the other ranks reduce."""
         here, shares = self._chunk_of(self._source, chunk)
         start, stop = (bound * here.element_size() for bound in shares[self._operation.peers.rank])
         data = here.view(torch.uint8)
@@ -179,7 +201,7 @@ class AllReduce:
 
 
 class ReduceScatter:
-    """Leaves in each rank's output the combination of all ranks' parts for it."""
+    """Reduces all ranks' parts for each rank into that rank's output."""
 
     def __init__(
         self,
@@ -189,9 +211,9 @@ class ReduceScatter:
         arithmetic: Arithmetic,
         whole: Tensor | None,
     ) -> None:
-        """``parts`` are flat tensors of bytes, one for each rank; ``output`` is one as large as this rank's.
+        """``parts`` are flat byte tensors, one for each rank; ``output`` is one as large as this rank's part.
 
-        ``whole`` is what the parts are of, if they lie there one after the other.
+        ``whole`` is the memory in which the parts are contiguous, if there is one.
         """
         self._operation = operation
         self._output = output
@@ -199,12 +221,12 @@ class ReduceScatter:
         self._whole = whole
         self._arithmetic = arithmetic
         self._cell_bytes = cell_bytes(operation.peers.size)
-        # Where this rank's part begins in the whole, and the largest part, by which all ranks count chunks.
+        # The start of this rank's part in the whole, and the size of the largest part, which sets the number of chunks.
         self._start = sum(part.numel() for part in parts[: operation.peers.rank])
         self._most_bytes = max(part.numel() for part in parts)
 
     def begin(self) -> bool:
-        """Show this rank's parts, if they can all be shown at once."""
+        """Show this rank's parts, if all can be shown at once."""
         return self._whole is not None and self._operation.show_resident(self._whole)
 
     def run(self, is_resident: bool) -> Steps:
@@ -223,12 +245,12 @@ class ReduceScatter:
                 terms = [self._term_of(group_rank, chunk, here.numel()) for group_rank in range(peers.size)]
                 self._arithmetic.into(terms, here.view(self._arithmetic.dtype))
             peers.advance(DONE, operation.done_with(chunk, chunks))
-        # Others may still read what lies here.
+        # Other ranks may still read this rank's tensor.
         if is_resident:
             yield DONE, operation.end
 
     def _term_of(self, group_rank: int, chunk: int, nbytes: int) -> Tensor:
-        """What a rank has of this chunk of this rank's part."""
+        """Returns the term of ``group_rank`` for this chunk of this rank's part."""
         operation, rank, cell = self._operation, self._operation.peers.rank, self._cell_bytes
         where = operation.places[group_rank]
         if where.how == RESIDENT:
@@ -247,5 +269,5 @@ class ReduceScatter:
 
 
 def cell_bytes(size: int) -> int:
-    """How much of a staged chunk each of the ranks has, where they get different things."""
+    """Returns how many bytes of a staged chunk each rank gets, in collectives that send each rank different data."""
     return CHUNK_BYTES // size // 64 * 64

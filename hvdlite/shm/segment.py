@@ -1,11 +1,12 @@
 """
-Shared memory between the ranks of a host: allocates this rank's, and maps that of the others.
+Shared memory between the ranks of a host: allocates this rank's memory, and maps the other ranks' (not staging slots).
 
-    Segment.allocate ── a Piece of this rank's file ── its offset, told to others ── Segment.see
+`Segment.allocate` returns a `Piece` of this rank's file. The rank sends its offset to the others, which map it with
+`Segment.see`.
 
-A file in /dev/shm that never has a name: other ranks open it through the file descriptor of the process that made it.
-So it is gone when the last process that has mapped it is, however that ends, and no other user can open it. A piece's
-memory is given back when nothing refers to it any more, or with the file, if others may still look at it.
+The file is in /dev/shm and never has a name: other ranks open it through the file descriptor of the process that made
+it. So it disappears when the last process that has mapped it ends, even in a crash, and no other user can open it. A
+piece's memory is freed when nothing refers to it any more; a permanent piece is freed with the file.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 
 DIRECTORY = "/dev/shm"
-_PUNCH_HOLE = 1 | 2  # and keep the size
+_PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
@@ -37,12 +38,12 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class NoMemoryError(RuntimeError):
-    """There is not as much shared memory as was asked for, or none at all; the message says why."""
+    """Raised where there is not enough shared memory, or none; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some bytes of one rank's file, mapped; its offset and length are multiples of the page size."""
+    """A mapped part of one rank's file; its offset and length are multiples of the page size."""
 
     offset: int
     memory: ctypes.Array[ctypes.c_ubyte]
@@ -51,54 +52,55 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where a process's file can be opened by others of the same user."""
+    """The process and file descriptor through which other processes of the same user can open a file."""
 
     pid: int
     fd: int
 
 
 class Segment:
-    """This rank's shared memory, which grows and shrinks, and other ranks' as far as it has been looked at."""
+    """This rank's shared memory, which grows and shrinks, and its mappings of the other ranks' memory."""
 
     def __init__(self) -> None:
-        """A NoMemoryError where there is none to be had."""
+        """Raises a NoMemoryError if this machine has no shared memory."""
         try:
             self._fd = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise NoMemoryError(f"{DIRECTORY}: {error.strerror}") from error
         self.address = Address(os.getpid(), self._fd)
         self._size = 0
-        # Whether somebody asked for more than there is, and so it has been told.
+        # Set by the engine once it has warned that there is not enough memory.
         self.is_short = False
         self._fds = {self.address: self._fd}
-        # Where this rank's pieces begin in its own memory, ascending: (pointer, offset, bytes). Made anew for each
-        # change, since `find` is called by any thread.
+        # This rank's pieces as (pointer, offset, bytes), ascending. Replaced at each change, and never modified, since
+        # any thread may call `find`.
         self._pieces: list[tuple[int, int, int]] = []
-        # What nothing refers to any more, until it is taken back: the collector finds it in the middle of anything.
+        # Pieces that nothing refers to, to be freed later: the garbage collector may find one at any point.
         self._returned: deque[tuple[int, int, int]] = deque()
-        # Not one that its holder can take again: the collector comes in the middle of what is done under it.
+        # Not an RLock: the garbage collector may run in the middle of a block that holds it.
         self._lock = threading.Lock()
         weakref.finalize(self, _close_all, self._fds).atexit = False
 
     def allocate(self, nbytes: int, *, is_permanent: bool = False) -> Piece:
-        """More memory, all zero. A NoMemoryError where there is not as much.
+        """Returns new memory, all zeros. Raises a NoMemoryError if there is not enough.
 
-        What others may read after this rank has gone on, or has ended, ``is_permanent``: it lasts as long as the file.
+        A piece that others may read after this rank has moved on or ended must be ``is_permanent``: it lasts as long as
+        the file.
         """
         length = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._held():
             if not self._fds:
-                raise NoMemoryError("it was closed before")
+                raise NoMemoryError("the shared memory was closed before")
             offset = self._size
             try:
-                # Taken now: memory that is missing when it is first written to would end the process by SIGBUS.
+                # Reserved now: if memory were missing at the first write, a SIGBUS would end the process.
                 os.posix_fallocate(self._fd, offset, length)
                 piece = _map(self._fd, offset, length, unmaps=is_permanent)
             except (OSError, ValueError) as error:
                 os.ftruncate(self._fd, offset)
                 reason = getattr(error, "strerror", None) or str(error)
                 raise NoMemoryError(
-                    f"{length / 2**20:.1f} MiB more in {DIRECTORY}, {_mib_in_all():.1f} MiB large: {reason}"
+                    f"cannot allocate {length / 2**20:.1f} MiB more in {DIRECTORY} of {_mib_in_all():.1f} MiB: {reason}"
                 ) from error
             self._size += length
             if is_permanent:
@@ -109,7 +111,7 @@ class Segment:
         return piece
 
     def find(self, tensor: Tensor) -> tuple[int, int, int] | None:
-        """Where a contiguous tensor lies here: offset and bytes of the piece, how far into it; None if it does not."""
+        """Returns the piece (offset, bytes) that a contiguous tensor is in, and its position there; None if in none."""
         pieces, pointer = self._pieces, tensor.data_ptr()
         index = bisect_right(pieces, (pointer, self._size, 0)) - 1
         if index < 0:
@@ -119,7 +121,10 @@ class Segment:
         return (offset, nbytes, within) if within + tensor.numel() * tensor.element_size() <= nbytes else None
 
     def see(self, address: Address, offset: int, nbytes: int) -> Piece:
-        """A piece of another rank's file (or of this one's), as that rank has told it."""
+        """Map a piece of a rank's file, at the address and offset that the rank has sent.
+
+        Raises a NoMemoryError if the file cannot be opened, is another user's, or is too short.
+        """
         with self._held():
             fd = self._fds.get(address)
             if fd is None:
@@ -128,17 +133,19 @@ class Segment:
                 except OSError as error:
                     raise NoMemoryError(f"the memory of process {address.pid} cannot be opened: {error}") from error
                 if os.fstat(fd).st_uid != os.geteuid():
-                    # Whoever has told this address may be none of the job's ranks.
+                    # The sender of this address may not be a rank of the job.
                     os.close(fd)
                     raise NoMemoryError(f"process {address.pid} belongs to another user")
                 self._fds[address] = fd
             if os.fstat(fd).st_size < offset + nbytes:
-                # Reading what is not there would end this process by a signal.
-                raise NoMemoryError(f"the file {address.fd} of process {address.pid} has less than was told")
+                # Reading beyond the end of the file would end this process by a signal.
+                raise NoMemoryError(
+                    f"the file {address.fd} of process {address.pid} is shorter than that process announced"
+                )
             return _map(fd, offset, nbytes, unmaps=True)
 
     def close(self) -> None:
-        """No more is to be allocated or looked at; what is mapped stays."""
+        """Close the files: nothing more can be allocated or mapped. Existing mappings stay."""
         with self._held():
             _close_all(self._fds)
 
@@ -148,11 +155,11 @@ class Segment:
             with self._lock:
                 yield
         finally:
-            # Whoever could not take it back meanwhile has left that to who held the lock.
+            # Pieces returned while the lock was held were left for its holder to free.
             self._take_back()
 
     def _give_back(self, known: tuple[int, int, int]) -> None:
-        """Called when nothing refers to a piece any more: in any thread, in the middle of anything."""
+        """Finalizer of a piece, which the garbage collector may call in any thread at any point."""
         self._returned.append(known)
         self._take_back()
 
@@ -166,10 +173,9 @@ class Segment:
 
     def _free(self, known: tuple[int, int, int]) -> None:
         pointer, offset, length = known
-        # First, so that whatever is mapped there next is not taken for this piece.
+        # First, so that `find` does not take the next mapping at this address for this piece.
         self._pieces = [piece for piece in self._pieces if piece != known]
-        # To others who look at it, what is given back turns to zeros. A forked child lets go of it too, and the memory
-        # is its parent's.
+        # Other ranks then read zeros there. A forked child unmaps the piece, too, but the memory is its parent's.
         if self._fds and os.getpid() == self.address.pid:
             _libc.fallocate(self._fd, _PUNCH_HOLE, offset, length)
         _libc.munmap(pointer, length)
@@ -181,16 +187,17 @@ def _mib_in_all() -> float:
 
 
 def _close_all(fds: dict[Address, int]) -> None:
-    # One by one: of two threads that close, each closes what the other has not, and no file that was opened since.
+    # One by one: if two threads close at once, each closes what the other has not, and never a file that was opened
+    # since.
     while fds:
         with contextlib.suppress(KeyError):
             os.close(fds.popitem()[1])
 
 
 def _map(fd: int, offset: int, length: int, *, unmaps: bool) -> Piece:
-    """A piece of a file, which ``unmaps`` itself when nothing refers to it any more; else that is for the caller."""
-    # Its pages at once: faults one by one, in the first use, would take longer than that use. Not by Python's mmap,
-    # which keeps a file descriptor for each piece of each rank.
+    """Map a piece of a file; it ``unmaps`` itself when nothing refers to it any more, or the caller has to do it."""
+    # MAP_POPULATE, since page faults one by one would take longer than the first use itself. Not Python's mmap, which
+    # keeps a file descriptor open for each piece of each rank.
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
     if address == _MAP_FAILED:

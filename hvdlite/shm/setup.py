@@ -1,12 +1,14 @@
 """
-Rendezvous of an engine: each rank publishes in a store where its control block is, and maps the others'.
+Sets up an engine: the ranks exchange the addresses of their control blocks through a store, and map each other's.
 
-    control block and slots ── "pid, fds, token" in the store ── the others' ── all there? ── EngineContext
+`backend` and `shm_factory` call `exchange_control_blocks`. It publishes this rank's process id, file descriptors and a
+token, maps the other ranks' control blocks and slots, waits until all ranks have done so, and returns an
+`EngineContext`.
 
-Control block and slots have a file of their own, that all ranks have mapped when they part: so a rank may close its
-engine when it has what it wants, and others still find what it has left for them.
+Control block and slots are in a file apart from the rank's segment, which all ranks keep mapped. So a rank may close
+its engine when it is done, and the others can still read what it has written.
 
-A rank that has no shared memory says so, and so all of them know it, at the same time.
+A rank that has no shared memory publishes its error, so that all ranks raise it.
 """
 
 from __future__ import annotations
@@ -33,75 +35,77 @@ from .segment import Address, NoMemoryError, Piece, Segment
 from .shm_operation import SLOTS_BYTES, EngineContext
 
 _OWN_BYTES = CONTROL_BLOCK_BYTES + SLOTS_BYTES
-_PARTING = timedelta(seconds=5)
-_MOST_TOLD_BYTES = 65536
+_READING = timedelta(seconds=5)
+_MOST_INFO_BYTES = 65536
 
 
 def open_segment() -> Segment:
-    """This rank's shared memory; a NoMemoryError where this machine has none."""
+    """Returns new shared memory of this rank; a NoMemoryError if this machine has none."""
     if not is_available():
-        raise NoMemoryError("it takes Linux on x86-64 or 64-bit ARM, with /proc")
+        raise NoMemoryError("hvdshm needs Linux on x86-64 or 64-bit ARM, with /proc")
     return Segment()
 
 
-def meet(
+def exchange_control_blocks(
     store: Store, rank: int, size: int, segment: Segment | NoMemoryError, init_timeout: InitTimeout, signer: Signer
 ) -> EngineContext:
-    """What an engine needs; every rank must call it, with a part of the store that is used for nothing else.
+    """Returns an engine's context. Every rank must call it, with a wait_until_read of the store that nothing else uses.
 
-    ``signer`` has a key of these ranks, for this engine alone: others may be able to write to the store.
-
-    A NoMemoryError on every rank if one has no shared memory, or cannot see another's: it says which, and why.
+    ``signer`` has a key that only these ranks share, for this engine alone, because others may be able to write to the
+    store. If one rank has no shared memory, or cannot map another's, every rank raises a NoMemoryError that names it
+    and says why.
     """
     own = _make_own(segment)
     with contextlib.ExitStack() as undo:
         if isinstance(own, _Own):
             undo.callback(own.close)
-        told_by = _exchange(
+        infos = _exchange(
             store,
             "control block",
             rank,
             size,
-            {"error": str(own)} if isinstance(own, Exception) else own.told,
+            {"error": str(own)} if isinstance(own, Exception) else own.info,
             init_timeout,
             signer,
         )
-        _require_all("has no shared memory", told_by, partial(_part, store, "control block", rank, size))
+        _require_all("has no shared memory", infos, partial(_wait_until_read, store, "control block", rank, size))
         assert isinstance(own, _Own), "those who have none have raised"
-        context, seen = None, {}
+        context, result = None, {}
         try:
-            context = _make_context(own, rank, told_by, init_timeout.timeout)
+            context = _make_context(own, rank, infos, init_timeout.timeout)
             undo.callback(context.peers.close)
         except (NoMemoryError, OSError, ValueError) as error:
-            seen = {"error": str(error)}
-        seen_by = _exchange(store, "seen", rank, size, seen, init_timeout, signer)
-        _require_all("cannot use what the others share", seen_by, partial(_part, store, "seen", rank, size))
+            result = {"error": str(error)}
+        results = _exchange(store, "result", rank, size, result, init_timeout, signer)
+        _require_all(
+            "cannot map the other ranks' memory", results, partial(_wait_until_read, store, "result", rank, size)
+        )
         assert context is not None, "no rank has an error"
         undo.pop_all()
-    # All have mapped it.
+    # All ranks have mapped the file.
     own.close()
     return context
 
 
-def _make_context(own: _Own, rank: int, told_by: list[dict[str, Any]], timeout: timedelta) -> EngineContext:
-    pieces = [own.piece if group_rank == rank else own.look_at(each) for group_rank, each in enumerate(told_by)]
+def _make_context(own: _Own, rank: int, infos: list[dict[str, Any]], timeout: timedelta) -> EngineContext:
+    pieces = [own.piece if group_rank == rank else own.map_other(each) for group_rank, each in enumerate(infos)]
     peers = Peers(
-        rank, [ControlBlock(piece) for piece in pieces], [each["pid"] for each in told_by], timeout.total_seconds()
+        rank, [ControlBlock(piece) for piece in pieces], [each["pid"] for each in infos], timeout.total_seconds()
     )
-    addresses = [Address(each["pid"], each["fd"]) for each in told_by]
+    addresses = [Address(each["pid"], each["fd"]) for each in infos]
     return EngineContext(peers, own.segment, addresses, [piece.tensor[CONTROL_BLOCK_BYTES:] for piece in pieces])
 
 
 class _Own:
-    """This rank's control block and slots, in a file that is open until all ranks have mapped it."""
+    """This rank's control block and slots, in a file that stays open until all ranks have mapped it."""
 
     def __init__(self, segment: Segment) -> None:
-        """A NoMemoryError if there is no memory for them."""
+        """Raises a NoMemoryError if there is not enough memory."""
         self.segment = segment
         self._file = Segment()
         self.piece = self._file.allocate(_OWN_BYTES, is_permanent=True)
         token = ControlBlock(self.piece).token = secrets.randbits(63)
-        self.told: dict[str, Any] = {
+        self.info: dict[str, Any] = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "fd": segment.address.fd,
@@ -110,18 +114,18 @@ class _Own:
         }
 
     def close(self) -> None:
-        """Let the file go; what is mapped of it stays."""
+        """Close the file; its mappings stay."""
         self._file.close()
 
-    def look_at(self, told: dict[str, Any]) -> Piece:
-        """Another rank's."""
-        elsewhere = f"process {told['pid']} of {told['host']} is not on this host, or in a container of its own"
+    def map_other(self, info: dict[str, Any]) -> Piece:
+        """Map another rank's control block and slots."""
+        elsewhere = f"process {info['pid']} of {info['host']} is on another host, or in another container"
         try:
-            piece = self._file.see(Address(told["pid"], told["file"]), 0, _OWN_BYTES)
+            piece = self._file.see(Address(info["pid"], info["file"]), 0, _OWN_BYTES)
         except (NoMemoryError, OSError) as error:
             raise NoMemoryError(f"{elsewhere} ({error})") from error
-        # Another machine, or another container, may have a process of this number with such a file too.
-        if ControlBlock(piece).token != told["token"]:
+        # A process of another machine or container may have this process id and such a file, too.
+        if ControlBlock(piece).token != info["token"]:
             raise NoMemoryError(elsewhere)
         return piece
 
@@ -145,42 +149,42 @@ def _exchange(
         store.wait(keys, init_timeout.left())
     except RuntimeError as error:
         raise CommunicationError(
-            f"sharing memory failed on rank {rank} of these {size}: {_words_of_absence(store, keys)}; what ended or "
-            f"holds up that rank is the cause, look for its own error ({error})"
+            f"setting up shared memory failed on rank {rank} of {size}: {_words_of_absence(store, keys)}: look for "
+            f"that rank's own error ({error})"
         ) from error
     return [_read(store.get(key), what, group_rank, rank, signer) for group_rank, key in enumerate(keys)]
 
 
 def _read(value: bytes, what: str, group_rank: int, rank: int, signer: Signer) -> dict[str, Any]:
-    """What rank ``group_rank`` has told, once it is known to be from there."""
+    """Returns the value that rank ``group_rank`` has published, after checking its signature."""
     tag, text = value[: 2 * TAG_BYTES].decode(errors="replace"), value[2 * TAG_BYTES :].decode(errors="replace")
-    if len(value) <= _MOST_TOLD_BYTES and signer.is_signed_hex(tag, what, group_rank, text):
-        told: dict[str, Any] = json.loads(text)
-        return told
+    if len(value) <= _MOST_INFO_BYTES and signer.is_signed_hex(tag, what, group_rank, text):
+        info: dict[str, Any] = json.loads(text)
+        return info
     raise CommunicationError(
-        f"sharing memory failed on rank {rank}: what is said in the name of rank {group_rank} is not signed with the "
-        "key of these ranks: somebody else can write to the store in which they meet"
+        f"setting up shared memory failed on rank {rank}: the data received from rank {group_rank} are not signed with "
+        "the key of these ranks: another program can write to their store"
     )
 
 
 def _words_of_absence(store: Store, keys: Sequence[str]) -> str:
-    """Who has not come, or, where the store does not answer any more, that somebody has not."""
+    """Describes the missing ranks, or the store's failure, if it no longer answers."""
     try:
         absent = [group_rank for group_rank, key in enumerate(keys) if not store.check([key])]
     except RuntimeError:
-        return "the store that the ranks meet in is gone, with the rank that has it"
-    return f"rank {', '.join(map(str, absent))} did not come in time"
+        return "the ranks' store is gone, because the rank that serves it has ended"
+    return f"rank {', '.join(map(str, absent))} did not join in time"
 
 
-def _part(store: Store, what: str, rank: int, size: int) -> None:
-    """Let the others read what went wrong before this rank goes, and perhaps the store with it."""
+def _wait_until_read(store: Store, what: str, rank: int, size: int) -> None:
+    """Wait, for a few seconds, until the others have read the errors: the store may end with this rank."""
     with contextlib.suppress(RuntimeError):
         store.set(f"{what}{rank}.read", "")
-        store.wait([f"{what}{group_rank}.read" for group_rank in range(size)], _PARTING)
+        store.wait([f"{what}{group_rank}.read" for group_rank in range(size)], _READING)
 
 
-def _require_all(complaint: str, told_by: list[dict[str, Any]], part: Callable[[], None]) -> None:
-    for group_rank, each in enumerate(told_by):
+def _require_all(complaint: str, infos: list[dict[str, Any]], wait_until_read: Callable[[], None]) -> None:
+    for group_rank, each in enumerate(infos):
         if "error" in each:
-            part()
-            raise NoMemoryError(f"rank {group_rank} of {len(told_by)} {complaint}: {each['error']}")
+            wait_until_read()
+            raise NoMemoryError(f"rank {group_rank} of {len(infos)} {complaint}: {each['error']}")

@@ -1,17 +1,15 @@
 """
-The engine: collectives of `torch.distributed.ProcessGroup` on tensors of the CPU, between ranks of one host.
+`ShmEngine`: the collectives of `torch.distributed.ProcessGroup` on CPU tensors, between ranks of one host.
 
-    a call ── checked, its turn taken ── ShmOperation ── Queue ── ShmWork
-
-What the operations do is in `reductions` and `data_movement`; how an engine is made, in `setup`.
+Each call checks its tensors, takes the next number, makes a `ShmOperation` with the steps from `reductions` or
+`data_movement`, and puts it in the `Queue`; it returns a `ShmWork`. `setup` makes the engine's context. `comm.group`
+calls the engine, and so does the ProcessGroup in `backend`.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-import struct
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,28 +23,27 @@ from torch._C._distributed_c10d import AllToAllOptions
 from ..comm.engine_state import EngineState, RevokedError
 from ..comm.flat_bytes import as_bytes, pieces_of
 from ..log import log
-from .arithmetic import DTYPES, OPS, Arithmetic, factor_of
+from .arithmetic import DTYPES, Arithmetic, factor_of
 from .board import Board
 from .control_block import LEFT, PAYLOAD_BYTES
 from .data_movement import AllGather, AllToAll, Barrier, Broadcast
 from .queue import CollectiveSteps, Queue
-from .reductions import AllReduce, Blocks, ReduceScatter
+from .reductions import AllReduce, Blocks, ReduceScatter, SmallAllReduce
 from .segment import NoMemoryError
 from .shm_operation import KINDS, EngineContext, ShmOperation
 from .shm_work import ShmWork
 
 _KIND = {name: number for number, name in enumerate(KINDS)}
 _DTYPE = {dtype: number for number, dtype in enumerate(DTYPES)}
-_OP = {op: number for number, op in enumerate(OPS)}
 _UINT8 = _DTYPE[torch.uint8]
 
 
 class ShmEngine:
-    """Every collective returns at once; its tensors are the engine's until its work is done.
+    """Runs collectives in shared memory. Each returns at once; the program must not touch its tensors until it is done.
 
-    All ranks must call the same in the same order, from one thread at a time: a MismatchError on every rank
-    otherwise. Reductions add in rank order, narrow floats in float32, and are rounded once; the bits are the same on
-    all ranks and in every run.
+    All ranks must call the same ones in the same order, from one thread at a time; else every rank raises a
+    MismatchError. Reductions add in rank order, narrow floats in float32, and round once, so the bits are equal on all
+    ranks and in every run.
     """
 
     def __init__(self, context: EngineContext, name: str) -> None:
@@ -63,9 +60,9 @@ class ShmEngine:
         self._arithmetics: dict[tuple[object, torch.dtype, float | None], Arithmetic] = {}
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
-        """A flat tensor of zeros that is reduced where it lies, for data that travel often; None if there is no memory.
+        """Returns a flat tensor of zeros that is reduced in place, for data reduced often; None if there is no memory.
 
-        That there is none is told once, on this rank.
+        The first time that memory is missing on this rank it logs a warning.
         """
         nbytes = numel * dtype.itemsize
         segment = self._context.segment
@@ -75,54 +72,63 @@ class ShmEngine:
             if not segment.is_short:
                 segment.is_short = True
                 log.warning(
-                    "gradients are copied to shared memory and back on rank %d of %d, and not reduced where they lie: "
-                    "%s (a container has as much as `docker run --shm-size` gives it)",
+                    "rank %d of %d copies gradients to shared memory and back, which is slower than reducing them in "
+                    "place: %s (for a container, `docker run --shm-size` sets how much there is)",
                     self.rank, self.size, error,
                 )  # fmt: skip
             return None
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> ShmWork:
         (tensor,) = tensors
-        return self._allreduce(tensor, _flat(tensor, "all-reduce"), None, opts)
+        return self._allreduce(tensor, tensor, opts)
 
     def allreduce_into(self, output: Tensor, input: Tensor, opts: dist.AllreduceOptions, /) -> ShmWork:
         if (output.dtype, output.numel()) != (input.dtype, input.numel()):
             raise ValueError(
                 f"all-reduce of {input.numel()} elements of {input.dtype} into {output.numel()} of {output.dtype}: "
-                "both must be the same"
+                "both need the same dtype and number of elements"
             )
-        return self._allreduce(output, _flat(output, "all-reduce"), _flat(input, "all-reduce"), opts)
+        return self._allreduce(output, input, opts)
 
-    def _allreduce(self, tensor: Tensor, flat: Tensor, source: Tensor | None, opts: dist.AllreduceOptions) -> ShmWork:
+    def _allreduce(self, tensor: Tensor, source: Tensor, opts: dist.AllreduceOptions) -> ShmWork:
+        for each in (tensor, source):
+            _check(each, "all-reduce")
         arithmetic = self._arithmetic(opts.reduceOp, tensor.dtype)
+        call = "all-reduce", tensor.numel(), tensor.dtype, tensor.nbytes
+        if tensor.nbytes <= PAYLOAD_BYTES:
+            return self._submit(
+                [tensor], lambda operation: SmallAllReduce(operation, tensor, source, arithmetic),
+                *call, arithmetic=arithmetic,
+            )  # fmt: skip
+        flat = _flat(tensor)
+        flat_source = flat if source is tensor else _flat(source)
         return self._submit(
-            [tensor],
-            lambda operation: AllReduce(operation, tensor, flat, arithmetic, self._blocks, source),
-            "all-reduce", tensor.numel(), tensor.dtype, flat.numel(), op=opts.reduceOp,
+            [tensor], lambda operation: AllReduce(operation, tensor, flat, arithmetic, self._blocks, flat_source),
+            *call, arithmetic=arithmetic,
         )  # fmt: skip
 
     def reduce_scatter_base(
         self, output: Tensor, input: Tensor, counts: Sequence[int], opts: dist.ReduceScatterOptions, /
     ) -> ShmWork:
-        """Rank by rank as many elements of the input as ``counts`` say, which may differ; equal on all ranks."""
+        """Rank i gets ``counts[i]`` elements of the input; the counts may differ, and are equal on all ranks."""
         if len(counts) != self.size or sum(counts) != input.numel() or counts[self.rank] != output.numel():
             raise ValueError(
                 f"reduce-scatter of {input.numel()} elements into {output.numel()} on rank {self.rank} of {self.size}: "
-                f"the counts {list(counts)} do not fit"
+                f"the counts {list(counts)} do not match these numbers"
             )
         parts = pieces_of(input.view(-1), counts)
-        return self._reduce_scatter(output, parts, opts.reduceOp, _flat(input, "reduce-scatter"))
+        return self._reduce_scatter(output, parts, opts.reduceOp, _checked(input, "reduce-scatter"))
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: dist.ReduceScatterOptions, /) -> ShmWork:
-        return self.reduce_scatter(output, _even(input, self.size), opts.reduceOp, _flat(input, "reduce-scatter"))
+        return self.reduce_scatter(output, _even(input, self.size), opts.reduceOp, _checked(input, "reduce-scatter"))
 
     def _allgather_base(self, output: Tensor, input: Tensor, /) -> ShmWork:
         return self.allgather([_even(output, self.size)], [input])
 
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: Any, whole: Tensor | None = None) -> ShmWork:
-        """``parts`` are this rank's terms for each rank; all are as many elements as the output.
+        """``parts`` are this rank's terms, one for each rank, all as large as the output.
 
-        ``whole`` is the bytes that the parts are of, if they lie there one after the other.
+        ``whole`` is the memory, as bytes, in which the parts are contiguous, if there is one.
         """
         if len(parts) != self.size or any(part.numel() != output.numel() for part in parts):
             raise ValueError(
@@ -132,24 +138,25 @@ class ShmEngine:
         return self._reduce_scatter(output, parts, op, whole)
 
     def _reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], op: Any, whole: Tensor | None) -> ShmWork:
-        into = _flat(output, "reduce-scatter")
-        flats = [_flat(part, "reduce-scatter") for part in parts]
+        into = _checked(output, "reduce-scatter")
+        flats = [_checked(part, "reduce-scatter") for part in parts]
         arithmetic = self._arithmetic(op, output.dtype)
         counts = [part.numel() for part in parts]
         is_even = len(set(counts)) == 1
-        # What must be equal on all ranks: uneven counts by a digest, in the place of a root.
+        # Uneven counts do not fit into the header that ranks compare: a CRC of them goes into its field for the root.
         numel, digest = (counts[0], 0) if is_even else (sum(counts), zlib.crc32(repr(counts).encode()) & 0xFFFF)
         return self._submit(
             [output],
             lambda operation: ReduceScatter(operation, into, flats, arithmetic, whole),
-            "reduce-scatter", numel, output.dtype, max(flat.numel() for flat in flats), op=op, root=digest,
+            "reduce-scatter", numel, output.dtype, max(flat.numel() for flat in flats),
+            arithmetic=arithmetic, root=digest,
         )  # fmt: skip
 
     def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions, /) -> ShmWork:
         (tensor,) = tensors
-        flat, root = _flat(tensor, "broadcast"), opts.rootRank
+        flat, root = _checked(tensor, "broadcast"), opts.rootRank
         if not 0 <= root < self.size:
-            raise ValueError(f"broadcast: there is no rank {root} among {self.size}")
+            raise ValueError(f"broadcast: there is no rank {root} among the {self.size} ranks")
         return self._submit(
             tensors, lambda operation: Broadcast(operation, flat, root),
             "broadcast", tensor.numel(), tensor.dtype, flat.numel(), root=root,
@@ -157,8 +164,8 @@ class ShmEngine:
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], /) -> ShmWork:
         ((tensor,), (parts,)) = inputs, outputs
-        flat = _flat(tensor, "all-gather")
-        into = [_flat(part, "all-gather") for part in parts]
+        flat = _checked(tensor, "all-gather")
+        into = [_checked(part, "all-gather") for part in parts]
         if len(into) != self.size or any(part.numel() != flat.numel() for part in into):
             raise ValueError(
                 f"all-gather needs an output for each of the {self.size} ranks, as large as the input of "
@@ -177,12 +184,12 @@ class ShmEngine:
         return self.alltoall(outputs, parts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor]) -> ShmWork:
-        """A part from each rank, and one to each."""
+        """``inputs`` has a part for each rank, and ``outputs`` room for a part from each."""
         for kind, tensors in (("output", outputs), ("input", inputs)):
             if len(tensors) != self.size:
                 raise ValueError(f"all-to-all needs an {kind} for each of the {self.size} ranks, not {len(tensors)}")
-        into, parts = ([_flat(part, "all-to-all") for part in side] for side in (outputs, inputs))
-        # What parts there are differs by rank, and so stands in the operation's own table.
+        into, parts = ([_checked(part, "all-to-all") for part in side] for side in (outputs, inputs))
+        # The parts' sizes differ by rank, so the ranks compare them in a table of the operation.
         return self._submit(
             list(outputs), lambda operation: AllToAll(operation, into, parts),
             "all-to-all", 0, inputs[0].dtype, PAYLOAD_BYTES + 1,
@@ -202,8 +209,8 @@ class ShmEngine:
         self._queue.drain()
 
     def close(self) -> None:
-        """Leave the other ranks; waits for nobody."""
-        # A forked child lets go of it too, and it is its parent that takes part.
+        """Leave the other ranks. It does not block."""
+        # A forked child closes its copy, too, but only its parent takes part.
         if os.getpid() != self._pid:
             return
         self._queue.close()
@@ -220,63 +227,70 @@ class ShmEngine:
         dtype: torch.dtype,
         nbytes: int,
         *,
-        op: Any = None,
+        arithmetic: Arithmetic | None = None,
         root: int = 0,
     ) -> ShmWork:
         queue = self._queue
-        op_number, extra = (0, 0) if op is None else (_OP[op.op], _bits(factor_of(op)))
+        op_number, extra = (0, 0) if arithmetic is None else (arithmetic.op_number, arithmetic.factor_bits)
         with self._calling:
             self._state.require_open()
             number = next(self._numbers)
             operation = ShmOperation(
                 self._context, number, _KIND[kind], op_number, _DTYPE.get(dtype, _UINT8), root, numel, extra
             )
-            work = ShmWork(tensors, queue.carry_on, queue.carry_on_in_background, operation.progress)
-            # The others need nothing more of what fits a payload: it is shown at once.
+            work = ShmWork(tensors, queue.carry_on, queue.carry_on_in_background, operation)
+            # Data that fit a payload are shown at once, so the others wait for nothing else of this rank.
             queue.submit(operation, make(operation), work, in_background=nbytes > PAYLOAD_BYTES)
-        queue.tell()
+        queue.run_callbacks()
         return work
 
     def _arithmetic(self, op: Any, dtype: torch.dtype) -> Arithmetic:
-        key = (op.op, dtype, factor_of(op))
+        kind, factor = op.op, factor_of(op)
+        key = (kind, dtype, factor)
         made = self._arithmetics.get(key)
         if made is None:
-            made = self._arithmetics[key] = Arithmetic(op.op, dtype, self.size, key[2])
+            made = self._arithmetics[key] = Arithmetic(kind, dtype, self.size, factor)
         return made
 
 
-def _flat(tensor: Tensor, what: str) -> Tensor:
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{what}: hvdshm carries tensors of the CPU, and this one is on {tensor.device}")
+def _check(tensor: Tensor, what: str) -> None:
+    if not tensor.is_cpu:
+        raise ValueError(f"{what}: hvdshm supports only CPU tensors, and this one is on {tensor.device}")
     if tensor.layout is not torch.strided:
-        raise ValueError(f"{what}: hvdshm carries dense tensors, and this one is {tensor.layout}: gloo takes those")
+        raise ValueError(f"{what}: hvdshm supports only dense tensors, and this one is {tensor.layout}: use gloo")
     if not tensor.is_contiguous() and not tensor.is_contiguous(memory_format=torch.channels_last):
         raise ValueError(
-            f"{what}: the tensor of shape {tuple(tensor.shape)} is not contiguous: give tensor.contiguous()"
+            f"{what}: the tensor of shape {tuple(tensor.shape)} is not contiguous: pass tensor.contiguous()"
         )
-    # `data` has a count of changes of its own: what an engine writes is no change by the program, as of any engine.
+
+
+def _checked(tensor: Tensor, what: str) -> Tensor:
+    """Returns the tensor's memory as bytes; a ValueError if a collective cannot use the tensor."""
+    _check(tensor, what)
+    return _flat(tensor)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    # `data` has a version counter of its own, so autograd does not count the engine's writes as changes by the program.
     return as_bytes(tensor.data)
 
 
 def _even(tensor: Tensor, size: int) -> list[Tensor]:
     if tensor.numel() % size:
-        raise ValueError(f"a tensor of {tensor.numel()} elements cannot be divided among {size} ranks")
+        raise ValueError(f"a tensor of {tensor.numel()} elements cannot be divided evenly among {size} ranks")
     return pieces_of(tensor.view(-1), [tensor.numel() // size] * size)
 
 
-def _bits(factor: float | None) -> int:
-    """A factor as something that can be compared between ranks."""
-    return 0 if factor is None else int.from_bytes(struct.pack("=d", factor), sys.byteorder)
-
-
 def _split(tensor: Tensor, counts: Sequence[int], size: int, what: str) -> list[Tensor]:
-    """By rows; evenly where no counts are given."""
+    """Splits by rows; evenly if there are no counts."""
     if not counts:
         if tensor.dim() == 0 or tensor.shape[0] % size:
             raise ValueError(
-                f"all-to-all: the {what} of shape {tuple(tensor.shape)} has not as much for each of {size} ranks"
+                f"all-to-all: the {what} of shape {tuple(tensor.shape)} cannot be divided evenly among {size} ranks"
             )
         counts = [tensor.shape[0] // size] * size
     if sum(counts) != tensor.shape[0]:
-        raise ValueError(f"all-to-all: the {what} has {tensor.shape[0]} rows, and {list(counts)} were asked for")
+        raise ValueError(
+            f"all-to-all: the {what} has {tensor.shape[0]} rows, and the counts {list(counts)} have another sum"
+        )
     return pieces_of(tensor, counts)

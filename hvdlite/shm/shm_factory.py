@@ -1,9 +1,8 @@
 """
-Opens engines between ranks of one host: shared memory for tensors of the CPU, torch's own for those of GPUs.
+Opens engines between the ranks of one host: shared memory for CPU tensors, torch's own engines for GPU tensors.
 
-    open ── meet in the store ── ShmEngine ── with others for GPUs beside it: DeviceEngine
-
-Whether a group's ranks are on one host is known to `runtime.bootstrap`.
+`runtime.bootstrap`, which knows whether a group's ranks are on one host, makes a `ShmEngineFactory`. `open` sets up a
+`ShmEngine` through the store (`setup`), and for GPUs combines it with another engine in a `DeviceEngine`.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from ..comm.hierarchy import HostEngine
 from ..log import log
 from .board import Board
 from .segment import NoMemoryError, Segment
-from .setup import meet, open_segment
+from .setup import exchange_control_blocks, open_segment
 from .shm_engine import ShmEngine
 
 
 class DeviceEngine:
-    """Tensors of the CPU take one engine, all others another."""
+    """Runs CPU tensors on one engine, and all others on another."""
 
     def __init__(self, cpu: ShmEngine, other: Engine) -> None:
         self.cpu = cpu
@@ -82,15 +81,18 @@ class DeviceEngine:
 
 
 class ShmEngineFactory:
-    """Engines for ranks of one host. Where shared memory is missing on one of them, torch's on all."""
+    """Opens engines between ranks of one host; if one rank lacks shared memory, all ranks get torch's engines."""
 
     def __init__(self, ranks: ConnectingRanks, torchs: EngineFactory, *, for_gpus: bool) -> None:
-        """``torchs`` gives other engines between the same ranks, ``for_gpus`` beside these."""
+        """``torchs`` opens torch's engines between the same ranks, as a fallback.
+
+        ``for_gpus``: each engine gets one of these beside it, for GPU tensors.
+        """
         self._ranks = ranks
         self._torchs = torchs
         self._for_gpus = for_gpus
         self._opened = itertools.count()
-        # There while engines are: no file is open longer than that.
+        # Exists only while there are engines, so that no file stays open longer.
         self._segment: Segment | NoMemoryError | None = None
         self._engines: set[ShmEngine] = set()
         self._has_warned = False
@@ -101,7 +103,7 @@ class ShmEngineFactory:
             self._segment = _segment_or_error()
         try:
             store, signer = PrefixStore(label, ranks.store), ranks.signer.derive(label)
-            context = meet(store, ranks.rank, ranks.size, self._segment, ranks.init_timeout, signer)
+            context = exchange_control_blocks(store, ranks.rank, ranks.size, self._segment, ranks.init_timeout, signer)
         except NoMemoryError as error:
             self._close_unused()
             self._warn(error)
@@ -148,8 +150,8 @@ class ShmEngineFactory:
         if self._ranks.rank == 0 and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "gloo instead of shared memory, which would be faster: %s (a container has as much as "
-                "`docker run --shm-size` gives it; HVDLITE_SHM=0 keeps this line away)",
+                "CPU tensors use gloo instead of shared memory, which would be faster: %s (for a container, `docker "
+                "run --shm-size` sets how much there is; HVDLITE_SHM=0 turns this warning off)",
                 error,
             )
 

@@ -1,19 +1,22 @@
 """
-A collective call on an engine in shared memory: its number, what this rank shows of it, where the others' data lie.
+`ShmOperation`: one collective call in shared memory; also the sizes of chunks and of an engine's staging slots.
 
-    EngineContext (what an engine has: peers, memory, staging slots) ── ShmOperation ── reductions, data_movement
+Its `EngineContext` has what all operations of an engine share: peers, memory and staging slots. `reductions` and
+`data_movement` call both, and `shm_engine` makes the operations.
 
-A rank's data are shown in one of three ways: in its control block's payload where they are small; where they lie, if
-that is in its segment; else in chunks, through a few slots by turns.
+A rank shows its data in one of three ways: small data in its control block's payload; data in its segment in place; any
+other data in chunks, through a few slots in turn.
 """
 
 from __future__ import annotations
 
+import ctypes
 import struct
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from ..errors import MismatchError
@@ -26,67 +29,86 @@ CHUNK_BYTES = 2**20
 _SLOTS = 4
 SLOTS_BYTES = _SLOTS * CHUNK_BYTES
 ALIGNMENT_BYTES = 64
+_REMEMBERED = 512
 
 KINDS = ("all-reduce", "reduce-scatter", "broadcast", "all-gather", "all-to-all", "barrier")
 _CHUNK_BITS = 24
 _ALL_CHUNKS = 2**_CHUNK_BITS - 1
 
-# A counter of the control block, and what it must have come to on all ranks.
+# A counter of the control block, and the value that it must reach on all ranks.
 Condition = tuple[int, int]
 Steps = Iterator[Condition]
 
 
 class EngineContext:
-    """What the operations of one engine have in common."""
+    """The peers, memory and staging slots that all operations of one engine share."""
 
     def __init__(self, peers: Peers, segment: Segment, addresses: Sequence[Address], slots: Sequence[Tensor]) -> None:
-        """``addresses`` are of the segments, by rank, and ``slots`` the bytes of their staging slots."""
+        """``addresses`` are the segments' addresses, and ``slots`` the bytes of the staging slots, both by rank."""
         self.peers = peers
         self.segment = segment
         self._addresses = addresses
         self._seen: dict[tuple[int, int], Piece] = {}
+        # Views of all ranks' payloads, made once for each (place in the window, dtype, number of elements).
+        self._payload_views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         self._slots = slots
-        # How many chunks have gone through the slots, and when the last one of each slot was, as all ranks count.
+        # How many chunks this rank has staged, and for each slot the value of DONE after its last chunk was read. All
+        # ranks count alike.
         self._staged = 0
         self._used = [0] * _SLOTS
 
     def bytes_of(self, group_rank: int, where: DataLocation) -> Tensor:
-        """The whole piece of memory that a rank's data lie in."""
+        """Returns the whole piece of memory that has a rank's data."""
         key = (group_rank, where.offset)
         piece = self._seen.get(key)
         if piece is None:
             piece = self._seen[key] = self.segment.see(self._addresses[group_rank], where.offset, where.nbytes)
         return piece.tensor
 
+    def payload_elements(self, place: int, dtype: torch.dtype, numel: int) -> list[Tensor]:
+        """Returns the first elements of each rank's payload at this place in the window."""
+        key = (place, dtype, numel)
+        views = self._payload_views.get(key)
+        if views is None:
+            if len(self._payload_views) >= _REMEMBERED:
+                self._payload_views.clear()
+            nbytes = numel * dtype.itemsize
+            payloads = [control_block.payloads[place] for control_block in self.peers.control_blocks]
+            views = self._payload_views[key] = [payload[:nbytes].view(dtype) for payload in payloads]
+        return views
+
     def next_slot(self) -> int:
-        """Which of them is to be used next."""
+        """Returns the number of the slot to use next."""
         return self._staged % _SLOTS
 
     def slot(self, group_rank: int, number: int) -> Tensor:
-        """The bytes of a rank's slot."""
+        """Returns the bytes of a rank's slot."""
         return self._slots[group_rank][number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
 
     def free_after(self, number: int) -> Condition:
-        """When all ranks have read what was in a slot."""
+        """Returns the condition under which all ranks have read the slot."""
         return DONE, self._used[number]
 
     def use(self, value: int) -> None:
-        """The next slot has been filled; ``value`` is what DONE will come to when it has been read."""
+        """Record that the next slot has been filled; ``value`` is DONE's value once all have read it."""
         self._used[self._staged % _SLOTS] = value
         self._staged += 1
 
     def staging_place(self) -> DataLocation:
-        """For the header of an operation whose first chunk will be in the next slot."""
+        """Returns the location of an operation's data whose first chunk will be in the next slot."""
         return DataLocation(STAGED, within=self.next_slot())
 
 
 class ShmOperation:
-    """One collective call, number by number the same on all ranks."""
+    """One collective call; it has the same number on all ranks."""
 
     def __init__(
         self, context: EngineContext, number: int, kind: int, op: int, dtype: int, root: int, numel: int, extra: int
     ) -> None:
-        """What must be equal on all ranks: ``op``, ``dtype`` by places in `OPS`, `DTYPES`; in ``extra`` the rest."""
+        """Everything from ``number`` to ``extra`` must be equal on all ranks.
+
+        ``op`` and ``dtype`` are indices into `OPS` and `DTYPES`. ``extra`` is a factor's bits, or 0.
+        """
         self.context = context
         self.peers = context.peers
         self.number = number
@@ -94,26 +116,26 @@ class ShmOperation:
         self.end = self.after(_ALL_CHUNKS)
 
     def after(self, chunks: int) -> int:
-        """What a counter comes to when so many chunks of this operation are through."""
+        """Returns a counter's value once this many chunks of this operation are done."""
         return self.number << _CHUNK_BITS | chunks
 
     def has_room(self) -> Condition:
-        """When the control block has room for it."""
+        """Returns the condition under which the control block has room for this operation."""
         return DONE, (self.number - WINDOW) << _CHUNK_BITS | _ALL_CHUNKS if self.number > WINDOW else 0
 
     # -- showing
 
     def show_nothing(self) -> None:
-        """This rank has nothing to give."""
+        """Post that this rank has no data for this operation."""
         self._show(DataLocation(NOWHERE))
 
     def show_payload(self, data: Tensor) -> None:
-        """At most `PAYLOAD_BYTES`, copied."""
-        self.peers.own.payloads[self.number % WINDOW][: data.numel()].copy_(data)
+        """Copy the bytes of a contiguous tensor, at most `PAYLOAD_BYTES`, to the payload, and post them."""
+        ctypes.memmove(self.peers.own.payload_addresses[self.number % WINDOW], data.data_ptr(), data.nbytes)
         self._show(DataLocation(INLINE))
 
     def show_resident(self, data: Tensor) -> bool:
-        """Bytes that the others read where they lie; False if that is not in this rank's segment."""
+        """Post data for the others to read in place; returns False if they are not in this rank's segment."""
         found = self.context.segment.find(data)
         if found is None:
             return False
@@ -125,7 +147,7 @@ class ShmOperation:
         self.peers.advance(POSTED, self.end)
 
     def stage(self, chunk: int, chunks: int, pieces: Sequence[tuple[int, Tensor]]) -> Steps:
-        """Copy one chunk into a slot: bytes, and where in it they are to be."""
+        """Copy one chunk into a slot; ``pieces`` are bytes, each with its position in the slot."""
         context = self.context
         number = context.next_slot()
         yield context.free_after(number)
@@ -138,46 +160,58 @@ class ShmOperation:
         self.peers.advance(POSTED, self.done_with(chunk, chunks))
 
     def done_with(self, chunk: int, chunks: int) -> int:
-        """What a counter comes to after this chunk, the last of which stands for all."""
+        """Returns a counter's value after this chunk; the last chunk's value is the operation's end."""
         return self.after(chunk + 1) if chunk + 1 < chunks else self.end
 
     # -- seeing
 
     def check(self) -> None:
-        """Raise a MismatchError, on all ranks, unless all do the same. Once all have posted."""
+        """Raise a MismatchError, on all ranks, unless all call the same. Valid once all have posted."""
         signatures = [control_block.signature(self.number) for control_block in self.peers.control_blocks]
         for group_rank, signature in enumerate(signatures):
             if signature != signatures[0]:
                 raise MismatchError(
-                    f"ranks of one group do different things: {self.peers.describe(0)} {_words(signatures[0])} and "
-                    f"{self.peers.describe(group_rank)} {_words(signature)}; every rank must call the same, in "
-                    "the same order"
+                    f"the ranks of one group call different collectives: {self.peers.describe(0)} "
+                    f"{_words(signatures[0])} and {self.peers.describe(group_rank)} {_words(signature)}; every rank "
+                    "must call the same collectives in the same order"
                 )
 
     @cached_property
     def places(self) -> list[DataLocation]:
-        """Where each rank's data lie. Once all have posted."""
+        """The location of each rank's data. Valid once all have posted."""
         return [control_block.place(self.number) for control_block in self.peers.control_blocks]
 
     def payloads(self) -> list[Tensor]:
-        """Each rank's payload."""
+        """Returns each rank's payload."""
         return [control_block.payloads[self.number % WINDOW] for control_block in self.peers.control_blocks]
 
+    def payload_elements(self, dtype: torch.dtype, numel: int) -> list[Tensor]:
+        """Returns the first elements of each rank's payload."""
+        return self.context.payload_elements(self.number % WINDOW, dtype, numel)
+
     def chunk_of(self, group_rank: int, chunk: int) -> Tensor:
-        """A staged chunk of a rank's."""
+        """Returns a staged chunk of a rank."""
         return self.context.slot(group_rank, (self.places[group_rank].within + chunk) % _SLOTS)
 
     def progress(self) -> str:
-        """What this rank does here, and which ranks have not begun it, or not come to its end."""
+        """Describes what this rank calls, and which ranks have not begun or not finished it."""
         peers = self.peers
         words = f"{peers.describe(peers.rank)} {_words(memoryview(self._signature))}"
         absent, slow = peers.late(POSTED, self.after(1)), peers.late(DONE, self.end)
         if absent:
-            return f"{words}, which {', '.join(map(peers.describe, absent))} did not begin"
-        return f"{words}, which {', '.join(map(peers.describe, slow)) or 'no rank'} did not come to the end of"
+            return f"{words}, not begun by {', '.join(map(peers.describe, absent))}"
+        return f"{words}, not finished by {', '.join(map(peers.describe, slow)) or 'no rank'}"
+
+    def not_begun(self) -> list[int]:
+        """Returns the other ranks that have not begun it, or an earlier operation unfinished on this rank."""
+        peers = self.peers
+        # Operations end in order, so this is the first that is not finished here.
+        first = max(1, (peers.own.words[DONE] + 1) >> _CHUNK_BITS)
+        late = peers.late(POSTED, min(self.number, first) << _CHUNK_BITS | 1)
+        return [group_rank for group_rank in late if group_rank != peers.rank]
 
     def finish(self) -> None:
-        """This rank has read all that it needs."""
+        """Record that this rank has read all that it needs."""
         self.peers.advance(DONE, self.end)
 
 
@@ -186,18 +220,18 @@ def _words(signature: memoryview) -> str:
     name = KINDS[kind]
     if name == "barrier":
         return "waits at a barrier"
-    # What parts an all-to-all has may differ by rank.
+    # An all-to-all's sizes may differ by rank.
     count = "" if name == "all-to-all" else f"{numel} elements of "
     words = f"begins {'an' if name[0] == 'a' else 'a'} {name} of {count}{DTYPES[dtype]}"
     if name in ("all-reduce", "reduce-scatter"):
         words += f" by {str(OPS[op]).rpartition('.')[2]}"
         if factor:
             words += f" with {struct.unpack('=d', factor.to_bytes(8, sys.byteorder))[0]}"
-    return f"{words} from place {root}" if name == "broadcast" else words
+    return f"{words} from rank {root}" if name == "broadcast" else words
 
 
 def share_of(group_rank: int, size: int, numel: int, itemsize: int) -> tuple[int, int]:
-    """Which elements, from and to, are a rank's to sum; others' begin at other cache lines."""
+    """Returns the elements (start, stop) that a rank reduces; each share starts on a cache line of its own."""
     step = max(1, ALIGNMENT_BYTES // itemsize)
     lines = -(-numel // step)
     return min(lines * group_rank // size * step, numel), min(lines * (group_rank + 1) // size * step, numel)

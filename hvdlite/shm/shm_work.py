@@ -1,5 +1,8 @@
 """
-`ShmWork`: the `torch.distributed.Work` of an operation under way, with a future.
+`ShmWork`: an operation in progress, as a `torch.distributed.Work` with a future.
+
+`shm_engine` makes one for each call. Its waits carry on the operation through `queue`, which calls `end` and
+`run_callbacks`.
 """
 
 from __future__ import annotations
@@ -13,65 +16,64 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Of two threads that ask for a work's future at once, both get the same one.
+from .shm_operation import ShmOperation
+
+# Held to make a future, so that two threads that ask at once get the same one.
 _making_a_future = threading.Lock()
 
 
 class InBackground(Protocol):
-    """Has a background thread carry on the queue's operations; a moment later, unless ``at_once``."""
+    """Has a background thread carry out the queue; after a moment, unless ``at_once``."""
 
     def __call__(self, *, at_once: bool) -> None: ...
 
 
 class ShmWork(dist.Work):
-    """Done when its tensors may be read; the failure, if there is one, is raised by `wait`."""
+    """An operation in progress. It is done when its tensors may be read; `wait` raises its failure, if any."""
 
     def __init__(
         self,
         tensors: list[Tensor],
         carry_on: Callable[[ShmWork], None],
         in_background: InBackground,
-        progress: Callable[[], str],
+        operation: ShmOperation,
     ) -> None:
-        """``carry_on`` returns when it is done; ``in_background`` has a thread see to that.
-
-        ``progress`` says, for an error, what it is and which ranks it waits for.
-        """
+        """``carry_on`` returns once the operation is done; ``in_background`` has a thread see to that."""
         super().__init__()
         self._tensors = tensors
         self._carry_on = carry_on
         self._in_background = in_background
-        self._progress = progress
+        self._operation = operation
         self._future: torch.futures.Future[Any] | None = None
-        # Taken, for ever, by who gives the future its result.
-        self._telling = threading.Lock()
+        # Acquired, and never released, by the thread that sets the future's result.
+        self._running_callbacks = threading.Lock()
         self._is_seen_to = False
-        # Of each thread that waits with a timeout.
+        # One event for each thread that waits with a timeout.
         self._bells: list[threading.Event] = []
         self.is_done = False
         self.failure: BaseException | None = None
 
     def end(self, failure: BaseException | None = None) -> bool:
-        """To be called once, by whoever carried it on; whether `tell` must be called afterwards."""
+        """Mark it done. The thread that carried it on calls this once, and then `run_callbacks` if it returns True."""
         self.failure = failure
         self.is_done = True
-        # Read after the flag is set, as whoever waits adds his before the flag is read.
+        # Read the list only after setting the flag: a waiting thread adds its event before it reads the flag.
         for bell in self._bells:
             bell.set()
         return self._future is not None
 
-    def tell(self) -> None:
-        """Give the future its result, and so have its callbacks run, which may do anything: hold no lock."""
-        # Twice at the same moment: by the thread that ends it, and by one that asks for the future just then.
-        if self._future is None or not self._telling.acquire(blocking=False):
+    def run_callbacks(self) -> None:
+        """Set the future's result, which runs its callbacks. These may do anything, so the caller must hold no lock."""
+        # Two threads may call this at once: the one that ends the work, and one that asks for the future just then.
+        if self._future is None or not self._running_callbacks.acquire(blocking=False):
             return
         self._over.set_result(None)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Return when the tensors may be read; raise what went wrong.
+        """Block until the tensors may be read, or raise what went wrong.
 
-        If it is not done within ``timeout``, unless that is 0, a RuntimeError, as of torch's own; it goes on, and
-        may be waited for again.
+        If it is not done within ``timeout``, unless that is 0, it raises a RuntimeError like torch's. The operation
+        continues, and may be waited for again.
         """
         if not self.is_done:
             if timeout > timedelta(0):
@@ -82,18 +84,21 @@ class ShmWork(dist.Work):
         return True
 
     def _wait_for(self, timeout: timedelta) -> None:
-        # By a thread in the background: who carries on himself cannot leave in the midst of it.
+        # The background thread carries it on: a thread that does so itself cannot stop in the middle.
         bell = threading.Event()
         self._bells.append(bell)
         self._is_seen_to = True
         self._in_background(at_once=True)
         if not (self.is_done or bell.wait(timeout.total_seconds()) or self.is_done):
-            raise RuntimeError(
-                f"Operation timed out! It was not done within {timeout.total_seconds():g} s: {self._progress()}"
-            )
+            within = f"It was not done within {timeout.total_seconds():g} s"
+            raise RuntimeError(f"Operation timed out! {within}: {self._operation.progress()}")
+
+    def not_begun(self) -> list[int]:
+        """Returns the other ranks that have not begun it, or an operation before it. It does not block."""
+        return self._operation.not_begun()
 
     def is_completed(self) -> bool:
-        """Whether it is done; it will be, even if nobody does anything but ask."""
+        """Whether it is done. It will be done even if the program only asks."""
         if not (self.is_done or self._is_seen_to):
             self._is_seen_to = True
             self._in_background(at_once=False)
@@ -106,16 +111,16 @@ class ShmWork(dist.Work):
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Done when this is, by a thread of the engine's if nobody waits."""
+        """Returns a future that is done when this is; a thread of the engine completes it if no thread waits."""
         if self._future is None:
             with _making_a_future:
                 if self._future is None:
-                    # What a callback raises is an error to C++ too; what `set_exception` is given is to DDP a result,
-                    # of which it makes nothing.
+                    # A `then` that raises makes the future fail in C++, too; DDP would take the argument of
+                    # `set_exception` for a result, and ignore it.
                     self._over = torch.futures.Future[None]()
                     self._future = self._over.then(lambda _: self._outcome())
             if self.is_done:
-                self.tell()
+                self.run_callbacks()
             else:
                 self._is_seen_to = True
                 self._in_background(at_once=True)

@@ -1,7 +1,8 @@
 """
-Merges the recordings of all ranks into one timeline file, on one clock.
+Merges the recordings of all ranks into one timeline file, on a common clock.
 
-Events are noted by the code that causes them, through `comm.recorder`.
+`runtime.timeline_functions`, `runtime.bootstrap` and `runtime.world` call `session`. Each rank's events are recorded in
+`comm.recorder`.
 
 Modules import only what stands before them:
 

@@ -1,9 +1,10 @@
 """
-Measures by how much the clocks of a group's ranks differ.
+Measures the difference between the clocks of a group's ranks.
 
-    all-gather of everyone's time, a few times ── how long each took at least to reach each ── where the truth must lie
+The ranks all-gather their times, a few rounds. The shortest interval between two ranks, in each direction, bounds the
+difference of their clocks. `session` calls it at the start and end of a timeline.
 
-On one host all processes read the same clock. Between hosts `time.monotonic_ns` begins anywhere.
+On one host all processes read the same clock. Between hosts `time.monotonic_ns` has arbitrary origins.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ _ROUNDS = 10
 
 
 def clock_ahead_ns(group: Group, what: str, now_ns: Callable[[], int] = time.monotonic_ns) -> int:
-    """How far this rank's clock is ahead of that of the group's first rank; 0 if it cannot be told that it is not.
+    """Returns how far this rank's clock is ahead of the clock of the group's first rank.
 
-    Every rank must call it. The error is at most half of what a time takes from one to the other and back.
+    It is 0 if the measurement allows that. Every rank must call it. The error is at most half of a round trip.
     """
-    # shortest[i]: from sending on rank i, by its clock, to receiving here, by ours. The difference between the clocks
-    # is in it, and the way, which takes some time.
+    # shortest[i] is the shortest time from sending on rank i, by its clock, to receiving here, by ours. It is the
+    # difference between the clocks plus the transfer time.
     shortest: list[int] = []
     for _ in range(_ROUNDS):
         sent = group.all_gather_json(now_ns(), what)
@@ -34,5 +35,5 @@ def clock_ahead_ns(group: Group, what: str, now_ns: Callable[[], int] = time.mon
 
 
 def between(at_least: int, at_most: int) -> int:
-    """0 if that is possible, else the middle."""
+    """Returns 0 if it is in the range, else the middle."""
     return 0 if at_least <= 0 <= at_most else (at_least + at_most) // 2

@@ -1,11 +1,12 @@
 """
 Reads the parts of a timeline, one for each rank, and merges them into one file.
 
-    rank N ── FILE.rank.N.part, from the start ── end: sent to rank 0, or found beside FILE ── FILE
+Each rank writes FILE.rank.N.part from the start. At the end rank 0 receives the parts, or finds them beside FILE, and
+writes FILE.
 
-A part is Chrome-trace JSON on the common clock already, an event in each line, and without the closing bracket, which
-Perfetto does not miss. Files only: how events come into a part is in `comm.recorder`, how parts come to rank 0
-is in `session`.
+A part is Chrome-trace JSON, already on the common clock: one event on each line, without the closing bracket, which
+Perfetto does not need. This module handles only files: `comm.recorder` writes the parts, and `session` calls this
+module and sends the parts to rank 0.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from .. import files
 
 
 def part_path(path: Path, rank: int) -> Path:
-    """Where a rank's part is kept."""
+    """Returns the path of a rank's part."""
     return path.with_name(f"{path.name}.rank.{rank}.part")
 
 
 def prepare(path: Path) -> None:
-    """See that ``path`` can be written, and remove what an earlier timeline left beside it. An OSError if not."""
+    """Check that ``path`` can be written (an OSError if not), and remove parts of an earlier timeline beside it."""
     if path.exists() and not path.is_file():
-        # It is replaced as a whole in the end, which would be the end of /dev/null too.
+        # The file is replaced in the end, which would destroy a device such as /dev/null.
         raise FileExistsError(errno.EEXIST, "there is something that is not a file", str(path))
     files.require_directory(str(path))
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}."):
@@ -40,7 +41,7 @@ def prepare(path: Path) -> None:
 
 
 def open_part(path: Path, rank: int) -> IO[bytes]:
-    """A rank's part, new. Where there is no such directory, or it cannot be written, it has no name."""
+    """Open a new part. If its directory is missing or cannot be written, it is a temporary file without a name."""
     try:
         return open(files.create(str(part_path(path, rank))), "w+b", buffering=0)
     except OSError:
@@ -48,13 +49,16 @@ def open_part(path: Path, rank: int) -> IO[bytes]:
 
 
 def events_of(data: bytes) -> list[str]:
-    """The events in a part, each as JSON; one that is not whole, where its rank was killed, is left out."""
+    """Returns the events of a part as JSON; a line cut short because its rank was killed is left out."""
     lines = data.decode(errors="replace").split("\n")[:-1]
     return [line.removesuffix(",") for line in lines if line.endswith("},")]
 
 
 def set_right(data: bytes, gained_ns: int, over_ns: int) -> bytes:
-    """A part by a clock that has gained so much, evenly over its first ``over_ns``, by the common one."""
+    """Returns a part with its times corrected to the common clock.
+
+    The rank's clock has gained ``gained_ns`` on it, evenly over the first ``over_ns`` of the part.
+    """
     lines = []
     for line in events_of(data):
         event = json.loads(line)
@@ -65,7 +69,7 @@ def set_right(data: bytes, gained_ns: int, over_ns: int) -> bytes:
 
 
 def write_whole(path: Path, parts: Iterable[bytes]) -> None:
-    """The events of all parts as one file, there at once or not at all."""
+    """Write the events of all parts as one file, atomically."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         with open(files.create(str(unfinished)), "w") as file:
@@ -80,12 +84,12 @@ def write_whole(path: Path, parts: Iterable[bytes]) -> None:
 
 
 def join_what_is_there(path: Path) -> None:
-    """One file of the parts that lie beside it, which stay: their ranks may still be writing them."""
+    """Merge the parts found beside ``path``, and keep them: their ranks may still be writing."""
     write_whole(path, [part.read_bytes() for part in _parts_beside(path)])
 
 
 def remove_part(path: Path, rank: int) -> None:
-    """It is in the whole."""
+    """Remove a part that is in the merged file."""
     part_path(path, rank).unlink(missing_ok=True)
 
 

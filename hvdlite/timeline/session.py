@@ -1,11 +1,12 @@
 """
-Starts and stops a timeline of all ranks: clocks are compared, and rank 0 joins all parts into one file.
+Starts and stops a timeline of all ranks: compares the clocks, and has rank 0 merge all parts into one file.
 
-    start ── can rank 0 write it? ── clocks compared ── each rank records its part
-    stop  ── clocks compared again ── parts to rank 0 ── one file
+`start`: rank 0 checks that it can write the file, the ranks compare their clocks, and each rank records its part.
+`stop`: they compare the clocks again, and rank 0 receives the parts and writes the file.
 
-The parts are on one clock from the start, so that they are of use if there is no such end: then rank 0, if it lives,
-joins those that it finds beside the file. What the current world is, is not known here.
+The parts are on one clock from the start, so they are useful without `stop`: then rank 0, if it is alive, merges the
+parts that it finds beside the file. The callers are `runtime.timeline_functions`, `runtime.bootstrap` and
+`runtime.world`, which pass the current world.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ _START, _STOP = "start_timeline", "stop_timeline"
 
 
 def start(recorder: Recorder, group: Group, controller: Controller, path: str | os.PathLike[str]) -> None:
-    """Record, on every rank, into a file that rank 0 will write; its path counts. Waits for all."""
+    """Begin recording on every rank, to a file that rank 0 will write at its ``path``. Waits for all ranks."""
     if recorder.recording is not None:
         raise ValueError(
             f"start_timeline: a timeline is being recorded already, to {str(recorder.recording.path)!r}: call "
             "hvd.stop_timeline() first"
         )
-    # Made absolute now: the program may go elsewhere before it is written.
+    # Made absolute now: the program may change its directory before the file is written.
     own = os.path.abspath(path)
     begin = Operation(
         Kind(_START), lambda execution: _begin(execution.group, recorder, Path(execution.owns[0])), own=own
@@ -44,7 +45,7 @@ def start(recorder: Recorder, group: Group, controller: Controller, path: str | 
 
 
 def stop(recorder: Recorder, group: Group, controller: Controller) -> None:
-    """Write the file. Waits for all; does nothing where nothing is recorded."""
+    """Write the file. Waits for all ranks; does nothing if nothing is recorded."""
     if recorder.recording is None:
         log.info("stop_timeline: no timeline is being recorded")
         return
@@ -55,9 +56,9 @@ def stop(recorder: Recorder, group: Group, controller: Controller) -> None:
 
 
 def leave(recorder: Recorder, group: Group, controller: Controller) -> None:
-    """`stop`, if the other ranks come to it soon, else `save`. Raises nothing.
+    """Call `stop` if the other ranks do so soon, else `save`. Raises nothing.
 
-    Soon is a few seconds; where the controller carries out what it is asked for at once, the engine's timeout.
+    It waits a few seconds; where the controller carries out operations as they are submitted, the engine's timeout.
     """
     if recorder.recording is None:
         return
@@ -67,15 +68,15 @@ def leave(recorder: Recorder, group: Group, controller: Controller) -> None:
             handle.wait()
             recorder.forget()
             return
-        cause = f"not all ranks came to their end within {_LAST_WAIT_S:g} s"
-    except Exception as error:  # noqa: BLE001 - a program that is about to end well is not to fail by this
+        cause = f"not all ranks ended their programs within {_LAST_WAIT_S:g} s"
+    except Exception as error:  # noqa: BLE001 - a program that is ending normally must not fail because of this
         cause = str(error)
     log.warning("the timeline may lack events of other ranks: %s", cause)
     save(recorder, group)
 
 
 def save(recorder: Recorder, group: Group) -> None:
-    """Leave what was recorded in this rank's part, and let rank 0 join those that it finds. Talks to nobody."""
+    """Finish this rank's part, and on rank 0 merge the parts that it finds. It does not communicate."""
     recording = recorder.recording
     if recording is None:
         return
@@ -96,7 +97,7 @@ def _begin(group: Group, recorder: Recorder, path: Path) -> None:
     if group.rank == 0:
         try:
             parts.prepare(path)
-        # A ValueError is that of a path that no file can have, such as one with a NUL in it.
+        # A ValueError means that no file can have this path, such as one with a NUL.
         except (OSError, ValueError) as error:
             problem = str(error)
     now_ns, problem = group.all_gather_json((time.monotonic_ns(), problem), _START)[0]
@@ -128,13 +129,16 @@ def _end(group: Group, recorder: Recorder) -> None:
     if problem is not None:
         raise OSError(
             f"the timeline {str(recording.path)!r} cannot be written on {group.describe_rank(0)}: {problem}; each "
-            "rank's part lies beside it"
+            "rank's part is in the same directory"
         )
     parts.remove_part(recording.path, group.rank)
 
 
 def _gather(group: Group, data: bytes) -> list[bytes]:
-    """Everyone's data on rank 0, and something on the others. One at a time, and packed: they may be large."""
+    """Returns every rank's data on rank 0, and an empty list on the others.
+
+    One rank sends at a time, compressed, because the data may be large.
+    """
     packed = zlib.compress(data, level=1)
     result = []
     for rank in range(group.size):

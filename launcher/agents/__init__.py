@@ -1,4 +1,7 @@
-"""The launcher's side of the agents: starts one on each host, greets them all, sends commands and receives events.
+"""The launcher's side of the agents: starts one on each host, sends them commands, and receives their events.
+
+`job.launch` and `check.ask_hosts` use an `agent_group`, which has one `remote_agent` per host. Each of these starts a
+`host.remote_parent`, here or by ssh, and puts what its agent sends into the event queue of the job.
 
 Modules import only what stands before them:
 

@@ -1,47 +1,58 @@
-"""The agents of all hosts of a job: starts them together, gives each its part of the job, and ends them.
+"""
+`Agents`: the agents of all hosts of a job. Starts them in parallel, sends each host's part of the job, and ends them.
 
-Each one is a `remote_agent.RemoteAgent`. What their events mean is decided in `wait_for_agents` at
-first, then in `supervisor`.
+An agent is a process on a host, started over ssh or directly; `remote_agent.RemoteAgent` is the launcher's end of the
+connection, with threads that put what the agent sends into one queue of events. Until each agent has answered the
+first message or failed, the function `wait_for_agents` handles these events. Later events are handled by `supervisor`
+for a job, and by `ask_hosts` for ``--check``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shlex
 import shutil
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 
 from ..errors import LauncherError, in_words
-from ..plan.hosts import AUTO, Host
+from ..plan.hosts import AUTO, Host, host_of_label
 from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot
 from ..plan.ssh import explain
 from ..plan.worker_environment import job_dir, slot_environment
 from ..store.server import Store
 from ..system import process_tree
-from ..system.network import address_towards
+from ..system.network import address_towards, own_address, some_address
 from ..system.terminal_text import say
-from ..wire.messages import Event, Hello, Input, Output, SignalWorkers, StartJob
+from ..wire.messages import Event, Hello, Input, Lost, Output, SignalWorkers, StartJob, StartWorkers
 from .remote_agent import RemoteAgent, local_agent_argv
 from .wait_for_agents import AgentAnswers, wait_for_agents
 
-AGENT_S = 15.0  # for an agent to end all that runs on its host
+AGENT_S = 15.0  # how long an agent may take to end all processes on its host
 _LOOPBACK = "127.0.0.1"
 
 
 class Agents:
-    """The agents of all hosts; on leaving, whatever happened, nothing of the job is left."""
+    """The agents of all hosts. Leaving the context ends everything that the job started, also after an exception."""
 
     def __init__(self, job: JobSpec, events: SimpleQueue[Event], store: Store | None = None) -> None:
         self._job = job
         self._events = events
         self._token = os.urandom(8).hex()
         self._store = Store() if store is None else store
-        self._agents: list[RemoteAgent] = []
+        self._agents: dict[RemoteAgent, str] = {}  # and the token of each one's job directory
+        self._numbers = itertools.count()
+        self._connecting: dict[str, object] = {}  # for each host that is being connected to, what the thread holds
+        self._leaving: list[RemoteAgent] = []  # those that were hung up on while the job runs, and have not ended
+        self._failed_here: list[str] = []  # tokens of agents on this machine that could not clean up
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Agents:
         return self
@@ -50,22 +61,21 @@ class Agents:
         self.end()
 
     def connect(self, hosts: Collection[Host]) -> dict[str, Hello]:
-        """Start an agent on every host, all at once, and give their answers by the hosts' labels.
+        """Starts an agent on every host, in parallel, and returns their answers by the hosts' labels.
 
-        Each that fails is told at once; in the end that is a `LauncherError`.
+        Shows each failure at once, and raises `LauncherError` in the end if there was any.
         """
         return self.reach(hosts, tell=say).all()
 
     def reach(self, hosts: Collection[Host], tell: Callable[[str], object] | None = None) -> AgentAnswers:
-        """The same, but that a host failed is a part of what is given; ``tell`` is told of it at once."""
+        """Starts the agents as `connect` does, but returns failures too, and calls ``tell`` with each at once."""
         log = say if self._job.verbose else _say_nothing
         for host, argv in zip(hosts, self._argvs(hosts), strict=True):
             if not host.is_here:
                 log(f"{host.label} is reached by: {shlex.join(argv)}")
-            self._agents.append(self._agent(host, argv))
+            self._add(host, argv)
         for agent in self._agents:
-            host = agent.host
-            agent.greet(count_slots=host.slots == AUTO, interface=self._job.interface_of(host))
+            self._greet(agent)
         by_hand = {host.label: self._job.ssh.by_hand(host) for host in hosts}
         return wait_for_agents(by_hand, self._events, timeout_s=self._job.start_timeout_s, say=tell or log, log=log)
 
@@ -75,8 +85,44 @@ class Agents:
         from concurrent.futures import ThreadPoolExecutor  # noqa: PLC0415  # costs 10 ms
 
         ssh, timeout_s = self._job.ssh, self._job.start_timeout_s
-        with ThreadPoolExecutor(32) as pool:  # each asks ssh for the user's configuration
+        with ThreadPoolExecutor(32) as pool:  # one process of ssh per host, to read the user's configuration
             return list(pool.map(lambda h: local_agent_argv() if h.is_here else ssh.agent_argv(h, timeout_s), hosts))
+
+    def connect_later(self, label: str, slots: int) -> None:
+        """Starts an agent on one more host, in a thread; the result is an event, `Answered` or `Lost`."""
+        with self._lock:
+            attempt = self._connecting[label] = object()
+        args = label, slots, attempt
+        threading.Thread(target=self._connect, args=args, daemon=True, name=f"connect {label}").start()
+
+    def _connect(self, label: str, slots: int, attempt: object) -> None:
+        """Does nothing more once the host has been left, or is connected to by another ``attempt``."""
+        why = None
+        try:
+            known = next((host for host in self._job.hosts if host.label == label), None)
+            host = host_of_label(label, slots) if known is None else replace(known, slots=slots)
+            (argv,) = self._argvs([host])
+            with self._lock:
+                if self._connecting.get(label) is attempt:
+                    self._greet(self._add(host, argv))
+        except LauncherError as error:
+            why = str(error)
+        except (OSError, RuntimeError) as error:
+            why = in_words(error) or str(error)
+        with self._lock:
+            if self._connecting.get(label) is attempt:
+                del self._connecting[label]
+                if why is not None:
+                    self._events.put(Lost(label, why))
+
+    def _greet(self, agent: RemoteAgent) -> None:
+        agent.greet(count_slots=agent.host.slots == AUTO, interface=self._job.interface_of(agent.host))
+
+    def _add(self, host: Host, argv: list[str]) -> RemoteAgent:
+        agent = self._agent(host, argv)
+        # Distinct tokens, since two hosts may share a temporary directory.
+        self._agents[agent] = f"{self._token}-{next(self._numbers)}"
+        return agent
 
     def _agent(self, host: Host, argv: list[str]) -> RemoteAgent:
         try:
@@ -92,7 +138,7 @@ class Agents:
             raise LauncherError(f"cannot start {argv[0]} for {host.label}: {why}") from error
 
     def start(self, slots: Sequence[Slot], hellos: Mapping[str, Hello]) -> None:
-        """Start the workers. An agent on whose host none has a place is sent home."""
+        """Starts the workers in ``slots``. Hangs up on agents whose hosts have none."""
         hosts = list(dict.fromkeys(slot.host for slot in slots))
         used = [host.label for host in hosts]
         addresses = _addresses(hosts, hellos)
@@ -100,83 +146,151 @@ class Agents:
         own = partial(
             slot_environment, size=len(slots), master_address=addresses[first], master_port=hellos[first].port
         )
-        for number, agent in enumerate(self._agents):
-            label, here = agent.host.label, agent.host.is_here
+        for agent in self._agents:
+            label = agent.host.label
             workers = {slot.number: own(slot) for slot in slots if slot.host.label == label}
-            if not workers:
+            if workers:
+                peers = tuple(addresses[other] for other in used if other != label)
+                self._start(agent, workers, slots=len(workers), peers=peers)
+            else:
                 agent.hang_up()
-                continue
-            agent.workers = workers.keys()
-            agent.send(
-                StartJob(
-                    token=self._token_of(number),  # two of the hosts may share their temporary directory
-                    command=self._job.command,
-                    in_python=self._job.in_python,
-                    as_horovod=self._job.as_horovod,
-                    cwd=self._job.cwd,
-                    environment=self._job.environment.here if here else self._job.environment.elsewhere,
-                    inherits=not here,
-                    peers=tuple(addresses[other] for other in used if other != label),
-                    workers=workers,
-                )
+
+    def start_worker(self, label: str, worker: int, variables: Mapping[str, str], hellos: Mapping[str, Hello]) -> None:
+        """Starts one more worker on a host that has answered; ``hellos`` are the answers of all hosts there are now."""
+        agent = self._agent_on(label)
+        if agent is None:  # it is lost, which is an event that comes
+            return
+        if agent.workers:
+            agent.workers = {*agent.workers, worker}
+            agent.send(StartWorkers({worker: variables}))
+            return
+        slots = agent.host.slots or hellos[label].slots or 1
+        has_one_host = self._job.elastic is None or (self._job.elastic.discovery is None and len(self._job.hosts) == 1)
+        is_chosen = self._job.interface_of(agent.host) is not None
+        addresses = {label: hello.address for label, hello in hellos.items()}
+        peers = () if has_one_host or (is_chosen and len(hellos) == 1) else _peers(agent.host, addresses)
+        self._start(agent, {worker: variables}, slots=slots, peers=peers)
+
+    def _start(
+        self, agent: RemoteAgent, workers: Mapping[int, Mapping[str, str]], *, slots: int, peers: tuple[str, ...]
+    ) -> None:
+        here = agent.host.is_here
+        agent.workers = set(workers)
+        agent.send(
+            StartJob(
+                token=self._agents[agent],
+                command=self._job.command,
+                in_python=self._job.in_python,
+                as_horovod=self._job.as_horovod,
+                slots=slots,
+                cwd=self._job.cwd,
+                environment=self._job.environment.here if here else self._job.environment.elsewhere,
+                inherits=not here,
+                peers=peers,
+                workers=workers,
             )
+        )
+
+    def _agent_on(self, label: str) -> RemoteAgent | None:
+        return next((agent for agent in list(self._agents) if agent.host.label == label), None)
+
+    def label_here(self) -> str:
+        """Returns the label of the launcher's own machine, if the job has an agent there; otherwise ""."""
+        return next((agent.host.label for agent in list(self._agents) if agent.host.is_here), "")
+
+    def leave(self, label: str) -> None:
+        """Hangs up on the agent of a host, which may be lost already. Its host may be connected to anew then."""
+        with self._lock:
+            self._connecting.pop(label, None)
+            agent = self._agent_on(label)
+            if agent is None:
+                return
+            token = self._agents.pop(agent)
+            self._leaving.append(agent)
+        agent.hang_up()
+        threading.Thread(target=self._reap, args=(agent, token), daemon=True, name=f"leave {label}").start()
+
+    def _reap(self, agent: RemoteAgent, token: str) -> None:
+        exit_code = agent.wait(AGENT_S)
+        with self._lock:
+            self._leaving.remove(agent)
+            if exit_code and agent.host.is_here:
+                self._failed_here.append(token)
 
     def signal(self, numbers: Collection[int], signum: int) -> None:
-        """Send a signal to the workers with these numbers."""
-        for agent in self._agents:
+        """Sends a signal to the workers with these numbers."""
+        for agent in list(self._agents):
             if own := tuple(number for number in numbers if number in agent.workers):
                 agent.send(SignalWorkers(own, signum))
 
     def feed(self, worker: int, data: bytes) -> None:
-        """Send input to the worker with this number."""
-        for agent in self._agents:
+        """Sends input to the worker with this number."""
+        for agent in list(self._agents):
             if worker in agent.workers:
                 agent.send(Input(worker, data))
 
     def output_shown(self, output: Output) -> None:
-        """It is done with: its agent may send as much again. To be told of all output, in one thread."""
-        for agent in self._agents:
+        """Reports that ``output`` was shown or discarded, so that its agent may send as much again.
+
+        Must be called for all output, and from one thread only.
+        """
+        for agent in list(self._agents):
             if output.worker in agent.workers:
                 agent.output_shown(len(output.data))
 
     def end(self, timeout_s: float = AGENT_S) -> None:
-        """Hang up on all, wait until they are gone, and do their work here for any that was lost."""
-        agents, self._agents = self._agents, []
+        """Hangs up on all agents and waits until they have ended; cleans up on this machine if one of them failed."""
+        with self._lock:
+            self._connecting.clear()
+            agents, self._agents = self._agents, {}
         for agent in agents:
             agent.hang_up()
         give_up_at = time.monotonic() + timeout_s
         exit_codes = [agent.wait(max(0.0, give_up_at - time.monotonic())) for agent in agents]
-        if any(exit_codes):
-            # Here, since it costs 10 ms, and agents are seldom lost.
+        for agent in list(self._leaving):
+            agent.wait(max(0.0, give_up_at - time.monotonic()))
+        failed_here, self._failed_here = self._failed_here, []
+        if any(exit_codes) or failed_here:
+            # Imported here since it takes 10 ms, and agents seldom fail.
             from ..system.job_directory import temporary_directory  # noqa: PLC0415
 
-            # Here, and what stood between us and another host; there the remote parent does the same.
+            # Descendants here are local workers and ssh clients; on other hosts the remote parent does the same.
             process_tree.kill_descendants()
-            with contextlib.suppress(LauncherError):  # then there was none for the agent either
+            with contextlib.suppress(LauncherError):  # without one, the agent made no directory either
                 within = temporary_directory()
-                for number, agent in enumerate(agents):
-                    if agent.host.is_here:
-                        shutil.rmtree(job_dir(self._token_of(number), within), ignore_errors=True)
-
-    def _token_of(self, number: int) -> str:
-        return f"{self._token}-{number}"
+                for token in [*failed_here, *(token for agent, token in agents.items() if agent.host.is_here)]:
+                    shutil.rmtree(job_dir(token, within), ignore_errors=True)
 
 
 def _addresses(hosts: Collection[Host], hellos: Mapping[str, Hello]) -> dict[str, str]:
-    """Where the others reach each host, by its label; a `LauncherError` if one knows of no way to itself."""
+    """Returns the address of each host for the others, by its label; raises `LauncherError` if a host has none."""
     if len(hosts) == 1:
         return {host.label: _LOOPBACK for host in hosts}
     addresses: dict[str, str] = {}
     for host in sorted(hosts, key=lambda host: host.is_here):
         address = hellos[host.label].address
         if address is None and host.is_here:
-            # The launcher's own machine is reached at the address from which it reaches the others.
+            # For the others, the launcher's machine has the address from which it reaches them.
             address = address_towards(addresses.values())
         if address is None:
-            why = "it knows of no address at which other hosts could reach it"
-            raise LauncherError(f"{host.label}: {why}; --network-interface says which network to use")
+            why = "it has no address at which other hosts can reach it"
+            raise LauncherError(f"{host.label}: {why}; choose a network with --network-interface")
         addresses[host.label] = address
     return addresses
+
+
+def _peers(host: Host, addresses: Mapping[str, str | None]) -> tuple[str, ...]:
+    """Returns addresses that lead to other hosts of an elastic job, where more may come while it runs.
+
+    ``addresses`` are those of all hosts that there are, by their labels.
+    """
+    others = tuple(address for label, address in addresses.items() if label != host.label and address is not None)
+    if others:
+        return others
+    # The interface by which the launcher reaches this host, or the one that leads out of the launcher's machine. None
+    # does without a default route, though there may be other hosts in its network.
+    own = addresses[host.label] or own_address({}) or some_address()
+    return () if own is None else (own,)
 
 
 def _say_nothing(_: str) -> None:

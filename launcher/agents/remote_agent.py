@@ -1,7 +1,9 @@
 """The launcher's connection to one agent: starts it on its host, sends it commands, and receives its events.
 
-How an agent on another host is reached is in `ssh`; what the agent does is in `agent`; what its events mean is
-decided in `supervisor`. Each agent has threads of its own here, so that one that does not answer holds up no other.
+`agent_group` creates one per host. `plan.ssh` builds the command that reaches another host, which is
+`host.remote_parent`; that starts `host.agent`, the other end. Events go to a queue that `wait_for_agents` reads first,
+then `supervisor` (or, with ``--check``, `ask_hosts`); requests to the rendezvous store
+go to `store.server`. Each agent has threads of its own here, so one that does not answer delays no other.
 """
 
 from __future__ import annotations
@@ -45,20 +47,20 @@ from ..wire.messages import (
 from ..wire.store_messages import StoreEvent
 
 _READ_BYTES = 1 << 18
-_NOISE_BYTES = 1 << 16  # what start files of a shell may print before the agent speaks
+_NOISE_BYTES = 1 << 16  # the most that a login shell's start files may print before the agent's MARK
 _OVERDRAFT_BYTES = 64 << 20
-_MOST_SAID_BYTES = 1 << 20  # of ssh's own words, or the agent's; workers' do not come that way
-_UNEXPECTED = "its agent ended unexpectedly"
-_WORDS_S = 1.0  # for the last words of a process that has ended
+_MOST_SAID_BYTES = 1 << 20  # of the stderr of ssh and the agent: more is not shown. Workers' output is sent as `Output`
+_UNEXPECTED = "its hvdlite agent ended unexpectedly"
+_WORDS_S = 1.0  # how long to wait for the return code and the end of stderr
 
 
 def local_agent_argv() -> list[str]:
-    """The command that is the agent on this machine: its stdin and stdout are the wire."""
+    """Returns the command that runs an agent on this machine: its stdin and stdout are the connection."""
     return [sys.executable, "-m", "hvdlite_launcher.host.remote_parent"]
 
 
 class RemoteAgent:
-    """A running agent. Its events go to ``events``; hanging up ends everything on its host."""
+    """A running agent. Its events are put into ``events``; hanging up ends all processes of the job on its host."""
 
     def __init__(
         self,
@@ -69,17 +71,18 @@ class RemoteAgent:
         store: Store,
         explain: Callable[[int, str], str],
     ) -> None:
-        """``argv`` starts it. ``explain(returncode, stderr)`` says why one never said hello.
+        """``argv`` starts the agent. ``explain(returncode, stderr)`` returns the reason if it ends before its `Hello`.
 
-        ``store`` answers what its workers ask, not by way of ``events``: that loop has to decide.
+        ``store`` answers the workers' requests, in this agent's thread and not in the event loop, which has to react
+        fast.
         """
         self.host = host
         self.workers: Collection[int] = ()
-        """The numbers of those that it runs, once it was told to."""
+        """The numbers of the workers on its host, from when it is sent `StartJob`."""
         self._events = events
-        self._shown_bytes = 0  # that the agent has not been told of
-        self._output_bytes = 0  # that came
-        self._done_with_bytes = 0  # of these
+        self._shown_bytes = 0  # shown, but not yet reported to the agent
+        self._output_bytes = 0  # received
+        self._done_with_bytes = 0  # received and shown, or discarded
         self._ended: set[int] = set()
         self._store = store
         self._explain = explain
@@ -87,7 +90,7 @@ class RemoteAgent:
         self._greeted = threading.Event()
         self._silent = self._dismissed = False
         self._words = ""
-        # A scheduler may signal all that runs here: the launcher decides, and what connects it to a host stays.
+        # A scheduler may signal all processes of a job. The launcher decides then, and still needs its ssh clients.
         held_off = () if host.is_here else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, held_off)
         try:
@@ -96,23 +99,23 @@ class RemoteAgent:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         try:
             self._stderr_thread = None if host.is_here else self._start_thread(self._listen_to_stderr)
-            self._start_thread(self._speak)
-            self._start_thread(self._listen)
-        except RuntimeError:  # no more threads: nobody knows of this one yet who would end it
+            self._start_thread(self._send_loop)
+            self._start_thread(self._receive_loop)
+        except RuntimeError:  # no more threads, and the caller cannot end an agent whose constructor failed
             self._process.kill()
             self._process.wait()
             raise
 
     def greet(self, *, count_slots: bool, interface: str | None) -> None:
-        """The first word. `Answered` or `Lost` is the answer."""
+        """Sends the first message; the agent's answer is an event, `Answered` or `Lost`."""
         self.send(Greet(VERSION, not self.host.is_here, count_slots, interface))
 
     def send(self, command: Command) -> None:
-        """Tell the agent, and wait for nothing. One that is gone already is reported as `Lost`, not here."""
+        """Queues a command and does not block. If the agent has ended, that is the event `Lost` and no error here."""
         self._outgoing.put(encode(command))
 
     def output_shown(self, count: int) -> None:
-        """So many bytes that came from there are done with. One thread may say so."""
+        """Reports that ``count`` bytes of its output were shown or discarded. Must be called from one thread only."""
         self._shown_bytes += count
         self._done_with_bytes += count
         if self._shown_bytes >= WINDOW_BYTES // 4:
@@ -120,14 +123,15 @@ class RemoteAgent:
             self._shown_bytes = 0
 
     def hang_up(self) -> None:
-        """The agent ends at once whatever still runs there, tidies up, and goes; that is no `Lost`."""
+        """Makes the agent kill what still runs on its host, clean up and end. This causes no `Lost`."""
         self._dismissed = True
         self._outgoing.put(None)
 
     def wait(self, timeout_s: float) -> int:
-        """The agent's exit code, 0 if nothing is left on its host; past the timeout it is killed.
+        """Waits for the agent and returns its exit code: 0 if nothing of the job is left on its host.
 
-        One that is silent, or never said hello and so started nothing, is not waited for.
+        Kills the agent (the ssh client, for another host) after ``timeout_s``, or at once if it is silent or sent no
+        `Hello` and so started nothing.
         """
         try:
             return self._process.wait(timeout_s if self._greeted.is_set() and not self._silent else 0)
@@ -143,9 +147,9 @@ class RemoteAgent:
             stdout=subprocess.PIPE,
             stderr=None if here else subprocess.PIPE,
             bufsize=0,
-            # A session of its own: Ctrl-C on the terminal is for the launcher, which decides.
+            # A session of its own: Ctrl-C on the terminal must reach only the launcher, which decides.
             start_new_session=True,
-            # The user's directory must not be on the agent's sys.path: it may hold a queue.py.
+            # The user's working directory must not be on the agent's sys.path: it may contain a queue.py.
             cwd="/" if here else None,
             env=_with_absolute_python_path() if here else None,
         )
@@ -155,9 +159,9 @@ class RemoteAgent:
         thread.start()
         return thread
 
-    # ----------------------------------------------------------------- speaking
+    # ------------------------------------------------------------------ sending
 
-    def _speak(self) -> None:
+    def _send_loop(self) -> None:
         assert self._process.stdin is not None
         beat = None if self.host.is_here else encode(Beat())
         with contextlib.suppress(OSError), self._process.stdin as stdin:
@@ -172,9 +176,9 @@ class RemoteAgent:
                 while rest:
                     rest = rest[stdin.write(rest) :]
 
-    # ---------------------------------------------------------------- listening
+    # ---------------------------------------------------------------- receiving
 
-    def _listen(self) -> None:
+    def _receive_loop(self) -> None:
         try:
             why = self._read_messages()
         except ProtocolError as error:
@@ -184,51 +188,52 @@ class RemoteAgent:
             self._events.put(Lost(self.host.label, why))
 
     def _read_messages(self) -> str:
-        """Until the end; why it came."""
+        """Receives messages until the connection ends, and returns the reason why it ended."""
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
         decoder = Decoder(FROM_AGENT)
         noise = b""
         spoke = False
         while True:
-            if not self._comes(fd):
+            if not self._wait_readable(fd):
                 self._silent = True
-                return f"nothing was heard of it for {SILENCE_S:g} s: it is down, or the network between us is cut"
+                return f"no message from it for {SILENCE_S:g} s: the host is down, or its network connection is cut"
             data = os.read(fd, _READ_BYTES)
             if not data:
-                # What says why there is no agent may have come on stdout: "This account is not available."
+                # The reason may be on stdout, as in "This account is not available."
                 return self._why_it_ended("" if spoke else noise.decode(errors="backslashreplace"))
             if not spoke:
                 noise, mark, data = (noise + data).partition(MARK)
                 spoke = bool(mark)
                 if not spoke and len(noise) > _NOISE_BYTES:
-                    return f"what answers there is no agent of hvdlite's: {noise[:40]!r}"
+                    return f"the program that answers there is not an hvdlite agent: {noise[:40]!r}"
             for message in decoder.feed(data):
-                self._pass_on(message)
+                self._dispatch(message)
 
-    def _comes(self, fd: int) -> bool:
-        """Whether there is something to read, or the end; False after too long a silence."""
-        # The system tells of the end here, and ssh does until the agent, which may take its time to start, beats.
+    def _wait_readable(self, fd: int) -> bool:
+        """Waits until there are bytes to read, or the end; returns False if the agent was silent for too long."""
+        # A local agent's end is always seen. Before `Hello` there are no beats, as the agent may take time to start:
+        # until then ssh itself watches the connection.
         if self.host.is_here or not self._greeted.is_set():
             return True
         poll = select.poll()
         poll.register(fd, select.POLLIN)
         return bool(poll.poll(SILENCE_S * 1000))
 
-    def _pass_on(self, message: Message) -> None:
-        """Let those hear it whom it concerns. What no agent says at this point raises `ProtocolError`."""
+    def _dispatch(self, message: Message) -> None:
+        """Passes a message on to the store or the event queue. Raises `ProtocolError` if it is not allowed now."""
         if isinstance(message, Beat):
             return
         if isinstance(message, Command):
-            raise ProtocolError("its agent sent what only a launcher says")
+            raise ProtocolError("its hvdlite agent sent a message that only the launcher may send")
         if isinstance(message, Hello):
             self._welcome(message)
             return
         if not self.workers:
-            # Nothing was asked of it yet: this is its end.
+            # It refused `Greet`, which ends it.
             if isinstance(message, Refused):
                 raise ProtocolError(one_line(message.why))
-            raise ProtocolError("its agent speaks of workers before there are any")
+            raise ProtocolError("its hvdlite agent reported on a worker before any was started")
         if isinstance(message, StoreEvent):
             self._store.receive(self, message)
             return
@@ -236,33 +241,35 @@ class RemoteAgent:
             host = None if self.host.is_here else self.host.label
             message = replace(message, why=one_line(message.why), host=host)
         else:
-            self._look_at(message)
+            self._validate(message)
         self._events.put(message)
 
     def _welcome(self, hello: Hello) -> None:
         if self._greeted.is_set():
-            raise ProtocolError("its agent said hello twice")
+            raise ProtocolError("its hvdlite agent sent Hello twice")
         if hello.version != VERSION:
             there = one_line(hello.version)
-            raise ProtocolError(f"hvdlite is version {VERSION} here and {there} there: install the same version on all")
-        self._words = ""  # what was said before is not why it will end
+            raise ProtocolError(
+                f"hvdlite is version {VERSION} here, but {there} there: install the same version on all hosts"
+            )
+        self._words = ""  # earlier output cannot be the reason for its end
         self._greeted.set()
         self._events.put(Answered(self.host.label, hello))
 
-    def _look_at(self, message: OfWorker) -> None:
-        """That it is of a worker that is there, and that there is no end to what this process keeps of it."""
+    def _validate(self, message: OfWorker) -> None:
+        """Raises `ProtocolError` for an unknown worker, a second `Exited`, or more output than the limit."""
         if message.worker not in self.workers:
-            raise ProtocolError(f"its agent speaks of worker {message.worker}, which is not there")
+            raise ProtocolError(f"its hvdlite agent reported on worker {message.worker}, which does not run there")
         if isinstance(message, Exited):
             if message.worker in self._ended:
-                raise ProtocolError(f"its agent says twice how worker {message.worker} ended")
+                raise ProtocolError(f"its hvdlite agent reported the end of worker {message.worker} twice")
             self._ended.add(message.worker)
         if isinstance(message, Output):
             self._output_bytes += len(message.data)
-            # Its own window is smaller, but for what is in the pipes of the dead.
+            # The agent's own limit is lower, but it exceeds that by what dead workers left in their pipes.
             room = WINDOW_BYTES + _OVERDRAFT_BYTES * (1 + len(self.workers))
             if self._output_bytes - self._done_with_bytes > room:
-                raise ProtocolError("its agent sends more output than it was given room for")
+                raise ProtocolError("its hvdlite agent sent more output than it was allowed to")
 
     def _why_it_ended(self, noise: str) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -272,7 +279,7 @@ class RemoteAgent:
         returncode = self._process.returncode
         if self.host.is_here:
             killed = returncode is not None and (returncode < 0 or returncode > 128)
-            return f"its agent was killed by {signal_name(abs(returncode) % 128)}" if killed else _UNEXPECTED
+            return f"its hvdlite agent was killed by {signal_name(abs(returncode) % 128)}" if killed else _UNEXPECTED
         if returncode is None:
             return _UNEXPECTED
         if not self._greeted.is_set():
@@ -283,12 +290,12 @@ class RemoteAgent:
         assert self._process.stderr is not None
         room = _MOST_SAID_BYTES
         while data := os.read(self._process.stderr.fileno(), _READ_BYTES):
-            # As on this machine, an agent says whose words they are; here it is its host that is named.
+            # An agent puts this before its messages; `AgentSaid` names its host instead.
             text = data.decode(errors="backslashreplace").replace("hvdlite-run: agent: ", "")
             self._words = (self._words + text)[-_NOISE_BYTES:]
             if room > 0:
                 room -= len(data)
-                more = "" if room > 0 else "\n... and more than is shown"
+                more = "" if room > 0 else "\n... (the rest is not shown)"
                 self._events.put(AgentSaid(self.host.label, text + more))
 
 

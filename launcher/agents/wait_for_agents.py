@@ -1,12 +1,12 @@
-"""Waits until every host's agent has said hello or failed, and tells at once of each that fails.
+"""Waits until the agents of all hosts have answered or failed, and reports each failure at once.
 
-What follows is decided in `supervisor`, or looked at in `run_check`.
+Called by `agent_group`. Later events are handled in `supervisor`, or in `ask_hosts` for ``--check``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 
@@ -16,28 +16,38 @@ from ..wire.messages import AgentSaid, Answered, Event, Hello, Interrupted, Lost
 
 
 class SignalledError(LauncherError):
-    """The launcher was signalled while no job was under way."""
+    """The launcher received a signal while no job was running."""
 
     def __init__(self, signum: int, when: str = "before the job was started") -> None:
         super().__init__(f"{signal_name(signum)} {when}")
         self.exit_code = 128 + signum
 
 
+class UnreachableError(LauncherError):
+    """The agents on some hosts failed to answer, so nothing was started. ``hosts`` are their labels."""
+
+    def __init__(self, message: str, hosts: Collection[str]) -> None:
+        super().__init__(message)
+        self.hosts = frozenset(hosts)
+
+
 @dataclass(frozen=True)
 class AgentAnswers:
-    """Each host's answer, or why it has none, by its label."""
+    """The answer of each host, or the reason why it failed, by its label."""
 
     hellos: dict[str, Hello] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
     def all(self) -> dict[str, Hello]:
-        """The answers; a `LauncherError` if a host has none."""
+        """Returns the answers; raises `UnreachableError` if a host failed."""
         if len(self.failures) == 1 and not self.hellos:
             ((host, why),) = self.failures.items()
-            raise LauncherError(f"{host}: {why}")
+            raise UnreachableError(f"{host}: {why}", self.failures)
         if self.failures:
             others = f"; {', '.join(self.hellos)} answered" if self.hellos else ""
-            raise LauncherError(f"nothing was started, since these hosts failed: {', '.join(self.failures)}{others}")
+            raise UnreachableError(
+                f"no worker was started, because these hosts failed: {', '.join(self.failures)}{others}", self.failures
+            )
         return self.hellos
 
 
@@ -50,9 +60,9 @@ def wait_for_agents(
     log: Callable[[str], object],
     clock: Callable[[], float] = time.monotonic,
 ) -> AgentAnswers:
-    """What became of each, once all have answered, failed or run out of time.
+    """Returns the result for each host, once all have answered, failed or run out of time.
 
-    ``hosts`` are their labels, each with what to type to see whether it can be reached at all.
+    ``hosts`` maps their labels to a command that a user can run to see whether the host can be reached.
     """
     give_up_at = clock() + timeout_s
     waiting = set(hosts)
@@ -69,7 +79,10 @@ def wait_for_agents(
             event = events.get(timeout=max(0.0, give_up_at - clock()))
         except Empty:
             for host in sorted(waiting):
-                fail(host, f"no answer within {timeout_s:g} s: try {hosts[host]}, or give it more with --start-timeout")
+                fail(
+                    host,
+                    f"no answer within {timeout_s:g} s: try {hosts[host]}, or allow more time with --start-timeout",
+                )
             break
         match event:
             case Answered():
@@ -81,7 +94,7 @@ def wait_for_agents(
                 waiting.discard(event.host)
                 greeted.hellos[event.host] = event.hello
             case Lost(host, why):
-                greeted.hellos.pop(host, None)  # it may have answered, and not lived to see the others do
+                greeted.hellos.pop(host, None)  # it may have answered, and ended before the others answered
                 fail(host, why)
             case AgentSaid():
                 log(f"{event.host}: {event.text.rstrip()}")

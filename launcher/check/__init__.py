@@ -1,4 +1,6 @@
-"""``hvdlite-run --check``: asks all hosts whether a job could run there, judges the answers, and prints a table.
+"""``hvdlite-run --check``: asks all hosts whether a job could run there, and prints the answers as tables.
+
+`cli` calls `run_check`, which asks by means of `agents`.
 
 Modules import only what stands before them:
 

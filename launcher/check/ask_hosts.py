@@ -1,6 +1,6 @@
-"""Runs one command on each of several hosts and collects what it printed there; a host's failure is its own alone.
+"""Runs one program on each of several hosts and collects its output; the failure of one host does not end the others.
 
-A job is different, there one failure ends all: see `supervisor`.
+`run_check` calls it, and it starts the hosts' `agents`. In a job any failure ends everything: see `supervisor`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..plan.slots import plan_slots
 from ..system.signals import shell_code
 from ..wire.messages import AgentSaid, Event, Exited, Interrupted, Lost, Output, Refused, Started
 
-_MOST_BYTES = 1 << 20  # of a host's answer
-_LONG_S = 2.0  # from then on a user wants to know what is going on
+_MOST_BYTES = 1 << 20  # of a host's stdout
+_LONG_S = 2.0  # after this time a message names the hosts that are not done
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A host's lines on stdout, and why there are no more of them, if it did not come to its end."""
+    """A host's lines on stdout; ``trouble`` is the reason if its program failed or did not end in time."""
 
     lines: tuple[str, ...] = ()
     trouble: str | None = None
@@ -34,7 +34,10 @@ class Reply:
 
 @dataclass(frozen=True)
 class Question:
-    """A program that each host runs to answer: ``command``, arguments of its agent's Python; ``doing`` describes it."""
+    """A program that each host runs, and how long it may take: ``command`` has arguments for its agent's Python.
+
+    ``doing`` describes it to the user.
+    """
 
     doing: str
     command: tuple[str, ...]
@@ -49,12 +52,13 @@ def ask_hosts(
     say: Callable[[str], object],
     log: Callable[[str], object],
 ) -> dict[str, Reply]:
-    """Every host's reply, by its label.
+    """Returns every host's reply, by its label.
 
-    ``job`` says how they are reached, and what environment the command has. What takes long is told to ``say``.
+    ``job`` has the options for reaching the hosts, and the environment of the program. ``say`` is called if it takes
+    long.
     """
     events: SimpleQueue[Event] = SimpleQueue()
-    # The user's own directory may not be there, and may hold a queue.py.
+    # The user's working directory may not exist there, or may contain a queue.py.
     job = replace(job, command=question.command, in_python=True, cwd="/")
     with signals_as_events(events), Agents(job, events) as agents:
         greeted = agents.reach(hosts)
@@ -69,12 +73,12 @@ def ask_hosts(
 
 
 class Collector:
-    """What comes from the hosts, sorted by where it came from. Each worker is the only one of its host."""
+    """Collects the events of the hosts into replies. Each host has one worker."""
 
     def __init__(
         self, hosts: Mapping[int, Host], shown: Callable[[Output], object], log: Callable[[str], object]
     ) -> None:
-        """``shown`` is told of each output that came."""
+        """``shown`` is called with each output that was received."""
         self._hosts = hosts
         self._shown = shown
         self._log = log
@@ -90,7 +94,7 @@ class Collector:
         say: Callable[[str], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> dict[str, Reply]:
-        """Until every host is done, or the question's patience is at its end."""
+        """Handles events until every host is done or the question's patience is over, and returns the replies."""
         begun = clock()
         alarms = [_LONG_S, question.patience_s] if question.patience_s > _LONG_S else [question.patience_s]
         while self._waiting and alarms:
@@ -106,7 +110,7 @@ class Collector:
         for number in sorted(self._waiting):
             self._end(
                 number,
-                f"not done with {question.doing} within {question.patience_s:g} s; --start-timeout gives it more",
+                f"{question.doing} took more than {question.patience_s:g} s; --start-timeout allows more time",
             )
         return {host.label: self._reply(number) for number, host in self._hosts.items()}
 

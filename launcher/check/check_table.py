@@ -1,22 +1,24 @@
-"""Formats the ``--check`` tables, whatever their columns (see `diagnosis`): hosts, links between them, what to do."""
+"""Formats the tables of ``--check``: hosts, round trips between them, and what to do. `diagnosis` has the columns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .diagnosis import Cell
 
 
 @dataclass(frozen=True)
 class Marks:
+    """The symbols in the tables."""
+
     good: str
     bad: str
     none: str
     micro: str
 
     def fit(self, encoding: str) -> bool:
-        """Whether they can be written so."""
+        """Whether this encoding has all of the symbols."""
         try:
             f"{self.good}{self.bad}{self.none}{self.micro}".encode(encoding)
         except (UnicodeEncodeError, LookupError):
@@ -29,26 +31,34 @@ ASCII = Marks("ok", "!!", "-", "u")
 
 
 @dataclass(frozen=True)
-class Ways:
-    """Between hosts, each pair in the hosts' order: the microseconds of a round trip, or why there is none."""
+class RoundTrips:
+    """The round trips between hosts, by pairs in the hosts' order: the microseconds, or why there are none.
+
+    ``blocked`` has the reason why the first of two hosts cannot open a TCP connection to the second. Its pairs are in
+    any order, and have no other entry.
+    """
 
     hosts: Sequence[str]
     times_us: Mapping[tuple[str, str], float]
     troubles: Mapping[tuple[str, str], str]
+    blocked: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
 def show(
-    rows: Mapping[str, Mapping[str, Cell] | str], ways: Ways | None, marks: Marks, notes: Iterable[str] = ()
+    rows: Mapping[str, Mapping[str, Cell] | str],
+    trips: RoundTrips | None,
+    marks: Marks,
+    notes: Iterable[str] = (),
 ) -> tuple[str, bool]:
-    """The text, and whether all is well. A row is a host's cells, or why there are none.
+    """Returns the text, and whether all is well. A row is a host's cells, or the reason why there are none.
 
-    ``notes`` are said below the tables.
+    ``notes`` are written below the tables.
     """
     parts = [_hosts(rows, marks)]
-    if ways is not None:
-        parts.append(f"round trips between hosts, over gloo\n\n{_ways(ways, marks)}")
+    if trips is not None:
+        parts.append(f"round trips between hosts, over gloo\n\n{_trips(trips, marks)}")
     parts += [f"{note}\n" for note in notes]
-    todo = [*_todo_of_hosts(rows), *_todo_of_ways(ways)]
+    todo = [*_todo_of_hosts(rows), *_todo_of_round_trips(trips)]
     if todo:
         parts.append("what to do\n\n" + "".join(f"  {marks.bad} {line}\n" for line in todo))
     return "\n".join(parts), not todo
@@ -71,15 +81,15 @@ def _cell(cell: Cell, marks: Marks) -> str:
     return f"{mark:{len(marks.good)}} {cell.text}".rstrip()
 
 
-def _ways(ways: Ways, marks: Marks) -> str:
-    def way(host: str, other: str) -> str:
-        pair = (host, other) if (host, other) in ways.times_us or (host, other) in ways.troubles else (other, host)
+def _trips(trips: RoundTrips, marks: Marks) -> str:
+    def cell(host: str, other: str) -> str:
         if host == other:
             return marks.none
-        return marks.bad if pair in ways.troubles else _duration(ways.times_us[pair], marks)
+        us = trips.times_us.get((host, other), trips.times_us.get((other, host)))
+        return marks.bad if us is None else _duration(us, marks)
 
-    lines = [["", *ways.hosts]]
-    lines += [[host, *(way(host, other) for other in ways.hosts)] for host in ways.hosts]
+    lines = [["", *trips.hosts]]
+    lines += [[host, *(cell(host, other) for other in trips.hosts)] for host in trips.hosts]
     return _aligned(lines)
 
 
@@ -88,7 +98,7 @@ def _duration(us: float, marks: Marks) -> str:
 
 
 def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    """In columns; a line with fewer cells than others may run over them."""
+    """Aligns the lines in columns. A line with fewer cells than others may extend beyond them."""
     count = max(map(len, lines))
     widths = [max((len(line[i]) for line in lines if len(line) == count), default=0) for i in range(count)]
     widths[0] = max(len(line[0]) for line in lines)
@@ -104,14 +114,22 @@ def _todo_of_hosts(rows: Mapping[str, Mapping[str, Cell] | str]) -> Iterable[str
             yield from (f"{host}: {cell.wrong}" for cell in cells.values() if cell.wrong)
 
 
-def _todo_of_ways(ways: Ways | None) -> Iterable[str]:
-    if ways is None:
+def _todo_of_round_trips(trips: RoundTrips | None) -> Iterable[str]:
+    if trips is None:
         return
-    for (host, other), why in ways.troubles.items():
-        step = "let TCP pass between them, or name another network with --network-interface"
+    for (host, other), why in trips.troubles.items():
+        step = "allow TCP between them, or choose another network with --network-interface"
         yield f"{host} and {other}: {why} ({step})"
+    for (host, other), why in trips.blocked.items():
+        back = trips.blocked.get((other, host))
+        step = "a firewall? Allow TCP there, usually on ports 32768-60999, or choose a network with --network-interface"
+        if back is None:
+            yield f"{host} cannot connect to {other}: {why} ({step})"
+        elif trips.hosts.index(host) < trips.hosts.index(other):
+            reasons = why if back == why else f"{why}; {back}"
+            yield f"{host} and {other} cannot connect to each other: {reasons} ({step})"
 
 
 def _brief(why: str) -> str:
-    """Its first words; the rest is said below."""
+    """Returns the reason without what follows in parentheses, which is in the list of what to do."""
     return why.partition(" (")[0]

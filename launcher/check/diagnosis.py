@@ -1,8 +1,7 @@
 """The columns of the ``--check`` table: what each shows of a host's `host_facts`, and what is wrong with it.
 
-Pure functions; `diagnose` lists the columns, and `check_table` formats them.
-
-Of hosts that differ, most are right, or the first of them if there are as many of each: the odd one out is wrong.
+`run_check` calls `diagnose`, which lists the columns, and `check_table` formats them. Nothing is looked up here. If
+hosts differ, the value that most of them have is right, or the first host's value in a tie.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ TORCH_FROM, TORCH_BELOW = (2, 11), (3,)
 
 @dataclass(frozen=True)
 class Cell:
-    """One thing about one host; without text there is none. ``wrong`` is why that will not do, and what to do."""
+    """One column's entry for one host, empty if there is nothing to show. ``wrong`` is a problem and what to do."""
 
     text: str = ""
     wrong: str = ""
@@ -28,14 +27,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Usual:
-    """What most hosts have, and the first of those that have it; ``value`` None if none has any."""
+    """The value that most hosts have, and the first host that has it. ``value`` is None if no host has any."""
 
     value: str | None
     host: str
 
     @classmethod
     def of(cls, values: Mapping[str, str | None]) -> Usual:
-        """Of what each host has, by its label."""
+        """Returns the usual one of ``values``, whose keys are the hosts' labels."""
         known = {host: value for host, value in values.items() if value is not None}
         if not known:
             return cls(None, "")
@@ -43,17 +42,17 @@ class Usual:
         return cls(value, next(host for host in known if known[host] == value))
 
     def differs(self, what: str, value: str | None) -> str:
-        """In words, if it does."""
+        """Returns how ``value`` differs from the usual one, as text; empty if it does not."""
         if value is None or value == self.value:
             return ""
-        return f"{what} is {value} here and {self.value} on {self.host}"
+        return f"{what} is {value}, but {self.value} on {self.host}"
 
 
 Judge = Callable[[Facts], Cell]
 
 
 def diagnose(facts: Mapping[str, Facts], cwd: str) -> dict[str, dict[str, Cell]]:
-    """By the hosts' labels, each with the same titles. ``cwd`` is where the job would run."""
+    """Returns each host's cells by the columns' titles, all by the hosts' labels. ``cwd`` is the job's directory."""
 
     def usual(value: Callable[[Facts], str | None]) -> Usual:
         return Usual.of({host: value(of_host) for host, of_host in facts.items()})
@@ -70,7 +69,7 @@ def diagnose(facts: Mapping[str, Facts], cwd: str) -> dict[str, dict[str, Cell]]
         "directory": lambda of: _directory(of, cwd),
         "cupy": lambda of: Cell(of.cupy or ""),
     }
-    if not any(of.cupy for of in facts.values()):  # nobody needs it
+    if not any(of.cupy for of in facts.values()):  # it is optional
         del judges["cupy"]
     return {host: {title: look(of_host) for title, look in judges.items()} for host, of_host in facts.items()}
 
@@ -78,7 +77,7 @@ def diagnose(facts: Mapping[str, Facts], cwd: str) -> dict[str, dict[str, Cell]]
 def _python(usual: Usual) -> Judge:
     def look(of: Facts) -> Cell:
         differs = usual.differs("Python", _minor(of.python))
-        risk = "what one pickles another may not be able to read; use the same, --remote-python PATH says which"
+        risk = "one may not read what the other pickles; choose the same with --remote-python PATH"
         return Cell(of.python, _both(differs, risk))
 
     return look
@@ -87,15 +86,15 @@ def _python(usual: Usual) -> Judge:
 def _torch(usual: Usual) -> Judge:
     def look(of: Facts) -> Cell:
         if of.torch is None:
-            where = f"pip install torch for {of.executable}, or --remote-python PATH names the Python that has it"
+            where = f"pip install torch for {of.executable}, or choose a Python that has it with --remote-python PATH"
             return Cell("", f"torch cannot be imported ({of.torch_error}): {where}")
         if not TORCH_FROM <= _numbers(of.torch) < TORCH_BELOW:
             wanted = f"{_dotted(TORCH_FROM)} or later, below {_dotted(TORCH_BELOW)}"
             return Cell(of.torch, f"torch {of.torch} is not supported: install {wanted}")
         if not of.gloo:
-            return Cell(of.torch, "this build of torch has no gloo, which CPU tensors need: install one from pip")
+            return Cell(of.torch, "this build of torch has no gloo, which CPU tensors need: pip install torch")
         differs = usual.differs("torch", _minor(of.torch))
-        return Cell(of.torch, _both(differs, "they may not understand each other; install the same version"))
+        return Cell(of.torch, _both(differs, "different versions may be incompatible; install the same version"))
 
     return look
 
@@ -104,7 +103,7 @@ def _cuda(usual: Usual) -> Judge:
     def look(of: Facts) -> Cell:
         text = (of.cuda or "") + (f" (driver {of.driver})" if of.cuda and of.driver else "")
         differs = usual.differs("CUDA of torch", _major(of.cuda))
-        return Cell(text, _both(differs, "install the same build of torch on both"))
+        return Cell(text, _both(differs, "install the same build of torch on all hosts"))
 
     return look
 
@@ -112,9 +111,9 @@ def _cuda(usual: Usual) -> Judge:
 def _nccl(usual: Usual) -> Judge:
     def look(of: Facts) -> Cell:
         if of.gpus and of.nccl is None:
-            return Cell("", "this build of torch has no NCCL, which GPU tensors need: install one from pip")
+            return Cell("", "this build of torch has no NCCL, which GPU tensors need: pip install torch")
         differs = usual.differs("NCCL", of.nccl) if of.gpus else ""
-        so = "it talks to its own version alone; install the same build of torch"
+        so = "different versions of NCCL cannot communicate; install the same build of torch on all hosts"
         return Cell(of.nccl or "", _both(differs, so))
 
     return look
@@ -122,18 +121,18 @@ def _nccl(usual: Usual) -> Judge:
 
 def _gpus(usual: Usual) -> Judge:
     def look(of: Facts) -> Cell:
-        so = "gradients are on GPUs on all hosts or on none; -x CUDA_VISIBLE_DEVICES= hides them"
+        so = "all hosts must train on GPUs, or none; -x CUDA_VISIBLE_DEVICES= hides GPUs"
         if of.gpus:
             text = ", ".join(f"{count} {name}" for name, count in Counter(of.gpus).items())
-            return Cell(text, _both(f"GPUs here, and none on {usual.host}" if usual.value == "none" else "", so))
+            return Cell(text, _both(f"it has GPUs, but {usual.host} has none" if usual.value == "none" else "", so))
         if of.torch is None:
             return Cell()
         if of.devices:
-            why = of.cuda_error or "does its driver work? nvidia-smi says"
+            why = of.cuda_error or "check the driver with nvidia-smi"
             if of.cuda is None:
-                why = "it is built without CUDA; install a build with it"
-            return Cell("", f"there {_are(of.devices)} that torch cannot use: {why}")
-        return Cell("", _both(f"no GPU here, though there is on {usual.host}" if usual.value == "GPUs" else "", so))
+                why = "it is built without CUDA; install a build with CUDA"
+            return Cell("", f"torch cannot use its {_gpus_of(of.devices)}: {why}")
+        return Cell("", _both(f"it has no GPU, but {usual.host} has GPUs" if usual.value == "GPUs" else "", so))
 
     return look
 
@@ -141,21 +140,23 @@ def _gpus(usual: Usual) -> Judge:
 def _hvdlite(of: Facts) -> Cell:
     if of.hvdlite is None:
         return Cell("", f"hvdlite cannot be imported ({of.hvdlite_error}): pip install it for {of.executable}")
-    differs = f"hvdlite is {of.hvdlite} there and {VERSION} here" if of.hvdlite not in (VERSION, SOURCE_TREE) else ""
-    return Cell(of.hvdlite, _both(differs, "install the same version everywhere"))
+    differs = (
+        f"hvdlite is {of.hvdlite}, but {VERSION} on this machine" if of.hvdlite not in (VERSION, SOURCE_TREE) else ""
+    )
+    return Cell(of.hvdlite, _both(differs, "install the same version on all hosts"))
 
 
 def _network(of: Facts) -> Cell:
     chosen = of.sockets or ""
     missing = [name for name in chosen.split(",") if name and name not in of.interfaces]
-    there = f"there are {', '.join(of.interfaces)}"
-    wrong = f"GLOO_SOCKET_IFNAME names {missing[0]}, which is not there; {there}; unset it" if missing else ""
+    there = f"this host has {', '.join(of.interfaces)}"
+    wrong = f"GLOO_SOCKET_IFNAME names {missing[0]}, but {there}: unset it" if missing else ""
     return Cell(chosen, wrong)
 
 
 def _directory(of: Facts, cwd: str) -> Cell:
     if of.cwd:
-        return Cell("there")
+        return Cell("exists")
     return Cell("", f"the working directory {cwd} does not exist: a job needs the same path on every host")
 
 
@@ -163,8 +164,8 @@ def _both(differs: str, so: str) -> str:
     return f"{differs}: {so}" if differs else ""
 
 
-def _are(count: int) -> str:
-    return "is a GPU" if count == 1 else f"are {count} GPUs"
+def _gpus_of(count: int) -> str:
+    return "GPU" if count == 1 else f"{count} GPUs"
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """`Facts` about a host (Python, torch, GPUs, network), and the program that collects them there.
 
-This file is sent to a host as the text of a program (``python -c``), since it is to run where hvdlite is not
-installed for the workers: it imports nothing of ours, and what it finds wrong is one of its `Facts`.
+`run_check` sends this file's text to a host as a program (``python -c``), since it must run where the workers' Python
+has no hvdlite. So it imports nothing of this package, and reports all problems as `Facts`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from importlib.util import find_spec
 from typing import Any, get_type_hints
 
 _DRIVER = "/proc/driver/nvidia/version"
-SOURCE_TREE = "source tree"  # not installed, so that nothing says which version it is
+SOURCE_TREE = "source tree"  # not installed, so the version is unknown
 _NO_HVDLITE = "ModuleNotFoundError: No module named 'hvdlite'"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one host, as a worker there sees it. What is not there is None, and ``*_error`` says why it is not.
+    """Facts about one host, as a worker sees them. None means missing; then ``*_error`` is the reason.
 
-    ``gpus`` are those that torch can use, ``devices`` the number of those in the machine. ``cuda`` and ``nccl`` are the
-    versions that torch was built with. ``sockets`` is the network interface that the workers shall use, as in
-    GLOO_SOCKET_IFNAME, ``interfaces`` what there is. ``cwd``: whether the job's working directory exists.
+    ``gpus`` are those that torch can use, ``devices`` the number of GPUs in the machine. ``cuda`` and ``nccl`` are the
+    versions that torch was built with. ``sockets`` is the value of GLOO_SOCKET_IFNAME for the workers, ``interfaces``
+    are the network interfaces of the host. ``cwd``: whether the job's working directory exists.
     """
 
     python: str
@@ -54,7 +54,7 @@ class Facts:
 
 
 def facts_from(line: str) -> Facts | None:
-    """What `main` printed; None if that is something else."""
+    """Returns the facts that `main` printed as ``line``; None if the line is anything else."""
     try:
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(line).items()
@@ -74,7 +74,7 @@ def _is_a(hint: Any, value: object) -> bool:
 
 
 def main(cwd: str) -> None:
-    """Print the facts as one line of JSON. ``cwd`` is the job's working directory."""
+    """Prints the facts as one line of JSON. ``cwd`` is the job's working directory."""
     facts: dict[str, Any] = {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -86,18 +86,18 @@ def main(cwd: str) -> None:
         "driver": _driver(),
         "cupy": next(filter(None, map(_installed, ("cupy", "cupy-cuda12x", "cupy-cuda13x"))), None),
     }
-    # In a process of its own: what a broken installation does to it, it does not do to us.
+    # In a child process, since importing a broken installation may crash it.
     facts |= _in_child(_imports)
     print(json.dumps(facts), flush=True)
 
 
 def _imports() -> Iterator[dict[str, Any]]:
-    """What torch is, then what hvdlite is; or why it cannot be imported."""
+    """Yields the facts about torch, then those about hvdlite, or the reasons why they cannot be imported."""
     try:
         yield _of_torch(import_module("torch"))
     except BaseException as error:  # noqa: BLE001  # a module may raise anything, even SystemExit
         yield {"torch_error": _first_line(error)}
-        # Which cannot be imported without it either, and that is not its fault.
+        # hvdlite cannot be imported without torch, which is not an error of hvdlite's.
         there = find_spec("hvdlite") is not None
         yield {"hvdlite": _version_of_hvdlite()} if there else {"hvdlite_error": _NO_HVDLITE}
         return
@@ -124,11 +124,11 @@ def _of_torch(torch: Any) -> dict[str, Any]:
 
 
 def _in_child(ask: Callable[[], Iterator[dict[str, Any]]]) -> dict[str, Any]:
-    """All that it answers, and of what it died if it did not come to its end."""
+    """Calls ``ask`` in a child process and returns all facts that it yields, and how the child ended if it crashed."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.dup2(2, 1)  # whatever an import prints, stdout is for the facts
+        os.dup2(2, 1)  # an import may print, and stdout is for the facts
         try:
             with open(writer, "w") as pipe:
                 for answer in ask():
@@ -147,7 +147,7 @@ def _in_child(ask: Callable[[], Iterator[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _devices() -> int:
-    """As many GPUs as there are device files, but for those that CUDA_VISIBLE_DEVICES hides all of."""
+    """Returns the number of the GPUs' device files; 0 if CUDA_VISIBLE_DEVICES hides all GPUs."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     hidden = not visible or visible.startswith("-")
     return 0 if hidden else sum(re.fullmatch(r"nvidia\d+", name) is not None for name in os.listdir("/dev"))

@@ -1,8 +1,8 @@
-"""``hvdlite-run --check``: asks the hosts of a job, before it is started, whether it can run there, and prints a table.
+"""``hvdlite-run --check``: asks the hosts of a job, before it is started, whether it can run there, and prints tables.
 
-    each host's facts (`host_facts`) ──► the ways between those that can train (`hvdlite.links`) ──► `check_table`
+    `host_facts` of each host ──► `hvdlite.round_trips` between those that can train ──► `diagnosis`, `check_table`
 
-Both are asked through agents, as a job has them, in the environment that its workers would get.
+`cli` calls it. `ask_hosts` runs both programs in agents, as for a job, in the environment that its workers would have.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ..plan.hosts import Host
@@ -20,35 +20,35 @@ from ..system import process_tree
 from ..system.terminal_text import one_line, say
 from . import host_facts
 from .ask_hosts import Question, Reply, ask_hosts
-from .check_table import ASCII, UNICODE, Marks, Ways, show
+from .check_table import ASCII, UNICODE, Marks, RoundTrips, show
 from .diagnosis import diagnose
 from .host_facts import Facts, facts_from
 
-# As `hvdlite.links` has it: how long two hosts may take to see that there is no way; and for the rest of what it does.
-_CONNECT_S, _SLACK_S = 15.0, 20.0
+# As in `hvdlite.round_trips`: how long two hosts try to connect, and how long everything else may take.
+_CONNECT_S, _SLACK_S = 20.0, 20.0
 
 
 def check(job: JobSpec) -> int:
-    """Print what is found, and give 0 if all is well, else 1.
+    """Prints the tables and returns 0 if all is well, else 1.
 
-    As in `launch`, this process must have no other children, and this must be its main thread.
+    As for `launch`, this process must have no other children, and must call this from its main thread.
     """
     process_tree.adopt_orphans()
     hosts = tuple(replace(host, slots=1) for host in job.hosts)
     found = _ask(job, hosts)
     facts = {host: of for host, of in found.items() if isinstance(of, Facts)}
     able = [host for host in hosts if host.label in facts and _can_train(facts[host.label])]
-    ways = _measure(job, able) if len(able) > 1 else None
-    notes = ["the ways between hosts: not measured, since that takes two that have torch and hvdlite"]
+    trips = _measure(job, able) if len(able) > 1 else None
+    notes = ["round trips between hosts: not measured, because fewer than two hosts have torch and hvdlite"]
     judged = diagnose(facts, job.cwd)
     rows = {host: of if isinstance(of, str) else judged[host] for host, of in found.items()}
-    text, is_well = show(rows, ways, _marks(), notes if ways is None and len(hosts) > 1 else ())
+    text, is_well = show(rows, trips, _marks(), notes if trips is None and len(hosts) > 1 else ())
     _print(text)
     return 0 if is_well else 1
 
 
 def _ask(job: JobSpec, hosts: Collection[Host]) -> dict[str, Facts | str]:
-    """Each host's facts, or why there are none."""
+    """Returns each host's facts, or the reason why there are none."""
     program = inspect.getsource(host_facts)
     question = Question("importing torch", ("-c", program, job.cwd), patience_s=job.start_timeout_s)
     replies = ask_hosts(question, job, hosts, say=_say_on_terminal, log=_log(job))
@@ -59,11 +59,11 @@ def _facts_in(reply: Reply) -> Facts | str:
     for line in reply.lines:
         if facts := facts_from(line):
             return _readable(facts)
-    return reply.trouble or f"what it says of itself cannot be read: {reply.lines[:1]}"
+    return reply.trouble or f"its report cannot be read: {reply.lines[:1]}"
 
 
 def _readable(facts: Facts) -> Facts:
-    """The same; no word of another host's makes a line of the table that nobody said."""
+    """Returns the facts with every text on one printable line, so that no host can add lines to the table."""
     said: dict[str, Any] = {}
     for field in fields(Facts):
         value = getattr(facts, field.name)
@@ -78,46 +78,64 @@ def _can_train(facts: Facts) -> bool:
     return facts.torch is not None and facts.hvdlite is not None and facts.gloo
 
 
-def _measure(job: JobSpec, hosts: Collection[Host]) -> Ways:
+def _measure(job: JobSpec, hosts: Collection[Host]) -> RoundTrips:
     rounds = len(hosts) - 1 + len(hosts) % 2
     question = Question(
         "measuring round trips",
-        ("-m", "hvdlite.links", f"{job.start_timeout_s:g}"),
+        ("-m", "hvdlite.round_trips", f"{job.start_timeout_s:g}"),
         patience_s=job.start_timeout_s + rounds * _CONNECT_S + _SLACK_S,
     )
     replies = ask_hosts(question, job, hosts, say=_say_on_terminal, log=_log(job))
-    return ways_in(replies)
+    return round_trips_in(replies)
 
 
-def ways_in(replies: Mapping[str, Reply]) -> Ways:
-    """What both hosts of each pair say; of what both measured, the first one's."""
+def round_trips_in(replies: Mapping[str, Reply]) -> RoundTrips:
+    """Combines what both hosts of each pair report: if both measured a time, the first one's counts."""
     labels = list(replies)
     times_us: dict[tuple[str, str], float] = {}
     troubles: dict[tuple[str, str], str] = {}
+    blocked: dict[tuple[str, str], str] = {}
     pairs = [(first, second) for i, first in enumerate(labels) for second in labels[i + 1 :]]
     said = {label: _said_of_peers(reply, labels) for label, reply in replies.items()}
     for first, second in pairs:
         of_both = [said[first].get(second), said[second].get(first)]
+        directions = zip([(first, second), (second, first)], of_both, strict=True)
+        if found := {pair: word.why for pair, word in directions if isinstance(word, Blocked)}:
+            blocked |= found
+            continue
         errors = [word for word in of_both if isinstance(word, str)]
         silent = [r.trouble for r in (replies[first], replies[second]) if r.trouble is not None]
         measured = [word for word in of_both if isinstance(word, float)]
         if measured and not errors:
             times_us[first, second] = measured[0]
         else:
-            troubles[first, second] = next(iter([*errors, *silent]), "one of them did not come to be measured")
-    return Ways(labels, times_us, troubles)
+            troubles[first, second] = next(iter([*errors, *silent]), "one of them did not take part in the measurement")
+    return RoundTrips(labels, times_us, troubles, blocked)
 
 
-def _said_of_peers(reply: Reply, labels: list[str]) -> dict[str, float | str]:
-    said: dict[str, float | str] = {}
+@dataclass(frozen=True)
+class Blocked:
+    """A host cannot open a TCP connection to its peer: the reason."""
+
+    why: str
+
+
+def _said_of_peers(reply: Reply, labels: list[str]) -> dict[str, float | str | Blocked]:
+    said: dict[str, float | str | Blocked] = {}
     for line in reply.lines:
         try:
             word = json.loads(line)
-            said[labels[word["peer"]]] = float(word["us"]) if "us" in word else one_line(str(word["error"]))
-        # What a start-up file of its Python may print.
+            said[labels[word["peer"]]] = _result(word)
+        # Lines that are no results, as a start-up file of its Python may print them.
         except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError):
             continue
     return said
+
+
+def _result(word: dict[str, Any]) -> float | str | Blocked:
+    if "us" in word:
+        return float(word["us"])
+    return Blocked(one_line(str(word["blocked"]))) if "blocked" in word else one_line(str(word["error"]))
 
 
 def _marks() -> Marks:
@@ -125,7 +143,7 @@ def _marks() -> Marks:
 
 
 def _print(text: str) -> None:
-    # Words of ssh and of torch may hold anything.
+    # Messages of ssh and torch may contain any characters.
     written = text.encode(sys.stdout.encoding, errors="backslashreplace").decode(sys.stdout.encoding)
     say(written, sys.stdout)
 

@@ -1,6 +1,8 @@
-"""The command line of hvdlite-run: its flags, those of horovodrun, configuration files, and the program itself.
+"""The command line of hvdlite-run: its own flags, horovodrun's flags, configuration files, and the main program.
+
+`__main__` and `function` call `hvdlite_run`, which makes a `plan` and calls `job` or `check`.
 
 Modules import only what stands before them:
 
-    horovodrun_flags < flag_parser < config_file < hvdlite_run
+    flag_values < elastic_flags < horovodrun_flags < flag_parser < config_file < hvdlite_run
 """

@@ -1,4 +1,4 @@
-"""Reads flags from a YAML file, as words of a command line that stand before those the user typed:
+"""Reads flags from a YAML file, as words of a command line that precede those that the user typed.
 
     num-proc: 4                    --num-proc=4
     hosts: [node1:4, node2:4]      --hosts=node1:4,node2:4
@@ -6,11 +6,10 @@
     environment: {LR: 0.1}         -x=LR=0.1
     timeline: {filename: t.json}   --timeline-filename=t.json
 
-Every flag of `flag_parser.Parser` is a key, on its own or in the section that horovodrun has for it. Its value is
-read as on the command line: a scalar is the text that stands in the file, so that no rule of YAML's makes
-something else of the version 1.10 or the value ``no``.
-Whatever is wrong is a `UsageError` that names the file, and the line where there is one. PyYAML takes 20 ms
-to import, so that this module is imported only where a file is named.
+Every flag of `flag_parser.Parser` is a key, at the top level or in the section that horovodrun has for it. A scalar
+value is read as the text in the file, as on the command line: YAML's rules do not turn the version 1.10 into 1.1, or
+``no`` into false. Every error is a `UsageError` that names the file, and the line if there is one. `hvdlite_run`
+imports this module only when a file is given, as PyYAML takes 20 ms to import.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from ..system.user_file import name_file, read_user_file
 from .flag_parser import Parser, Value, closest
 
 _MAX_BYTES = 1 << 18
-# One names the file, the others answer a question.
+# The first names the file itself; the others print something and start no job.
 _NO_KEYS = frozenset({"config-file", "help", "version", "cb", "check", "check-build"})
-# What the names of flags begin with that are keys of a section; in one, `enabled` is the switch of its own name.
+# The prefix of the flags in each section. In a section, `enabled` is the switch with the section's own name.
 _SECTIONS = {
     "params": "",
     "autotune": "autotune-",
@@ -41,7 +40,7 @@ _IMPLICIT_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:seq", "tag:yaml.or
 
 
 def config_words(path: str, parser: Parser, *, without: Collection[str] = ()) -> list[str]:
-    """The file at ``path`` as words for ``parser``, but for the flags whose ``dest`` is in ``without``."""
+    """Returns the file at ``path`` as words for ``parser``, without the flags whose ``dest`` is in ``without``."""
     try:
         return list(
             _words(_entries(read_user_file(path, max_bytes=_MAX_BYTES, what="a file of flags")), parser, without)
@@ -58,7 +57,7 @@ def _words(entries: list[tuple[yaml.Node, yaml.Node]], parser: Parser, without: 
         if flag is None:
             raise UsageError(f", line {line}: unknown key {key!r}; {closest(name, flags)}")
         if flag.dest in lines:
-            raise UsageError(f", line {line}: {key} is in line {lines[flag.dest]} too; give it once")
+            raise UsageError(f", line {line}: {key} is already set in line {lines[flag.dest]}: set it once")
         lines[flag.dest] = line
         try:
             words = parser.words_for(flag, _value(node))
@@ -69,14 +68,14 @@ def _words(entries: list[tuple[yaml.Node, yaml.Node]], parser: Parser, without: 
 
 
 def _flat(entries: list[tuple[yaml.Node, yaml.Node]]) -> Iterator[tuple[int, str, str, yaml.Node]]:
-    """Line, key as it stands there, flag's name and value of each; those in horovodrun's sections one by one."""
+    """Yields line, key as written, flag's name and value of each entry, and of each entry of horovodrun's sections."""
     for key, node in entries:
         line, shown = key.start_mark.line + 1, _shown(key)
         name = shown.replace("_", "-")
         if name == "controller":
             yield line, shown, _controller(node, line), _TRUE
         elif name in _SECTIONS and name != "stall-check" and isinstance(node, yaml.SequenceNode):
-            raise UsageError(f", line {line}: {shown}: it is a section, with flags and values in it, and no list")
+            raise UsageError(f", line {line}: {shown}: it must be a section of flags and values, not a list")
         elif name not in _SECTIONS or not (isinstance(node, yaml.MappingNode) or _is_nothing(node)):
             yield line, shown, name, node
         else:
@@ -90,7 +89,7 @@ def _flat(entries: list[tuple[yaml.Node, yaml.Node]]) -> Iterator[tuple[int, str
 def _controller(node: yaml.Node, line: int) -> str:
     if isinstance(node, yaml.ScalarNode) and node.value.lower() in ("gloo", "mpi", "jsrun"):
         return str(node.value.lower())
-    raise UsageError(f", line {line}: controller: it is gloo, mpi or jsrun")
+    raise UsageError(f", line {line}: controller: it must be gloo, mpi or jsrun")
 
 
 def _shown(key: yaml.Node) -> str:
@@ -98,9 +97,9 @@ def _shown(key: yaml.Node) -> str:
 
 
 def _entries(data: bytes) -> list[tuple[yaml.Node, yaml.Node]]:
-    """The keys and values of the one mapping in it; none if it is empty."""
+    """Returns the keys and values of the file's one mapping; none if the file is empty."""
     try:
-        # Not load(): that forgets the lines, and the first of two keys of the same name.
+        # Not load(), which drops the line numbers, and the first of two keys of the same name.
         root = yaml.compose(data, Loader=yaml.BaseLoader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -109,7 +108,7 @@ def _entries(data: bytes) -> list[tuple[yaml.Node, yaml.Node]]:
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise UsageError(f": not YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
-        raise UsageError(": nested too deep for a file of flags") from None
+        raise UsageError(": nested too deeply for a file of flags") from None
     if root is None or _is_nothing(root):
         return []
     if not isinstance(root, yaml.MappingNode):
@@ -130,13 +129,13 @@ def _value(node: yaml.Node) -> Value:
 
 
 def _text(node: yaml.Node) -> str | None:
-    """What a scalar says; None if nothing. No message repeats it: it may be secret."""
+    """Returns the text of a scalar, None if it is empty. No message contains it, as it may be secret."""
     if node.tag not in _IMPLICIT_TAGS:
-        raise UsageError(f"the tag {node.tag!r} has no meaning here; leave it out")
+        raise UsageError(f"the YAML tag {node.tag!r} is not supported here: leave it out")
     if not isinstance(node, yaml.ScalarNode):
-        raise UsageError("a list or mapping has no meaning within another")
+        raise UsageError("a list or mapping within another is not supported")
     if not _fits_on_a_command_line(node.value):
-        raise UsageError("a character in it can be part of no command line")
+        raise UsageError("it has a character that a command line cannot contain")
     return None if _is_nothing(node) else str(node.value)
 
 

@@ -1,7 +1,8 @@
-"""The flags of hvdlite-run: their names, how the value of each is read, and the help.
+"""The flags of hvdlite-run: their names, the parsing of their values, and the help text.
 
-Those that only tune what runs are in `horovodrun_flags`. Whatever is wrong with one is a `UsageError`. What they make
-happen is in `hvdlite_run` and what that calls.
+`hvdlite_run`, `config_file` and `function.caller` call it. Flags of elastic jobs are in `elastic_flags`, and those that
+only tune the workers in `horovodrun_flags`.
+An error in a flag is a `UsageError`. `hvdlite_run` does what the flags ask for.
 """
 
 from __future__ import annotations
@@ -12,54 +13,59 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from ..errors import UsageError
-from . import horovodrun_flags
+from . import elastic_flags, flag_values, horovodrun_flags
 
-# Written by hand: argparse words it differently from one Python to the next.
+# Written by hand, since argparse's own texts differ between versions of Python.
 HELP = f"""\
 usage: hvdlite-run [-np N] [-H HOSTS | --hostfile FILE] [FLAG ...] [--] COMMAND [ARGUMENT ...]
-       hvdlite-run --check [-H HOSTS | --hostfile FILE] [FLAG ...]
+       hvdlite-run --check [-H HOSTS | --hostfile FILE | --host-discovery-script COMMAND] [FLAG ...]
 
-Run COMMAND in N workers, each with a rank, and show what they print. When one fails, the others are ended,
-its last words are shown again, and its exit code is hvdlite-run's.
+Run COMMAND in N worker processes, each with its own rank, and show their output. When one fails, the others are
+ended, the end of its stderr is shown again, and hvdlite-run exits with its exit code.
 
   -np N, -n N, --num-proc N
-                        how many workers; without it, one for each slot of the hosts
-  -H, --hosts HOSTS     where they may run, as node1:4,user@node2:4,[fd00::1]:4; no number is one slot, auto as many
-                        as the host has GPUs, else cores. Without it, this machine
+                        number of workers; by default one for each slot of the hosts
+  -H, --hosts HOSTS     hosts and their slots, such as node1:4,user@node2:4,[fd00::1]:4; without a number a host has
+                        one slot, with auto one per GPU, or per core if it has no GPU. By default, this machine
   -hostfile, --hostfile FILE
-                        the same from a file, a line for each host: node1 slots=4
-  --dry-run             print which rank would run where, with the variables set for it, and start nothing
+                        the same from a file with one host per line: node1 slots=4
+  --dry-run             print which rank would run where, with the variables set for it, and start nothing; of an
+                        elastic job, its rules and its first workers, on the hosts that there are now
   -cb, --check, --check-build
-                        run nothing; print a table of Python, torch, CUDA, NCCL, GPUs and hvdlite on each host, of how
-                        long a round trip takes between each two, and what to do where something is amiss
+                        start no workers; print a table of Python, torch, CUDA, NCCL, GPUs and hvdlite on each host,
+                        the round-trip time between each two hosts, and how to mend what is wrong
   --output-filename DIR
-                        what each worker writes also goes to DIR/rank.N/stdout and stderr, as it is
+                        also write each worker's output, unchanged, to DIR/rank.N/stdout and DIR/rank.N/stderr; in
+                        an elastic job to DIR/worker.N
   -prefix-timestamp, --prefix-output-with-timestamp
-                        begin each line that is shown with the time
-  -x NAME[=VALUE]       give workers this variable, with the value it has here or this one; may be repeated
-  --no-env              give them no other but PATH, HOME, LD_LIBRARY_PATH and PYTHONHOME, not all that are set here
-  --horovod             let them, and what they start, find hvdlite where they import horovod
-  -p, --ssh-port PORT   where sshd listens on the hosts, unless your ssh config says so
+                        begin each line of output with the time
+  -x NAME[=VALUE]       set this variable for the workers, to VALUE or to the value it has here; may be repeated
+  --no-env              do not pass the environment here to workers, except PATH, HOME, LD_LIBRARY_PATH, PYTHONHOME
+                        and what -x names
+  --horovod             import horovod finds hvdlite, in the workers and in programs that they start
+  -p, --ssh-port PORT   port of sshd on the hosts, if your ssh config does not set it
   -i, --ssh-identity-file FILE
-                        the private key for them
-  --ssh-args ARGS       further words for ssh, quoted as one and after a = sign, as in "=-J jump"
-  --ssh-program PROGRAM what takes ssh's place: it is called with a host and a command, and passes on stdin
-  --remote-python PATH  the Python on other hosts that has hvdlite, if not the one here or python3
+                        private key for ssh
+  --ssh-args ARGS       more arguments for ssh, quoted together after a = sign, as in "=-J jump"
+  --ssh-program PROGRAM program to run instead of ssh, with a host and a command; it must pass stdin and stdout on
+  --remote-python PATH  Python with hvdlite on the other hosts; by default the path of the one here, else python3
   --network-interface, --network-interfaces NAME
-                        what the workers talk over, if not what the hosts' routes say; of eth0,ib0 the first that a
-                        host has; per host: node1=eth0,node2=ib0. May be repeated
+                        network interface for the workers' traffic; by default the one that routes to the other
+                        hosts. Of eth0,ib0 each host uses the first it has; per host: node1=eth0,node2=ib0. May be
+                        repeated
   --start-timeout SECONDS
-                        how long every host may take to answer, and after the first hvd.init() every rank to come to
-                        it and be connected (HVDLITE_START_TIMEOUT or HOROVOD_START_TIMEOUT where it is set, else 60)
-  --grace SECONDS       how long workers may take to end, say to write a checkpoint, after SIGTERM, SIGHUP or Ctrl-C to
-                        hvdlite-run, before they are killed (30); after a failure of one of them it is 3 at most
-  --config-file FILE    flags from a YAML file, a line for each: num-proc: 4. Those given here win
-  --verbose             say what is done: which rank runs where, its pid, signals sent, how tensors travel
+                        time for all hosts to answer, and for all ranks to be connected after the first hvd.init()
+                        (HVDLITE_START_TIMEOUT or HOROVOD_START_TIMEOUT where it is set, else 60)
+  --grace SECONDS       time for workers to end, for example to write a checkpoint, when hvdlite-run gets SIGTERM,
+                        SIGHUP or Ctrl-C, before they are killed (30). When a worker fails it is 3 at most
+  --config-file FILE    read flags from a YAML file, one per line: num-proc: 4. Flags given here have priority
+  --verbose             print what is done: which rank runs where, its pid, signals sent, how tensors are sent
   -v, --version         print the version
-  -h, --help            print this
+  -h, --help            print this help
 
+{elastic_flags.HELP}
 {horovodrun_flags.HELP}
-Standard input reaches rank 0. Flags after COMMAND are its own. For example:
+Standard input goes to rank 0. Flags after COMMAND belong to COMMAND. For example:
 
   hvdlite-run -np 4 python train.py --epochs 10
 """
@@ -67,14 +73,14 @@ Standard input reaches rank 0. Flags after COMMAND are its own. For example:
 EXAMPLE = "hvdlite-run -np 4 python train.py"
 # As long as Slurm (KillWait) and Kubernetes give from SIGTERM to SIGKILL.
 _GRACE_S = 30.0
-# The flags, by their dest, whose value is a list with commas between.
+# The dests of flags whose value is a comma-separated list.
 _COMMA_SEPARATED = frozenset({"hosts", "network_interface"})
-# Those whose value is a text, and no number that could be written as one.
+# The dests of flags whose value is text and cannot be a number.
 TEXTS = frozenset(
     {"hosts", "hostfile", "output_filename", "ssh_identity_file", "ssh_args", "ssh_program", "remote_python"}
     | {"network_interface", "config_file"}
-) | frozenset(horovodrun_flags.TEXTS)
-# What says to torchrun how many workers there are and where they meet, with dashes.
+) | frozenset((*elastic_flags.TEXTS, *horovodrun_flags.TEXTS))
+# Flags of torchrun for the number of workers and their rendezvous, spelled with dashes.
 _OF_TORCHRUN = frozenset(
     {
         *("--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port", "--standalone"),
@@ -83,16 +89,16 @@ _OF_TORCHRUN = frozenset(
 )
 _OTHER_KEYS = {"environment": "x"}
 _SWITCH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-# What is said of a flag where it is no word of a command line, all as text; None is a value that is not there.
+# A flag's value where it is no word of a command line, all as text; None is a missing value.
 Value = str | list[str | None] | Mapping[str, str | None] | None
 
 
 class Parser(argparse.ArgumentParser):
-    """Every flag; a new one is added here and in `HELP`, or in `horovodrun_flags`, and nowhere else."""
+    """Parses all flags. A new flag is added here and in `HELP`, or in `elastic_flags` or `horovodrun_flags`."""
 
     def __init__(self) -> None:
         super().__init__(prog="hvdlite-run", add_help=False, allow_abbrev=False)
-        self.add_argument("-np", "-n", "--num-proc", type=_positive)
+        self.add_argument("-np", "-n", "--num-proc", type=flag_values.workers)
         self.add_argument("-H", "--hosts")
         self.add_argument("-hostfile", "--hostfile")
         self.add_argument("--dry-run", action="store_true")
@@ -101,28 +107,29 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true")
         self.add_argument("-x", action="append", default=[], dest="exports")
         self.add_argument("--no-env", action="store_true")
-        self.add_argument("-p", "--ssh-port", type=_port)
+        self.add_argument("-p", "--ssh-port", type=flag_values.port)
         self.add_argument("-i", "--ssh-identity-file")
         self.add_argument("--ssh-args", type=_ssh_words, default=())
         self.add_argument("--ssh-program", default="ssh")
         self.add_argument("--remote-python")
         self.add_argument("--network-interface", "--network-interfaces", type=_interfaces, action=_Merge, default={})
-        self.add_argument("--start-timeout", type=positive_seconds)
-        self.add_argument("--grace", type=_seconds, default=_GRACE_S)
+        self.add_argument("--start-timeout", type=flag_values.positive_seconds)
+        self.add_argument("--grace", type=flag_values.seconds, default=_GRACE_S)
         self.add_argument("--config-file")
         self.add_argument("--verbose", action="store_true")
         self.add_argument("-v", "--version", action="store_true")
         self.add_argument("-h", "--help", action="store_true")
         self.add_argument("--horovod", action="store_true")
+        elastic_flags.add_flags(self)
         horovodrun_flags.add_flags(self)
 
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ")
         flag, _, why = message.partition(": ")
         if why == "expected one argument":
-            message += ", after = if it begins with a dash"
+            message += f"; if it begins with a dash, write {flag.rpartition('/')[2]}=VALUE"
         elif why.startswith(f"{flag.lstrip('-').replace('-', '_')}="):
-            message = why  # Horovod's words name it
+            message = why  # Horovod's message already names it
         raise UsageError(message)
 
     @property
@@ -130,16 +137,34 @@ class Parser(argparse.ArgumentParser):
         return tuple(self._actions)
 
     def split_command(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
-        """The launcher's own flags, and the command: from the first word that is no flag, or after ``--``."""
+        """Returns the launcher's flags, and the command: from the first word that is no flag, or after ``--``."""
         values = {name: _count_values(flag) for flag in self.flags for name in flag.option_strings}
+        flags: list[str] = []
         i = 0
         while i < len(argv) and argv[i].startswith("-") and argv[i] != "--":
-            i += 1 + values.get(argv[i], 0)
-        flags, command = list(argv[:i]), list(argv[i:])
+            flag = self._in_full(argv[i])
+            after = i + 1 + values.get(flag, 0)
+            flags += [flag, *argv[i + 1 : after]]
+            i = after
+        command = list(argv[i:])
         return flags, command[1:] if command[:1] == ["--"] else command
 
+    def _in_full(self, word: str) -> str:
+        """Returns the flag that ``word`` abbreviates, with its value after =, as argparse would; else ``word``.
+
+        Done here, as the command begins after the last flag's value.
+        """
+        name, equals, value = word.partition("=")
+        long = {known: flag for flag in self.flags for known in flag.option_strings if known.startswith("--")}
+        if not name.startswith("--") or name in long:
+            return word
+        found = [known for known in long if known.startswith(name)]
+        if any(long[known] is not long[found[0]] for known in found):
+            raise UsageError(f"{name} may be {' or '.join(found)}: write it in full")
+        return f"{found[0]}{equals}{value}" if found else word
+
     def flags_by_key(self) -> Mapping[str, argparse.Action]:
-        """Every flag by its names without dashes; those of one letter only where there is no other."""
+        """Returns every flag by its names without dashes. A name of one letter counts only if the flag has no other."""
         flags = {}
         for flag in self.flags:
             names = [name.lstrip("-") for name in flag.option_strings]
@@ -147,7 +172,7 @@ class Parser(argparse.ArgumentParser):
         return flags | {other: flags[key] for other, key in _OTHER_KEYS.items()}
 
     def words_for(self, flag: argparse.Action, value: Value) -> list[str]:
-        """The words of a command line that say ``value`` of ``flag``; a `UsageError` does not name the flag."""
+        """Returns the words that set ``flag`` to ``value``; a `UsageError` does not name the flag."""
         words = _words_that_say(flag, value, self._opposite(flag))
         try:
             self.parse_args(words)
@@ -156,7 +181,7 @@ class Parser(argparse.ArgumentParser):
         return words
 
     def _opposite(self, switch: argparse.Action) -> argparse.Action | None:
-        """The switch that says the contrary; where there is none, not to give it does."""
+        """Returns the switch with the contrary effect; None if leaving ``switch`` out has that effect."""
         same = (flag for flag in self.flags if flag.nargs == 0 and flag.dest == switch.dest)
         return next((flag for flag in same if flag.const != switch.const), None)
 
@@ -164,11 +189,11 @@ class Parser(argparse.ArgumentParser):
         name = flag.partition("=")[0]
         if name.replace("_", "-") in _OF_TORCHRUN:
             return UsageError(
-                f"{name} is torchrun's: hvdlite-run is typed once, on one host; -np says how many workers there are in "
-                "all, and -H host:slots on which hosts: hvdlite-run -np 8 -H node1:4,node2:4 python train.py"
+                f"{name} is a flag of torchrun. Run hvdlite-run once, on one host: -np is the number of all workers, "
+                "and -H names the hosts, such as: hvdlite-run -np 8 -H node1:4,node2:4 python train.py"
             )
         known = [option for action in self.flags for option in action.option_strings]
-        return UsageError(f"unknown flag {name}; {closest(name, known)}")
+        return UsageError(f"unknown flag {name}; {closest(name, known)}. Flags of your program come after its name")
 
 
 def _count_values(flag: argparse.Action) -> int:
@@ -180,7 +205,7 @@ def _words_that_say(flag: argparse.Action, value: Value, opposite: argparse.Acti
     repeated = isinstance(flag, argparse._AppendAction)
     if isinstance(value, Mapping) and repeated:
         if any("=" in name for name in value):
-            raise UsageError("a name has no = in it")
+            raise UsageError("the name of a variable cannot contain =")
         return [f"{option}={name}" if text is None else f"{option}={name}={text}" for name, text in value.items()]
     values: Sequence[Value] = [value]
     if isinstance(value, list) and (repeated or flag.dest in _COMMA_SEPARATED or _count_values(flag) > 1):
@@ -200,42 +225,16 @@ def _single(value: Value) -> str:
     if isinstance(value, str):
         return value
     if value is None:
-        raise UsageError("it has no value; give it one, or leave it out")
+        raise UsageError("it has no value: give one, or leave it out")
     raise UsageError(f"it must be a single value, not a {'mapping' if isinstance(value, Mapping) else 'list'}")
 
 
 def closest(name: str, known: Iterable[str]) -> str:
-    """What to say to who wrote ``name``, which is not among the ``known``."""
+    """Returns a hint for a user who wrote ``name``, which is not among the ``known`` names."""
     import difflib  # noqa: PLC0415  # only for this message
 
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     return f"did you mean {close[0]}?" if close else "see hvdlite-run --help"
-
-
-def _positive(text: str) -> int:
-    # Not int() alone: it takes " 4_0 ", and a number that no machine can run.
-    if not (text.isascii() and text.isdigit() and 0 < len(text) <= 6 and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of workers, such as 4")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    seconds = horovodrun_flags.decimal(text)
-    if not 0 <= seconds <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds up to a day, such as 10")
-    return seconds
-
-
-def positive_seconds(text: str) -> float:
-    if seconds := _seconds(text):
-        return seconds
-    raise argparse.ArgumentTypeError(f"{text!r} leaves no time at all; give it more than 0 seconds, such as 60")
-
-
-def _port(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 5 and 0 < int(text) < 65536):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port, such as 22")
-    return int(text)
 
 
 def _words(text: str) -> tuple[str, ...]:
@@ -248,19 +247,22 @@ def _words(text: str) -> tuple[str, ...]:
 def _ssh_words(text: str) -> tuple[str, ...]:
     words = _words(text)
     if broken := sorted({"-f", "-n", "-N", "-W", "-V", "-G", "-O", "-Q"}.intersection(words)):
-        raise argparse.ArgumentTypeError(f"with {broken[0]} ssh would not pass on what hvdlite-run says to the host")
+        raise argparse.ArgumentTypeError(
+            f"ssh {broken[0]} does not start a command with its stdin and stdout, as hvdlite-run needs: leave it out"
+        )
     return words
 
 
 def _interfaces(text: str) -> dict[str, str]:
-    """By host, several with commas between; those of "" are for all that are not named."""
+    """Returns the interfaces by host, several separated by commas; the key "" is for all other hosts."""
     interfaces: dict[str, str] = {}
     for item in text.split(","):
         host, _, name = item.strip().rpartition("=")
         host = host.removeprefix("[").removesuffix("]")
         if not name:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is not an interface for all hosts, such as eth0, or one for each: node1=eth0,node2=ib0"
+                f"{text!r} is not an interface: name one for all hosts, such as eth0, "
+                "or one per host: node1=eth0,node2=ib0"
             )
         interfaces = _merged(interfaces, {host: name})
     return interfaces

@@ -1,6 +1,8 @@
-"""The program hvdlite-run: from its command line to its exit code, and one line for what cannot be done.
+"""The main program of hvdlite-run: from its command line to its exit code.
 
-What the user may say is in `flag_parser`, and what happens then in `job_spec`.
+`flag_parser` parses the flags, `job_of` makes a `JobSpec` of them, and `job.attempts` runs it; ``--check`` and
+``--dry-run`` run `check` and `plan.dry_run` instead. `function` uses `read_flags` and `job_of` too. Errors of the user
+are one line on stderr.
 """
 
 from __future__ import annotations
@@ -9,42 +11,40 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..errors import LauncherError, UsageError
-from ..plan.dry_run import preview
+from ..plan.elastic_spec import ElasticSpec
 from ..plan.exported_variables import chosen_environment
 from ..plan.hosts import Host, find_this_machine, parse_hosts, read_hostfile
 from ..plan.job_spec import JobSpec
 from ..plan.slots import plan_slots
 from ..plan.ssh import Ssh
-from ..plan.worker_environment import HostEnvironment, job_dir
-from ..system.machine import usable_cores
-from ..system.network import loopback_interface
 from ..system.terminal_text import say
 from ..version import VERSION
-from . import horovodrun_flags
-from .flag_parser import EXAMPLE, HELP, Parser, positive_seconds
+from . import elastic_flags, horovodrun_flags
+from .flag_parser import EXAMPLE, HELP, Parser
+from .flag_values import positive_seconds
 
-# What is said of the workers of a job, and not of its hosts.
-_OF_WORKERS = ("num_proc", "dry_run", "output_filename", "prefix_output_with_timestamp", "grace", "horovod")
+# The dests of flags about the workers of a job and not about its hosts.
+_OF_WORKERS = ("num_proc", "dry_run", "output_filename", "prefix_output_with_timestamp", "grace")
 
 _START_TIMEOUT_S = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run hvdlite-run with these arguments and give its exit code."""
+    """Runs hvdlite-run with these arguments and returns its exit code."""
     _open_standard_streams()
     try:
         return _run(sys.argv[1:] if argv is None else argv)
-    except BrokenPipeError:  # who read a plan has seen enough
+    except BrokenPipeError:  # the reader of stdout has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 128 + signal.SIGPIPE
     except LauncherError as error:
         say(str(error))
         return error.exit_code
-    except KeyboardInterrupt:  # before the job handles it
+    except KeyboardInterrupt:  # before `launch` handles SIGINT
         return 130
 
 
@@ -62,22 +62,22 @@ def _run(argv: Sequence[str]) -> int:
             raise UsageError(f"--check runs no command: leave out {command[0]!r}, and what follows it")
         from ..check.run_check import check  # noqa: PLC0415  # as below
 
-        return check(job_of(options, command))
+        return check(_job_to_check(options))
     job = job_of(options, command)
     say_what_has_no_effect(options)
     if options.dry_run:
-        print(_preview(job, options), end="", flush=True)
+        print(_dry_run(job, options), end="", flush=True)
         return 0
     if not command:
-        raise UsageError(f"no command to run; it follows the flags, such as: {EXAMPLE}")
+        raise UsageError(f"no command to run: put it after the flags, such as: {EXAMPLE}")
 
-    from ..job.launch import launch  # noqa: PLC0415  # so that --help and wrong flags are answered at once
+    from ..job.attempts import run_attempts  # noqa: PLC0415  # so that --help and wrong flags are answered at once
 
-    return launch(job).exit_code
+    return run_attempts(job).exit_code
 
 
 def read_flags(flags: Sequence[str]) -> argparse.Namespace:
-    """What these words say, and the config file that they may name."""
+    """Parses these words, and the config file if they name one."""
     parser = Parser()
     options, unknown = parser.parse_known_args(flags)
     if options.help or options.version:
@@ -92,7 +92,7 @@ def read_flags(flags: Sequence[str]) -> argparse.Namespace:
 
 
 def say_what_has_no_effect(options: argparse.Namespace) -> None:
-    """A line on stderr for each flag of horovodrun's that has nothing to tune here."""
+    """Writes a line to stderr for each given flag of horovodrun that has no effect here."""
     for remark in horovodrun_flags.remarks(options):
         say(remark)
 
@@ -105,18 +105,17 @@ def _refuse_beside_check(options: argparse.Namespace) -> None:
 
 
 def _flags_of_workers() -> frozenset[str]:
-    return frozenset(_OF_WORKERS).union(horovodrun_flags.DESTS)
+    return frozenset(_OF_WORKERS).union(elastic_flags.OF_WORKERS, horovodrun_flags.DESTS)
 
 
 def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
-    """What is asked for, as far as it can be judged from here."""
-    hosts = find_this_machine(_hosts(options))
-    if strangers := options.network_interface.keys() - {
-        "",
-        *(host.label for host in hosts),
-        *(host.name for host in hosts),
-    }:
-        raise UsageError(f"--network-interface: {min(strangers)!r} is none of the hosts")
+    """Returns the job that these options ask for; raises `UsageError` for what this host can see to be wrong."""
+    is_elastic = elastic_flags.is_elastic(options)
+    starts_elastic = is_elastic and not options.check
+    hosts = find_this_machine(_hosts(options, is_elastic=is_elastic))
+    names = {"", *(host.label for host in hosts), *(host.name for host in hosts)}
+    if hosts and (strangers := options.network_interface.keys() - names):
+        raise UsageError(f"--network-interface: {min(strangers)!r} is not one of the hosts")
     exports = [*(f"{name}={value}" for name, value in _variables(options).items()), *options.exports]
     identity_file = options.ssh_identity_file
     if identity_file is not None and not os.path.isfile(identity_file):
@@ -141,24 +140,35 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
         timestamps=options.prefix_output_with_timestamp,
         record_dir=options.output_filename,
         as_horovod=options.horovod,
+        elastic=elastic_flags.elastic_of(options, hosts, _elastic_timeout_s()) if starts_elastic else None,
+        restart=elastic_flags.restart_of(options),
     )
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
-    """What flags set for the workers."""
-    # Rank 0 says how its ranks are connected: nobody else knows.
+    """Returns the variables that flags set for the workers."""
+    # Rank 0 writes how the ranks are connected, which the launcher does not know.
     own = {"HVDLITE_VERBOSE": "1"} if options.verbose else {}
     return {**own, **horovodrun_flags.variables(options)}
 
 
 def _start_timeout_s(options: argparse.Namespace) -> float:
-    """What the flag says, or else the variable of this name, hvdlite's before Horovod's."""
+    """Returns the value of the flag, else of the environment variable."""
     if options.start_timeout is not None:
         return float(options.start_timeout)
-    names = ("HVDLITE_START_TIMEOUT", "HOROVOD_START_TIMEOUT")
+    return _seconds_set("START_TIMEOUT") or _START_TIMEOUT_S
+
+
+def _elastic_timeout_s() -> float | None:
+    return _seconds_set("ELASTIC_TIMEOUT")
+
+
+def _seconds_set(variable: str) -> float | None:
+    """Returns the value of hvdlite's environment variable, else of Horovod's; None if neither is set."""
+    names = (f"HVDLITE_{variable}", f"HOROVOD_{variable}")
     name = next((name for name in names if os.environ.get(name, "").strip()), None)
     if name is None:
-        return _START_TIMEOUT_S
+        return None
     try:
         return positive_seconds(os.environ[name].strip())
     except argparse.ArgumentTypeError as error:
@@ -168,61 +178,84 @@ def _start_timeout_s(options: argparse.Namespace) -> float:
 def _words_of_config_file(options: argparse.Namespace, parser: Parser) -> list[str]:
     from .config_file import config_words  # noqa: PLC0415  # seldom needed
 
-    # Where workers run is one thing to say, in two ways: either takes the place of the file's.
-    where = ("hosts", "hostfile")
+    # Each of these flags chooses the hosts, so any one of them replaces all in the file.
+    where = ("hosts", "hostfile", "host_discovery_script")
     said = any(getattr(options, dest) is not None for dest in where)
-    # Several of these are one list, which takes the place of the file's whole.
+    # The interfaces are one list, which replaces the file's as a whole.
     interfaces = ("network_interface",) if options.network_interface else ()
     without = (*(where if said else ()), *interfaces, *(_flags_of_workers() if options.check else ()))
     return config_words(options.config_file, parser, without=without)
 
 
-def _hosts(options: argparse.Namespace) -> tuple[Host, ...]:
-    if options.hosts is not None and options.hostfile is not None:
-        raise UsageError("-H and --hostfile both say where workers run; give one of them")
+def _hosts(options: argparse.Namespace, *, is_elastic: bool) -> tuple[Host, ...]:
+    """Returns the hosts that the user names; none if they are to be discovered."""
+    given = {"-H": options.hosts, "--hostfile": options.hostfile}
+    given["--host-discovery-script"] = options.host_discovery_script
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise UsageError(f"{names[0]} and {names[1]} both name the hosts: give only one of them")
     if options.hosts is not None:
         return parse_hosts(options.hosts)
     if options.hostfile is not None:
         return read_hostfile(options.hostfile)
+    if options.host_discovery_script is not None:
+        return ()
+    if is_elastic:
+        return (Host("localhost", elastic_flags.slots_here(options)),)
     if options.num_proc is not None or options.check:
         return (Host("localhost", options.num_proc or 1),)
-    raise UsageError(f"how many workers? Say -np N, such as: {EXAMPLE}")
+    raise UsageError(f"the number of workers is missing: give -np N, such as: {EXAMPLE}")
 
 
-def _preview(job: JobSpec, options: argparse.Namespace) -> str:
-    from ..system.job_directory import temporary_directory  # noqa: PLC0415  # costs 10 ms, needless for a job
+def _job_to_check(options: argparse.Namespace) -> JobSpec:
+    """Returns the job with the hosts that are there now, if they are to be discovered."""
+    job = job_of(options, ())
+    if options.host_discovery_script is None:
+        return job
+    from ..job.discovery import discover  # noqa: PLC0415  # needless for --help and wrong flags
 
-    here = HostEnvironment(job_dir("<job>", temporary_directory()), usable_cores(), loopback_interface())
+    hosts = discover(elastic_flags.script_of(options))
+    if not hosts:
+        raise UsageError(f"--host-discovery-script {options.host_discovery_script} prints no host now")
+    return replace(job, hosts=hosts)
 
-    from ..job.launch import count_slots  # noqa: PLC0415  # as above
 
-    slots = plan_slots(count_slots(job), job.size)
-    alone = len({slot.host for slot in slots}) == 1
-
-    def interface_of(host: Host) -> str | None:
-        names = job.interface_of(host)
-        return f"<the first of {names} that is there>" if names and "," in names else names
-
-    def facts_of(host: Host) -> HostEnvironment | None:
-        if not (host.is_here and alone):
-            return None
-        return replace(here, interface=interface_of(host) or here.interface)
+def _dry_run(job: JobSpec, options: argparse.Namespace) -> str:
+    from ..job.launch import count_slots  # noqa: PLC0415  # needless for --help and wrong flags
+    from ..plan.dry_run import dry_run  # noqa: PLC0415  # costs 10 ms, needless for a job
 
     by_flags = {name: job.environment.here[name] for name in _variables(options)}
-    if job.as_horovod:
-        by_flags["PYTHONPATH"] = "<where that host has hvdlite's horovod>, and what is in it else"
-    return preview(slots, job.environment, facts_of, interface_of, by_flags)
+    if job.elastic is not None:
+        return _elastic_dry_run(job, job.elastic, by_flags)
+    return dry_run(job, plan_slots(count_slots(job), job.size), by_flags)
+
+
+def _elastic_dry_run(job: JobSpec, elastic: ElasticSpec, by_flags: Mapping[str, str]) -> str:
+    from ..job.discovery import discover  # noqa: PLC0415  # as above
+    from ..job.launch import count_slots  # noqa: PLC0415
+    from ..job.membership import Membership, StartWorker  # noqa: PLC0415
+    from ..plan.dry_run import FirstWorker, elastic_dry_run  # noqa: PLC0415
+
+    found = count_slots(job) if elastic.discovery is None else discover(elastic.discovery)
+    hosts = {host.label: host for host in found}
+    actions = Membership(elastic.policy).hosts_found({host.label: host.slots for host in found}, now_s=0.0)
+    workers = [
+        FirstWorker(each.worker, hosts[each.place.host], each.place.slot)
+        for each in actions
+        if isinstance(each, StartWorker)
+    ]
+    return elastic_dry_run(job, found, workers, by_flags)
 
 
 def _working_directory() -> str:
     try:
         return os.getcwd()
     except FileNotFoundError:
-        raise UsageError("the working directory does not exist any more") from None
+        raise UsageError("the working directory no longer exists: change to another one") from None
 
 
 def _open_standard_streams() -> None:
-    """Where the caller closed one (``>&-``), have /dev/null there: no pipe of ours may take its number."""
+    """Opens /dev/null for each standard stream that the caller closed (``>&-``), so that no pipe gets its number."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(fd)

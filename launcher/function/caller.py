@@ -1,6 +1,6 @@
 """Calls a function in many workers: `run`, in the process of its caller.
 
-It pickles the function, starts a `function_runner` process that runs the job, and unpickles what comes back: what the
+It pickles the function, starts a `function_runner` process that runs the job, and unpickles the results: what the
 function returned in each worker, or the exception of the worker that failed first.
 """
 
@@ -20,14 +20,20 @@ from ..system.signals import signal_name
 from ..system.terminal_text import one_line, visible
 from .function_messages import FunctionCall, FunctionResults
 
-# They start nothing that could return.
+# These flags start no job, so nothing would be returned.
 _NO_ARGUMENTS = frozenset({"dry-run", "cb", "check", "check-build", "help", "version"})
+
+# One of these says how many workers there are.
+_NUMBERS_OF_WORKERS = (
+    *("np", "n", "num_proc", "hosts", "hostfile", "config_file"),
+    *("min_np", "min_num_proc", "host_discovery_script"),
+)
 
 Returned = TypeVar("Returned")
 
 
-class RemoteTraceback(Exception):  # noqa: N818  # named as it is shown, as in concurrent.futures
-    """Where in a worker its exception came from: the ``__cause__`` of what `run` raises."""
+class RemoteTraceback(Exception):  # noqa: N818  # shown by this name, as in concurrent.futures
+    """The traceback of a worker's exception, as text: the ``__cause__`` of the exception that `run` raises."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
@@ -42,14 +48,14 @@ def run(
 ) -> list[Returned]:
     """See `hvdlite_launcher.run`."""
     if not callable(func):
-        raise TypeError(f"run() calls a function, and {_shown(func)} is none")
+        raise TypeError(f"run() needs a function, not {_shown(func)}")
     if not isinstance(args, Iterable) or isinstance(args, str | bytes | Mapping):
-        raise TypeError(f"run(): args={_shown(args)} is no sequence of arguments, such as ({_shown(args)},)")
+        raise TypeError(f"run(): args must be a sequence of arguments, such as ({_shown(args)},), not {_shown(args)}")
     if not isinstance(kwargs, Mapping | None) or not all(isinstance(name, str) for name in kwargs or ()):
-        raise TypeError(f"run(): kwargs={_shown(kwargs)} is no mapping from names to arguments")
+        raise TypeError(f"run(): kwargs must be a mapping from names to arguments, not {_shown(kwargs)}")
     words = tuple(_words(flags))
-    if all(flags.get(name) is None for name in ("np", "n", "num_proc", "hosts", "hostfile", "config_file")):
-        raise ValueError("how many workers? Give run() np, hosts or hostfile, such as np=4")
+    if all(flags.get(name) is None for name in _NUMBERS_OF_WORKERS):
+        raise ValueError("run(): the number of workers is missing: give np, hosts or hostfile, such as np=4")
     call = FunctionCall(
         flags=words,
         cwd=os.getcwd(),
@@ -61,14 +67,14 @@ def run(
 def _words(flags: Mapping[str, object]) -> Iterator[str]:
     parser = Parser()
     known = {key.replace("-", "_"): flag for key, flag in parser.flags_by_key().items() if key not in _NO_ARGUMENTS}
-    given: dict[str, str] = {}  # the argument's name by the flag's, which may have several
+    given: dict[str, str] = {}  # the argument's name by the flag's dest, since a flag may have several names
     for name, value in flags.items():
         if name not in known:
             raise TypeError(f"run() has no argument {name!r}; {closest(name, known)}")
         if value is None:
             continue
         if (other := given.setdefault(known[name].dest, name)) != name:
-            raise TypeError(f"run(): {other} and {name} say the same; give one of them")
+            raise TypeError(f"run(): {other} and {name} are the same argument: give only one of them")
         try:
             yield from parser.words_for(known[name], _as_value(known[name].dest, value))
         except UsageError as error:
@@ -84,29 +90,29 @@ def _as_value(dest: str, value: object) -> Value:
 
 
 def _as_text(dest: str, value: object) -> str:
-    """What would stand on the command line; a `UsageError` where nobody would write that there."""
+    """Returns the word for the command line; raises `UsageError` for a value that nobody would write there."""
     is_number = dest not in TEXTS and (hasattr(value, "__index__") or hasattr(value, "__float__"))
     try:
         text = os.fspath(value) if isinstance(value, str | os.PathLike) else str(value) if is_number else None
-        # A NUL ends what programs are told, and half of a pair of surrogates is no character.
+        # A NUL would end a program's argument, and a lone surrogate is no character.
         if isinstance(text, str) and b"\0" not in os.fsencode(text):
             return text
-    except Exception:  # noqa: BLE001  # by an object's own method, or of a number of thousands of digits
+    except Exception:  # noqa: BLE001  # from an object's own method, or for a number with thousands of digits
         pass
     kind = "a str" if dest in TEXTS else "a str or a number"
-    raise UsageError(f"{_shown(value)} is not {kind} that can be said there")
+    raise UsageError(f"it must be {kind} that a command line can contain, not {_shown(value)}")
 
 
 def _shown(value: object) -> str:
     try:
         return one_line(repr(value)[:200])
-    except Exception:  # noqa: BLE001  # whatever an object's own method raises
+    except Exception:  # noqa: BLE001  # an object's own method may raise anything
         return f"<{type(value).__name__}>"
 
 
 def _pickled_call(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    # pickle alone cannot send what has no name, or is defined in a notebook or the main program.
-    import cloudpickle  # type: ignore[import-untyped]  # noqa: PLC0415  # it has none; its one use here
+    # pickle alone cannot pickle functions without a name, or those defined in a notebook or the main program.
+    import cloudpickle  # type: ignore[import-untyped]  # noqa: PLC0415  # it has no types, and is used only here
 
     call = (func, tuple(args), dict(kwargs))
     try:
@@ -114,8 +120,8 @@ def _pickled_call(func: Callable[..., object], args: Sequence[Any], kwargs: Mapp
     except Exception as error:
         culprit = next((what for what, part in zip(("func", "args"), call, strict=False) if not _fits(part)), "kwargs")
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise pickle.PicklingError(f"{culprit} cannot be pickled, to be sent to the workers: {reason}") from error
-    # What is sent by name is to be found there as it is here.
+        raise pickle.PicklingError(f"{culprit} cannot be pickled to send it to the workers: {reason}") from error
+    # Modules that are pickled by name must be found there by the same paths as here.
     return pickle.dumps(([os.path.abspath(entry) for entry in sys.path], pickled))
 
 
@@ -124,14 +130,14 @@ def _fits(part: object) -> bool:
 
     try:
         cloudpickle.dumps(part)
-    except Exception:  # noqa: BLE001  # anything may be raised by an object's own way of being pickled
+    except Exception:  # noqa: BLE001  # an object's own pickling may raise anything
         return False
     return True
 
 
 def _results_of(call: FunctionCall) -> FunctionResults:
-    """Have the call carried out, or, where that is interrupted, ended."""
-    for stream in (sys.stdout, sys.stderr):  # what was printed before shall be shown before
+    """Runs the call in a runner process and returns its results; ends the job if this is interrupted."""
+    for stream in (sys.stdout, sys.stderr):  # earlier output must appear first
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
     read_end, write_end = os.pipe()
@@ -166,10 +172,10 @@ def _start_runner(results: int) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         bufsize=0,
         pass_fds=(results,),
-        # The user's directory must not be on its sys.path: it may hold a queue.py.
+        # The user's working directory must not be on its sys.path: it may contain a queue.py.
         cwd="/",
         env=environment,
-        # Ctrl-C on the terminal is for the caller, who then hangs up.
+        # Ctrl-C on the terminal must reach only the caller, which then hangs up.
         start_new_session=True,
     )
 
@@ -177,7 +183,7 @@ def _start_runner(results: int) -> subprocess.Popen[bytes]:
 def _send(call: FunctionCall, runner: subprocess.Popen[bytes]) -> None:
     assert runner.stdin is not None
     rest = memoryview(pickle.dumps(call))
-    with contextlib.suppress(BrokenPipeError):  # how it ended is told by what it delivers, or does not
+    with contextlib.suppress(BrokenPipeError):  # if it has ended, its missing results say so
         while rest:
             rest = rest[runner.stdin.write(rest) :]
 
@@ -188,7 +194,7 @@ def _hang_up(runner: subprocess.Popen[bytes]) -> None:
 
 
 def _end(runner: subprocess.Popen[bytes]) -> None:
-    """Wait until nothing of the job is left; each Ctrl-C meanwhile hurries it."""
+    """Hangs up and waits until no process of the job is left; each Ctrl-C speeds that up."""
     _hang_up(runner)
     while runner.returncode is None:
         try:
@@ -198,21 +204,28 @@ def _end(runner: subprocess.Popen[bytes]) -> None:
 
 
 def _returned(results: FunctionResults) -> list[Any]:
-    """What the function returned, by rank; or raise what came of it instead."""
-    returns = {rank: pickle.loads(data) for rank, data in results.returns.items()}
+    """Returns what the function returned, by rank; raises an exception if the job failed."""
+    returned = [pickle.loads(data) for data in results.returns.values()]
+    # In an elastic job, those of workers that were in the last world: others have left, or were replaced.
+    last = max((each["generation"] or 0 for each in returned), default=0)
+    returns = {each["rank"]: each for each in returned if each["generation"] in (None, last) and each["size"]}
+    if returned and not returns:
+        if error := next((each for each in returned if each["value"] is None), None):
+            _raise_again("a worker", **error)
+        raise JobError("the function of an elastic job must call hvd.init(): without it workers have no ranks")
     raised = [rank for rank in sorted(returns) if returns[rank]["value"] is None]
     first = results.rank if results.exit_code else next(iter(raised), None)
     if first in raised:
-        _raise_again(first, **returns[first])
+        _raise_again(f"rank {first}", **returns[first])
     if results.exit_code == UsageError.exit_code and first is None:
         raise ValueError(visible(results.message))
     if results.exit_code:
-        # Only a signal to the runner ends a job without a word.
+        # Only a signal to the runner ends a job without a message.
         raise JobError(visible(results.message) or f"the job was ended by {signal_name(results.exit_code - 128)}")
     size = max((each["size"] for each in returns.values()), default=1)
     for rank in range(size):
         if rank not in returns:
-            raise JobError(f"rank {rank} ended with exit code 0, but before the function returned")
+            raise JobError(f"rank {rank} ended with exit code 0 before the function returned")
     return [_unpickled(rank, returns[rank]["value"]) for rank in range(size)]
 
 
@@ -221,19 +234,20 @@ def _unpickled(rank: int, value: bytes) -> object:
         return pickle.loads(value)
     except Exception as error:
         raise JobError(
-            f"what rank {rank} returned cannot be unpickled here: {type(error).__name__}: {visible(str(error))}"
+            f"the value that rank {rank} returned cannot be unpickled here: "
+            f"{type(error).__name__}: {visible(str(error))}"
         ) from error
 
 
-def _raise_again(rank: int, *, host: str, error: bytes | None, summary: str, traceback: str, **_: object) -> NoReturn:
-    # A worker's words, which the caller's terminal is to show and not to obey.
-    cause = RemoteTraceback(f'\nrank {rank} on {host}:\n"""\n{visible(traceback)}"""')
+def _raise_again(who: str, *, host: str, error: bytes | None, summary: str, traceback: str, **_: object) -> NoReturn:
+    # Text of a worker, whose control characters must not reach the caller's terminal.
+    cause = RemoteTraceback(f'\n{who} on {host}:\n"""\n{visible(traceback)}"""')
     try:
         exception = pickle.loads(error or b"")
-    except Exception:  # noqa: BLE001  # its class may need other arguments, or not be there
+    except Exception:  # noqa: BLE001  # its class may need other arguments, or not exist here
         exception = None
     if not isinstance(exception, Exception):
-        exception = JobError(f"rank {rank} on {host} raised {visible(summary)}")
+        exception = JobError(f"{who} on {host} raised {visible(summary)}")
     shown = tuple(visible(each) if isinstance(each, str) else each for each in exception.args)
     if shown != exception.args:
         exception.args = shown

@@ -1,11 +1,11 @@
-"""Carries a function to the workers and its results back, as bytes that nothing in between unpickles.
+"""The messages that carry a function to the workers and its results back, as bytes that only the two ends unpickle.
 
     caller.run ── FunctionCall ─────► function_runner ── store ──► hvdlite.worker_main, in every worker
                ◄── FunctionResults ──                 ◄── store ──
 
-The keys are a contract with `hvdlite.worker_main`: ``call`` is what to call, ``return/RANK`` what came of it there, and
-``returned`` the ranks that have left that, with a blank after each. The first two are large values, as
-`hvdlite.rendezvous.store_client` sets and gets them.
+The keys in the store are a contract with `hvdlite.worker_main`. ``call`` is the pickled call, ``return/WORKER`` is the
+result of the worker with this number, and ``returned`` lists those with a result, each followed by a blank. The first
+two are large values, as `hvdlite.rendezvous.store_client` sets and gets them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 
 from ..store.server import Store
 
-# For each host's own Python. Not -m, which has the working directory on sys.path: it may hold a queue.py, which
-# the caller does not see.
+# Arguments for each host's own Python. Not -m, which puts the working directory on sys.path: it may contain a queue.py,
+# and it need not be on the caller's sys.path.
 WORKER = ("-c", "import sys; sys.path[:] = filter(None, sys.path); from hvdlite.worker_main import main; main()")
 
 
 @dataclass(frozen=True)
 class FunctionCall:
-    """What is to be called, in which directory; ``flags`` are hvdlite-run's."""
+    """A function call in a working directory; ``flags`` are hvdlite-run's."""
 
     flags: tuple[str, ...]
     cwd: str
@@ -31,9 +31,9 @@ class FunctionCall:
 
 @dataclass(frozen=True)
 class FunctionResults:
-    """How the job ended, with ``message`` on the cause; ``rank`` is the worker that failed first, if one did.
+    """The end of the job, with a ``message`` about the cause; ``rank`` is the worker that failed first, if one did.
 
-    ``returns`` are by rank; of one that died before its function was done there is none.
+    ``returns`` has a result by worker, except for those that died before the function was done.
     """
 
     exit_code: int
@@ -43,10 +43,12 @@ class FunctionResults:
 
 
 def put_call(store: Store, call: bytes) -> None:
+    """Sets the pickled call in the store, for the workers."""
     store.put_large(b"call", call)
 
 
 def take_returns(store: Store) -> dict[int, bytes]:
-    ranks = (store.look(b"returned") or b"").split()
-    values = {int(rank): store.look_large(b"return/" + rank) for rank in ranks}
-    return {rank: value for rank, value in values.items() if value is not None}
+    """Returns the pickled results that are in the store, by the worker's number."""
+    workers = (store.get(b"returned") or b"").split()
+    values = {int(worker): store.get_large(b"return/" + worker) for worker in workers}
+    return {worker: value for worker, value in values.items() if value is not None}

@@ -1,8 +1,8 @@
 """Runs the job of one `hvdlite_launcher.run`: `python -m hvdlite_launcher.function.function_runner FD`.
 
-It reads a `FunctionCall` on its stdin and writes a `FunctionResults` to the pipe FD. Where stdin ends before that, the
-caller is gone or wants no more, and the job is ended. It is a process of its own because a job adopts orphaned
-processes and ends them, and needs the main thread and the signals, none of which can be taken from a user's program.
+`caller` starts it. It reads a `FunctionCall` on its stdin and writes a `FunctionResults` to the pipe FD. If stdin ends
+before that, the caller has ended or was interrupted, and the job is ended. It is a separate process because a job
+adopts and ends orphaned processes, and needs the main thread and the signals: a user's program must keep these.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from typing import BinaryIO
 
 from ..cli.hvdlite_run import job_of, read_flags, say_what_has_no_effect
 from ..errors import LauncherError, UsageError, in_words
-from ..job.launch import launch
+from ..job.attempts import run_attempts
 from ..store.server import Store
 from .function_messages import WORKER, FunctionCall, FunctionResults, put_call, take_returns
 
 
 def main() -> int:
-    """How the job ended is in the `FunctionResults`; the exit code only says whether there are any."""
-    # Whatever the user's program does about it: this is how we are ended.
+    """Runs the job. Its end is in the `FunctionResults`; the exit code is 1 if there are none."""
+    # SIGTERM must end this process even if it inherits from the user's program that it is ignored or blocked.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     results = int(sys.argv[1])
     os.set_inheritable(results, False)
     caller = os.fdopen(os.dup(0), "rb")
     with open(os.devnull, "rb") as nothing:
-        os.dup2(nothing.fileno(), 0)  # the job's own standard input
+        os.dup2(nothing.fileno(), 0)  # the job's standard input
     try:
         call = pickle.load(caller)
-    except (EOFError, pickle.UnpicklingError):  # it changed its mind
+    except (EOFError, pickle.UnpicklingError):  # the caller was interrupted
         return 1
     threading.Thread(target=_end_with, args=(caller,), daemon=True, name="caller").start()
     done = _run(call)
@@ -50,23 +50,28 @@ def _end_with(caller: BinaryIO) -> None:
 
 
 def _run(call: FunctionCall) -> FunctionResults:
-    store = Store()
-    put_call(store, call.call)
+    stores: list[Store] = []
+
+    def new_store() -> Store:
+        stores.append(Store())
+        put_call(stores[-1], call.call)
+        return stores[-1]
+
     try:
         os.chdir(call.cwd)
         options = read_flags(call.flags)
-        if options.dry_run:  # in a config file, it is
-            raise UsageError("dry-run starts nothing that could return")
+        if options.dry_run:  # a config file may contain it
+            raise UsageError("dry-run starts no workers, so run() would have no results: leave it out")
         job = job_of(options, WORKER)
         say_what_has_no_effect(options)
-        outcome = launch(replace(job, in_python=True), store)
+        outcome = run_attempts(replace(job, in_python=True), new_store)
     except (LauncherError, OSError) as error:
         return FunctionResults(getattr(error, "exit_code", 1), in_words(error) or str(error))
     except RuntimeError as error:
         if (why := in_words(error)) is None:
             raise
         return FunctionResults(1, why)
-    return FunctionResults(outcome.exit_code, outcome.message, outcome.rank, take_returns(store))
+    return FunctionResults(outcome.exit_code, outcome.message, outcome.rank, take_returns(stores[-1]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
-"""Programs that run on each host: the agent that starts the workers there, and its parent that clears up after it.
+"""The programs that run on each host: the agent, which runs the workers, and its parent, which cleans up after it.
 
     sshd, or the launcher ── remote_parent ── agent ── start_workers, worker_stdin, worker_output
+
+The launcher (`agents.remote_agent`) starts a remote_parent on each host, itself or by ssh. That forks the agent, which
+uses the other modules for the workers, and `wire.channel` to talk to the launcher.
 
 Modules import only what stands before them:
 

@@ -1,12 +1,15 @@
-"""The agent, `python -m hvdlite_launcher.host.agent`: starts one host's workers and ends all that they leave behind.
+"""The agent process: starts one host's workers, and ends every process that they leave behind.
 
-It reads commands on stdin and writes events on stdout (see `channel`), and decides nothing but this: when
-its stdin ends, or says nothing for too long, the launcher is done or gone, and every process that came from here
-is killed, the job's directory removed. One thread, one loop, nothing that blocks: a launcher that does not read
-holds up the workers' output, but never the end of the job.
+`remote_parent` forks it, and cleans up if it is killed; `python -m hvdlite_launcher.host.agent` starts it without one.
+It reads commands on stdin and writes events on stdout (see `channel`). It uses `start_workers`, `worker_stdin` and
+`worker_output` for the workers, and `store.relay` and `store.cache` for their requests to the rendezvous store.
 
-A signal does not end it: a scheduler that signals all processes of a job at once signals the launcher too, and what
-the workers do until that kills them, such as writing a checkpoint, is not to be cut off here.
+The launcher makes all decisions but one. When stdin ends, or the launcher is silent for too long, the agent kills all
+processes of the job on this host and removes the job's directory. It is one thread with one event loop that never
+blocks: a launcher that does not read delays the workers' output, but never the end of the job.
+
+SIGTERM, SIGINT and SIGHUP do not end the agent. A scheduler that signals all processes of a job signals the launcher
+too, which ends the job; until then the workers may need the time, for example to write a checkpoint.
 """
 
 from __future__ import annotations
@@ -19,11 +22,11 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from ..errors import LauncherError, ProtocolError, in_words
-from ..plan.worker_environment import job_dir, left_file, peer_lost_file, store_socket
+from ..plan.worker_environment import job_dir, left_file, peer_left_file, peer_lost_file, store_socket
 from ..store.cache import Cache
 from ..store.relay import Relay
 from ..system import job_directory, network, process_tree
@@ -44,48 +47,56 @@ from ..wire.messages import (
     SignalWorkers,
     Started,
     StartJob,
+    StartWorkers,
 )
 from ..wire.store_messages import StoreCommand
-from .start_workers import CannotStartError, Worker, ranks_of, start_workers
+from .start_workers import CannotStartError, Worker, start_workers
 from .worker_output import WorkerOutput
 from .worker_stdin import WorkerStdin
 
 _PIPE_BYTES = 1 << 20
-_WHICH = "--network-interface says which to use"
+_WHICH = "choose one with --network-interface"
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Agent:
-    """The loop over three file descriptors: commands in, events out, and the signals we get, as bytes."""
+    """The event loop over three file descriptors: commands to read, events to write, and received signals as bytes."""
 
     def __init__(
-        self, commands: int, events: int, signals: int, *, adopts: bool, tell_directory: Callable[[str], object]
+        self, commands: int, events: int, signals: int, *, adopts: bool, report_directory: Callable[[str], object]
     ) -> None:
-        """``adopts``: orphans among our descendants become our children, so that none is out of sight.
+        """``adopts``: orphaned descendants become children of this process, so `kill_descendants` finds them all.
 
-        ``tell_directory`` is told which directory is to be removed if this process cannot do it.
+        ``report_directory`` is called with the job's directory, which the remote parent removes if this process is
+        killed.
         """
         self._commands = commands
         self._signals = signals
         self._adopts = adopts
-        self._tell_directory = tell_directory
+        self._report_directory = report_directory
         self._selector = selectors.DefaultSelector()
         self._channel = Channel(commands, events, self._selector)
         self._worker_output = WorkerOutput(self._selector, self._channel)
         self._greeting: Greet | None = None
-        self._port: socket.socket | None = None  # kept from others, see `network.reserve_port`
-        self._workers: dict[int, Worker] = {}  # by pid, those that run
-        self._groups: list[int] = []  # of all workers ever
+        self._port: socket.socket | None = None  # reserves the port, see `network.reserve_port`
+        self._workers: dict[int, Worker] = {}  # the running ones, by pid
+        self._groups: list[int] = []  # without ``adopts``: the workers' process groups that may have processes
         self._stdins: dict[int, WorkerStdin] = {}  # by the worker's number
+        self._job: StartJob | None = None
+        self._started: set[int] = set()  # the numbers of all workers that were ever to be started here
+        self._interface: str | None = None  # towards the job's other hosts
         self._job_dir: str | None = None
-        self._held_dir: int | None = None  # by being open, until this process ends
+        self._held_dir: int | None = None  # holds the directory's lock until this process ends
         self._cache: Cache | None = None
         self._relay: Relay | None = None
         self._parent = os.getppid()
         self._orphaned = False
 
     def run(self) -> None:
-        """Until the launcher hangs up, or our remote parent is gone; then kill, tidy up and return."""
+        """Runs until the launcher hangs up or the remote parent dies, then kills all processes and cleans up.
+
+        Raises `LauncherError` if a process could not be killed, or if the launcher was silent for too long.
+        """
         self._listen(self._commands, self._read_commands)
         self._listen(self._signals, self._read_signals)
         try:
@@ -97,17 +108,16 @@ class Agent:
                 self._worker_output.hold_up()
         finally:
             self._end()
-        if self._channel.silent:  # should it hear of us again: it only stood still, as after Ctrl-Z
-            raise LauncherError(f"nothing was heard of the launcher for {SILENCE_S:g} s")
+        if self._channel.silent:  # a launcher that was only stopped, as by Ctrl-Z, reads this when it continues
+            raise LauncherError(f"no message from the launcher for {SILENCE_S:g} s: the workers here were killed")
 
     def _listen(self, fd: int, react: Callable[[], object]) -> None:
         os.set_blocking(fd, False)
         self._selector.register(fd, selectors.EVENT_READ, react)
 
     def _end(self) -> None:
-        if not self._adopts:  # the groups may hold children of the dead, which no list of descendants shows
-            for group in self._groups:
-                process_tree.signal_group(group, signal.SIGKILL)
+        for group in self._groups:
+            process_tree.signal_group(group, signal.SIGKILL)
         everything_ended = process_tree.kill_descendants()
         if self._relay is not None:
             self._relay.close()
@@ -124,7 +134,9 @@ class Agent:
                 case Greet():
                     self._answer(message)
                 case StartJob():
-                    self._start(message)
+                    self._prepare(message)
+                case StartWorkers():
+                    self._start(message.workers)
                 case SignalWorkers():
                     self._signal(message)
                 case Input():
@@ -137,11 +149,11 @@ class Agent:
                 case Beat():
                     pass
                 case _:
-                    raise ProtocolError("the launcher sent what only an agent says")
+                    raise ProtocolError("the launcher sent a message that only an agent may send")
 
     def _answer(self, greeting: Greet) -> None:
         if self._greeting is not None:
-            raise ProtocolError("the launcher said hello twice")
+            raise ProtocolError("the launcher sent Greet twice")
         if greeting.interface is not None:
             greeting = replace(greeting, interface=network.first_there(greeting.interface))
         self._greeting = greeting
@@ -155,32 +167,41 @@ class Agent:
         self._port = network.reserve_port()
         slots = slots_by_hardware() if greeting.count_slots else None
         if greeting.beats:
-            # Not before: counting may wait for sleeping GPUs, longer than silence may last.
+            # Only now: counting may wait for sleeping GPUs for longer than SILENCE_S.
             self._channel.beat()
         self._channel.send(Hello(VERSION, slots, address, self._port.getsockname()[1], machine_id()))
 
-    def _start(self, job: StartJob) -> None:
-        if self._job_dir is not None or self._greeting is None:
-            raise ProtocolError("the launcher started a job before it said hello, or a second one")
-        ranks = ranks_of(job)
+    def _prepare(self, job: StartJob) -> None:
+        if self._job is not None or self._greeting is None:
+            raise ProtocolError("the launcher sent StartJob before Greet, or twice")
+        self._job = job
         try:
-            interface = _interface_for(self._greeting.interface, job.peers)
+            self._interface = _interface_for(self._greeting.interface, job.peers)
             path = job_dir(job.token, job_directory.temporary_directory())
             job_directory.clear_abandoned(os.path.dirname(path))
             self._held_dir = job_directory.make(path)
             self._job_dir = path
-            self._tell_directory(path)
-            self._cache = Cache(self._channel.send, {rank: number for number, rank in ranks.items()})
+            self._report_directory(path)
+            self._cache = Cache(self._channel.send, self._started)
             self._relay = Relay(store_socket(path), self._cache, self._selector)
         except OSError as error:
             why = in_words(error) or str(error)
-            self._channel.send(Refused(f"cannot make a directory for the job, with a socket in it: {why}", 1))
+            self._channel.send(Refused(f"cannot create the job's directory and a socket in it: {why}", 1))
             return
         except LauncherError as error:
             self._channel.send(Refused(str(error), 1))
             return
+        self._start(job.workers)
+
+    def _start(self, workers: Mapping[int, Mapping[str, str]]) -> None:
+        """Starts workers of the job; if one cannot be started, says why and starts no more of them."""
+        if self._job is None or not self._started.isdisjoint(workers):
+            raise ProtocolError("the launcher started workers of no job, or one of them twice")
+        if self._job_dir is None:
+            return  # the launcher was told why
+        self._started.update(workers)  # in place: the cache knows this set
         try:
-            for worker in start_workers(job, path, interface):
+            for worker in start_workers(self._job, workers, self._job_dir, self._interface):
                 self._channel.send(Started(worker.number, worker.process.pid))
                 self._watch(worker)
         except CannotStartError as error:
@@ -188,7 +209,10 @@ class Agent:
 
     def _watch(self, worker: Worker) -> None:
         self._workers[worker.process.pid] = worker
-        self._groups.append(worker.process.pid)
+        if not self._adopts:
+            # A group may have children of dead processes, no longer our descendants. One that is empty is forgotten, as
+            # another process may get its number.
+            self._groups = [*filter(process_tree.has_group, self._groups), worker.process.pid]
         self._worker_output.watch(worker)
         if (stdin := worker.process.stdin) is not None:
             self._stdins[worker.number] = WorkerStdin(
@@ -207,26 +231,39 @@ class Agent:
     # ------------------------------------------------------------ from workers
 
     def _read_signals(self) -> None:
-        os.read(self._signals, 4096)  # one of them may be SIGCHLD, or that that tells that the remote parent has ended
+        os.read(self._signals, 4096)  # SIGCHLD, or the signal for the death of the remote parent
         self._orphaned = os.getppid() != self._parent
         for pid, returncode in process_tree.reap()[0]:
             worker = self._workers.pop(pid, None)
             if worker is None:
-                continue  # an orphan that we adopted
+                continue  # an adopted orphan
             worker.process.returncode = returncode
             self._worker_output.drain(worker)
             if stdin := self._stdins.pop(worker.number, None):
                 stdin.close()
             assert self._job_dir is not None, "workers are started after it is made"
-            peer_lost, left = (os.path.exists(note(self._job_dir, worker.rank)) for note in (peer_lost_file, left_file))
-            self._channel.send(Exited(worker.number, returncode, peer_lost, left))
+            notes = (peer_lost_file, left_file, peer_left_file)
+            found = [_was_there(note(self._job_dir, worker.number)) for note in notes]
+            self._channel.send(Exited(worker.number, returncode, *found))
+
+
+def _was_there(path: str) -> bool:
+    """Removes a file, and returns whether there was one. An elastic job may have many workers."""
+    try:
+        os.unlink(path)
+    except OSError:
+        return False
+    return True
 
 
 def _interface_for(chosen: str | None, peers: Collection[str]) -> str | None:
-    """The interface by which the job's other hosts are reached; without any, the one that stays inside."""
+    """Returns the network interface towards ``peers``, the job's other hosts; without any, the loopback interface.
+
+    ``chosen`` is the user's choice, if any. Raises `LauncherError` if no interface leads to the peers.
+    """
     if chosen is not None:
         if peers and chosen == network.loopback_interface():
-            raise LauncherError(f"{chosen} leads to no other host, and the job has some; {_WHICH}")
+            raise LauncherError(f"{chosen} does not reach the job's other hosts; {_WHICH}")
         return chosen
     if not peers:
         return network.loopback_interface()
@@ -236,11 +273,12 @@ def _interface_for(chosen: str | None, peers: Collection[str]) -> str | None:
         raise LauncherError(f"{error}; {_WHICH}") from None
 
 
-def main(tell_directory: Callable[[str], object] = lambda _: None) -> int:
+def main(report_directory: Callable[[str], object] = lambda _: None) -> int:
+    """Runs an agent and returns its exit code: 0 if nothing of the job is left on this host."""
     adopts = process_tree.adopt_orphans()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would hide how workers end
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # may be inherited as ignored: return codes would be lost
     try:
-        # Nothing that is started or that prints shall find the wire as its own stdin or stdout.
+        # Workers, and anything here that prints, must not use the connection to the launcher as stdin or stdout.
         commands, events = os.dup(0), os.dup(1)
         with open(os.devnull, "r+b") as nothing:
             os.dup2(nothing.fileno(), 0)
@@ -250,11 +288,11 @@ def main(tell_directory: Callable[[str], object] = lambda _: None) -> int:
                 fcntl.fcntl(events, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         os.write(events, MARK)
         with signals_as_bytes(_SIGNALS) as signals:
-            Agent(commands, events, signals, adopts=adopts, tell_directory=tell_directory).run()
+            Agent(commands, events, signals, adopts=adopts, report_directory=report_directory).run()
     except LauncherError as error:
         print(f"hvdlite-run: agent: {error}", file=sys.stderr)
         return error.exit_code
-    except BrokenPipeError:  # the launcher went before it was greeted
+    except BrokenPipeError:  # the launcher ended before it sent `Greet`
         return 0
     except (OSError, RuntimeError, MemoryError) as error:
         if (why := in_words(error)) is None:

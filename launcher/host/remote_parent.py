@@ -1,11 +1,12 @@
-"""The agent's parent process, which clears up after it: `python -m hvdlite_launcher.host.remote_parent`.
+"""The agent's parent process, which cleans up after it: `python -m hvdlite_launcher.host.remote_parent`.
 
     sshd, or the launcher ── remote parent (waits) ── agent ── workers
 
-Nothing else would clear up after an agent that was killed, with the launcher perhaps. So the agent is a child of this
-process, which adopts the processes it leaves behind, ends them, and removes the job's directory. If the remote parent
-is killed, its agent ends as if the launcher had hung up. If both are killed, the next job removes what they left (see
-`job_directory`). Signals other than SIGKILL are ignored: they are for the launcher, as in `agent`.
+An agent that was killed cannot clean up, and the launcher may have been killed with it. This process is the one that
+the launcher starts; it forks the agent and waits for it. If the agent fails, it adopts the agent's orphaned processes,
+kills them, and removes the job's directory. If this process is killed, its agent ends as if the launcher had hung up.
+If both are killed, the next job on this host removes the directory (see `job_directory`). SIGTERM, SIGINT and SIGHUP
+are ignored, as in `agent`: the launcher receives them too, and decides.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def main() -> int:
+    """Runs an agent, cleans up after it, and returns its exit code, 128 + n if signal n killed it."""
     try:
         return _run_agent()
     except OSError as error:
@@ -35,7 +37,7 @@ def main() -> int:
 
 def _run_agent() -> int:
     process_tree.adopt_orphans()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)  # workers are to get them, whoever started us had them blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)  # else workers would inherit them blocked
     follow = process_tree.dying_with_parent(signal.SIGTERM)
     directory_reader, directory_writer = os.pipe()
     pid = os.fork()
@@ -47,7 +49,7 @@ def _run_agent() -> int:
     os.close(directory_writer)
     for signum in _IGNORED:
         signal.signal(signum, signal.SIG_IGN)
-    # The wire is the agent's alone: it ends when the agent does.
+    # Only the agent may hold the connection to the launcher open, so that it closes when the agent ends.
     with open(os.devnull, "r+b") as nothing:
         os.dup2(nothing.fileno(), 0)
         os.dup2(nothing.fileno(), 1)
@@ -60,7 +62,7 @@ def _run_agent() -> int:
 
 
 def _wait_for(pid: int) -> int:
-    """Its return code, -n for signal n; the orphans that end meanwhile are collected too."""
+    """Waits for ``pid`` and returns its return code, -n for signal n. Reaps orphans that end in the meantime."""
     while True:
         ended, status = os.waitpid(-1, 0)
         if ended == pid:

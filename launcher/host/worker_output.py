@@ -1,7 +1,8 @@
-"""Reads the workers' stdout and stderr in the agent, and sends on as much as the launcher has shown.
+"""Reads the workers' stdout and stderr in the agent and sends them to the launcher, which shows them.
 
-What it has not shown is in the launcher's memory, so there is a limit to that; beyond it the workers' pipes are left
-to fill. The wire itself never is: a screen that stands still holds up output, and nothing else.
+Output that is not shown yet is in the launcher's memory, so its amount is limited. At the limit the agent stops reading
+and the workers block once their pipes are full. The agent keeps sending its other messages to the launcher: a terminal
+that does not accept output delays output only.
 """
 
 from __future__ import annotations
@@ -20,17 +21,18 @@ _READ_BYTES = 1 << 16
 
 
 class WorkerOutput:
-    """All pipes that workers write to. What is read becomes an `Output`, cut anywhere."""
+    """The output pipes of all workers. What is read from them is sent as `Output` messages, split anywhere."""
 
     def __init__(self, selector: selectors.BaseSelector, channel: Channel) -> None:
-        """``selector`` calls back, without arguments, what is registered with it."""
+        """``selector``: the data of each registration is a function without arguments, which the event loop calls."""
         self._selector = selector
         self._channel = channel
-        self._forwarders: dict[int, Callable[[], object]] = {}  # by the file descriptor that they read
+        self._forwarders: dict[int, Callable[[], object]] = {}  # by the file descriptor that each reads
         self._held_up = False
         self._room_bytes = WINDOW_BYTES
 
     def watch(self, worker: Worker) -> None:
+        """Starts to read the output of a worker."""
         for stream, pipe in worker.pipes.items():
             forward = self._forwarders[pipe.fileno()] = partial(self._forward, worker, stream)
             os.set_blocking(pipe.fileno(), False)
@@ -38,9 +40,9 @@ class WorkerOutput:
                 self._selector.register(pipe.fileno(), selectors.EVENT_READ, forward)
 
     def drain(self, worker: Worker) -> None:
-        """Pass on all that a dead worker wrote, which is what its pipes can hold.
+        """Sends what a dead worker left in its pipes: at most their capacity, even if they are not at their end then.
 
-        Not what comes until their end: a child of the worker's may keep them open, or write for ever.
+        A child of the worker may keep the pipes open, or write to them for ever.
         """
         for stream, pipe in list(worker.pipes.items()):
             left = capacity_bytes(pipe)
@@ -48,11 +50,14 @@ class WorkerOutput:
                 left -= count
 
     def taken(self, count: int) -> None:
-        """So many bytes have been shown."""
+        """Allows ``count`` more bytes to be sent, as that many have been shown."""
         self._room_bytes += count
 
     def hold_up(self) -> None:
-        """While too much is unsent or not shown, read nothing more; to be called whenever that may have changed."""
+        """Stops reading while too much is unsent or not shown, else resumes.
+
+        To be called whenever that may have changed.
+        """
         if (self._channel.full or self._room_bytes <= 0) == self._held_up:
             return
         self._held_up = not self._held_up
@@ -63,7 +68,7 @@ class WorkerOutput:
                 self._selector.register(fd, selectors.EVENT_READ, forward)
 
     def _forward(self, worker: Worker, stream: Stream, *, limit: int = _READ_BYTES) -> int:
-        """Pass on what the worker wrote; the number of bytes, 0 if nothing was there."""
+        """Reads once and sends what was read; returns the number of bytes, 0 if there were none."""
         pipe = worker.pipes.get(stream)
         if pipe is None:
             return 0

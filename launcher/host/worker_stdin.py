@@ -1,4 +1,7 @@
-"""Writes a worker's standard input in the agent, without ever waiting for the worker to read it."""
+"""Writes a worker's standard input in the agent, without blocking while the worker does not read it.
+
+`agent` makes one for each worker that has an input. It requests each piece from the launcher (`InputWanted`) when the
+worker's pipe has room for it."""
 
 from __future__ import annotations
 
@@ -11,10 +14,10 @@ from ..errors import ProtocolError
 
 
 class WorkerStdin:
-    """One piece at a time: ``ask`` is called when there is room for the next, at first at once."""
+    """Writes one piece of input at a time, and calls ``ask`` when the pipe has accepted it: also once at the start."""
 
     def __init__(self, pipe: IO[bytes], selector: selectors.BaseSelector, ask: Callable[[], None]) -> None:
-        """``selector`` calls back, without arguments, what is registered with it."""
+        """``selector``: the data of each registration is a function without arguments, which the event loop calls."""
         self._pipe = pipe
         self._selector = selector
         self._ask = ask
@@ -23,9 +26,9 @@ class WorkerStdin:
         ask()
 
     def put(self, data: bytes) -> None:
-        """The next piece; an empty one is the end."""
+        """Writes the next piece; an empty one is the end of the input."""
         if self._rest:
-            raise ProtocolError("the launcher sent more input than was asked for")
+            raise ProtocolError("the launcher sent more input than was requested")
         if self._pipe.closed:
             return
         if not data:
@@ -35,21 +38,21 @@ class WorkerStdin:
         self._write()
 
     def close(self) -> None:
-        """The worker finds the end there, if it still reads; nothing more is asked for."""
+        """Closes the pipe, so that the worker reads the end of its input. ``ask`` is not called again."""
         self._rest = memoryview(b"")
         if not self._pipe.closed:
             self._wait(False)
             self._pipe.close()
 
     def _write(self) -> None:
-        if self._pipe.closed:  # since the selector saw room in it
+        if self._pipe.closed:  # the selector may still report a pipe that was closed in the same round
             return
         try:
             while self._rest:
                 self._rest = self._rest[os.write(self._pipe.fileno(), self._rest) :]
         except BlockingIOError:
             self._wait(True)
-        except OSError:  # nobody reads it any more
+        except OSError:  # the worker no longer reads it
             self.close()
         else:
             self._wait(False)

@@ -1,8 +1,19 @@
-"""One job while it runs: the loop that decides when it ends, what is shown of it, and what is said of a failure.
+"""One running job: the event loop that decides when it ends, its output and input, and its failure message.
 
-    events ── supervisor (init_calls, failure_message) ── screen, output_files, launcher_stdin
+`cli` and `function` call `launch`, which starts the job's `agents` and runs the `supervisor`:
+
+    events ──► supervisor ──► first_failure (with init_calls) ──► ending ──► signals to workers by agents
+                 └──► screen (with output_files), launcher_stdin
+
+In an elastic job, `elastic_job` takes the place of `first_failure`: it carries out what `membership` decides, on hosts
+that `discovery` finds and `elastic_hosts` connects to; workers read their ranks in `seats`, and `generation_table` is
+shown at its end.
+
+`roster` has what is known of each worker, `failure_message` words how one has failed.
 
 Modules import only what stands before them:
 
-    failure_message < output_files < screen < launcher_stdin < init_calls < supervisor < launch
+    failure_message < roster < output_files < screen < launcher_stdin < ending < init_calls < first_failure
+    < discovery < host_slots < membership < elastic_hosts < generation_table < seats < elastic_job < supervisor < launch
+    < attempts
 """

@@ -1,8 +1,7 @@
-"""`Outcome` of a job, and the message if it failed: who failed first, how, and the end of what it wrote to stderr.
+"""The `Outcome` of a job, and the message about the worker that failed first: how, and the end of its stderr.
 
-Where ranks end alike, the first to end may be one that left it to another to say why: then that one's words are quoted.
-
-Who that is decides `supervisor`.
+`first_failure` decides which worker failed first, and words lost hosts; `init_calls` words ranks missing in hvd.init().
+If that worker wrote nothing to stderr, the message quotes another one that failed in the same way soon after it.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ _TAIL_LINES = 50
 _STDOUT_LINES = 5
 _TAIL_BYTES = 64 << 10
 
-_PREFIX = re.compile(r"\[rank\d+\]: ")  # torch puts it before each line
+_PREFIX = re.compile(r"\[rank\d+\]: ")  # torch's exception hook puts it before each line
 _NO_HOROVOD = re.compile(r"ModuleNotFoundError: No module named 'horovod(\..*)?'")
 _HOW_TO_FIND_IT = (
-    "hvdlite-run --horovod lets a program find hvdlite where it imports horovod. Where that was given, PYTHONPATH "
-    "was lost on the way: write PYTHONPATH=$PWD:$PYTHONPATH, and no python -E or -I."
+    "With hvdlite-run --horovod, a program that imports horovod gets hvdlite. If you used it, PYTHONPATH was lost on "
+    "the way: extend it, as in PYTHONPATH=$PWD:$PYTHONPATH, and do not use python -E or -I."
 )
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
@@ -34,7 +33,7 @@ _CHAINED = (
 
 
 class Tail:
-    """The last of what a worker wrote, at most so many bytes."""
+    """The last bytes that a worker wrote to one stream, at most `_TAIL_BYTES`."""
 
     def __init__(self) -> None:
         self._data = bytearray()
@@ -45,14 +44,14 @@ class Tail:
             del self._data[:-_TAIL_BYTES]
 
     def lines(self) -> list[str]:
-        """The last traceback and what follows it; without one, the last lines."""
+        """Returns the last traceback and the lines after it; without a traceback, the last lines."""
         text = bytes(self._data[-_TAIL_BYTES:]).decode(errors="backslashreplace")
         lines = [line.rsplit("\r", 1)[-1] for line in text.replace("\r\n", "\n").rstrip().split("\n")]
         return [] if lines == [""] else lines[max(_begin(lines), len(lines) - _TAIL_LINES) :]
 
 
 def _begin(lines: list[str]) -> int:
-    """Where the last traceback begins, with those that led to it; 0 if there is none."""
+    """Returns the index of the line where the last traceback begins, or the first one chained to it; 0 without any."""
     lines = [_PREFIX.sub("", line, count=1) for line in lines]
     for i in range(len(lines) - 1, -1, -1):
         if lines[i].startswith(_TRACEBACK):
@@ -64,31 +63,38 @@ def _begin(lines: list[str]) -> int:
 
 @dataclass(frozen=True)
 class Failure:
-    """A worker that failed, and the end of what it wrote."""
+    """A worker that failed, and the last lines that it wrote.
 
-    rank: int
+    ``rank`` is None if it failed before it had one; it is then named by its number, ``worker``.
+    """
+
+    rank: int | None
     host: str
     pid: int
     returncode: int
     stderr: list[str]
     stdout: list[str] = field(default_factory=list)
+    worker: int | None = None
 
     @property
     def who(self) -> str:
-        return f"rank {self.rank} on {self.host} (pid {self.pid})"
+        name = f"worker {self.worker}" if self.rank is None else f"rank {self.rank}"
+        return f"{name} on {self.host} (pid {self.pid})"
 
 
-def failure_message(first: Failure, others: Sequence[Failure] = ()) -> str:
-    """Names the worker that failed first, with the end of its stderr; if that is empty, with that of one of ``others``.
+def failure_message(first: Failure, others: Sequence[Failure] = (), *, is_last: bool = False) -> str:
+    """Names the worker that failed first and quotes the end of its stderr; if that is empty, one of ``others``.
 
-    These are in the order in which they ended, so soon after the first that it may have been for the same reason.
+    ``others`` are in the order in which they ended. They ended so soon after the first that the reason may be the same.
+    ``is_last``: the job has gone on after other failures, and after this one it does not.
     """
     if first.returncode < 0:
-        how = f"was the first to fail, killed by {signal_name(-first.returncode)}"
+        how = "was the last to fail" if is_last else "was the first to fail"
+        how += f", killed by {signal_name(-first.returncode)}"
         if first.returncode == -signal.SIGKILL:
-            how += " (the system does that when memory runs out)"
+            how += " (the kernel does that when memory runs out)"
     else:
-        how = f"failed first, with exit code {first.returncode}"
+        how = f"failed {'last' if is_last else 'first'}, with exit code {first.returncode}"
     failures = [first, *sorted(others, key=lambda other: other.returncode != first.returncode)]
     speaker = next((failure for failure in failures if failure.stderr), None)
     if speaker is first:
@@ -115,19 +121,26 @@ def _soon(other: Failure) -> str:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the job ended. ``message`` is the last word on the screen, ``rank`` the worker that failed first, if one did.
+    """The end of a job. ``message`` is shown last, and ``rank`` is the worker that failed first, if one did.
 
-    ``hasty``: whoever waits wants the end more than the last of the output, should the screen stand still.
+    ``lost_host`` is the label of the host whose loss ended the job, if one did.
+    ``hasty``: if the terminal accepts no more output, give up the rest of it soon, since the user waits for the end.
     """
 
     exit_code: int = 0
     message: str = ""
     hasty: bool = False
     rank: int | None = None
+    lost_host: str | None = None
+
+    @property
+    def may_be_followed(self) -> bool:
+        """Whether the job may go well if it is started anew: it failed by itself, and nobody waits for its end."""
+        return self.exit_code != 0 and not self.hasty and (self.rank is not None or self.lost_host is not None)
 
     @classmethod
     def without_screen(cls, failed: ScreenFailed) -> Outcome:
-        """Of a job whose output cannot be written any more."""
+        """Returns the outcome of a job whose output cannot be written any more."""
         if failed.error.errno == errno.EPIPE:
             return cls(128 + signal.SIGPIPE)
         return cls(1, f"cannot write to {failed.where}: {failed.error.strerror}")
@@ -135,3 +148,7 @@ class Outcome:
 
 def name_ranks(ranks: Collection[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))
+
+
+def name_workers(numbers: Collection[int]) -> str:
+    return ("worker " if len(numbers) == 1 else "workers ") + ", ".join(map(str, sorted(numbers)))

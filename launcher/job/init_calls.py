@@ -1,7 +1,8 @@
-"""Keeps track of the workers that have called hvd.init(), which waits for all, and names those that are missing.
+"""Tracks which workers have called hvd.init(), which waits for all of them, and names those that are missing.
 
-The first time all are waited for no longer than the start may take, counted from when the first rank calls it: before,
-nobody knows whether the program will. What a later call waits for is the program's own affair.
+Called by `first_failure`. All ranks must be connected within the start timeout. It begins at the first call of
+hvd.init() by any rank, since before that nobody knows whether the program will call it. Later calls have no timeout
+here: the program decides how long they may wait.
 """
 
 from __future__ import annotations
@@ -9,34 +10,37 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from ..plan.slots import Slot
-from ..wire.messages import GaveUp, Joined, Joining
+from ..wire.messages import InitDone, InitFailed, InitStarted
 from .failure_message import name_ranks
 
 
 class InitCalls:
+    """The workers that have called hvd.init(), and those that are connected."""
+
     def __init__(self, workers: Mapping[int, Slot], start_timeout_s: float, clock: Callable[[], float]) -> None:
-        """``workers`` are all of the job's, by their numbers."""
+        """``workers`` are all workers of the job, by their numbers."""
         self._workers = workers
         self._start_timeout_s = start_timeout_s
         self._clock = clock
         self._late_at: float | None = None
         self._gave_up: set[int] = set()
-        self.begun: set[int] = set()
-        """The numbers of those that have ever called it."""
+        self.started: set[int] = set()
+        """The numbers of the workers that have ever called hvd.init()."""
         self.connected: set[int] = set()
-        """Those that have returned from their last call."""
+        """The numbers of the workers whose last hvd.init() has succeeded."""
 
-    def note(self, event: Joining | Joined | GaveUp) -> None:
-        if not self.begun:
+    def note(self, event: InitStarted | InitDone | InitFailed) -> None:
+        """Records what a worker's hvd.init() does."""
+        if not self.started:
             self._late_at = self._clock() + self._start_timeout_s
-        self.begun.add(event.worker)
-        # Its program knows, and decides what follows.
-        if isinstance(event, GaveUp):
+        self.started.add(event.worker)
+        # The worker's program gets the exception and decides what to do, so the timeout ends here.
+        if isinstance(event, InitFailed):
             self._gave_up.add(event.worker)
             self._late_at = None
             return
         self._gave_up.discard(event.worker)
-        if isinstance(event, Joined):
+        if isinstance(event, InitDone):
             self.connected.add(event.worker)
         else:
             self.connected.discard(event.worker)
@@ -44,26 +48,27 @@ class InitCalls:
             self._late_at = None
 
     def time_left_s(self) -> float | None:
-        """How long those that are not connected may still take; None if nobody counts."""
+        """Returns the seconds until the start timeout; None if it does not apply now."""
         return None if self._late_at is None else self._late_at - self._clock()
 
-    def late(self) -> str:
-        """Once no time is left: who keeps the others waiting."""
+    def timeout_message(self) -> str:
+        """Ends the timeout and returns a message that names the ranks for which the others wait."""
         self._late_at = None
-        within = f"within {self._start_timeout_s:g} s (--start-timeout) of the first that did"
-        if absent := self._workers.keys() - self.begun:
-            waits = f"{self._ranks(self.begun)} {'waits' if len(self.begun) == 1 else 'wait'} there"
+        within = f"within {self._start_timeout_s:g} s (--start-timeout) of the first rank that did"
+        if absent := self._workers.keys() - self.started:
+            waits = f"{self._ranks(self.started)} {'waits' if len(self.started) == 1 else 'wait'} there"
             return f"{self._named(absent)} did not call hvd.init() {within}; {waits}"
         waiting = self._workers.keys() - self.connected
         return (
-            f"{self._named(waiting)} called hvd.init(), but were not connected to all others {within}: is a firewall "
-            "between the hosts, or is it the wrong network? See hvdlite-run --check, and --network-interface"
+            f"{self._named(waiting)} called hvd.init(), but did not connect to all other ranks {within}: does a "
+            "firewall block them, or is it the wrong network? hvdlite-run --check shows that, and --network-interface "
+            "chooses another"
         )
 
-    def missed(self, running: Collection[int], done: Collection[int]) -> str | None:
-        """Why ranks that are ``running`` wait for ever: others are ``done`` and never came. None if they do not."""
-        waiting = (self.begun - self.connected - self._gave_up).intersection(running)
-        absent = set(done) - self.begun
+    def missing_message(self, running: Collection[int], done: Collection[int]) -> str | None:
+        """Returns a message if ``running`` ranks wait in hvd.init() for ``done`` ones that never called it; or None."""
+        waiting = (self.started - self.connected - self._gave_up).intersection(running)
+        absent = set(done) - self.started
         if not waiting or not absent:
             return None
         waits = f"{self._ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"

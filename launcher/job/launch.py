@@ -1,12 +1,18 @@
-"""Runs one job from its plan to its exit code: reaches the hosts, starts the workers, supervises them, cleans up."""
+"""Runs one job from its plan to its outcome: connects to the hosts, starts and supervises the workers, and cleans up.
+
+`cli` and `function` call it. It calls `agents` for the hosts, `supervisor` for all decisions, and `screen` for output.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
 
 from ..agents.agent_group import AGENT_S, Agents
@@ -17,56 +23,44 @@ from ..plan.slots import Slot, plan_slots
 from ..store.server import Store
 from ..system import process_tree
 from ..system.signals import signals_as_bytes
-from ..wire.messages import Event, Interrupted, ScreenDone
+from ..wire.messages import Event, HostsFound, Interrupted, ScreenDone
+from .discovery import Discovery
+from .elastic_hosts import ElasticHosts
+from .elastic_job import ElasticJob
+from .ending import Ending
 from .failure_message import Outcome
+from .first_failure import FirstFailure
 from .launcher_stdin import Stdin, echoes
+from .membership import Membership
 from .output_files import OutputFiles
+from .roster import Roster
 from .screen import Screen
-from .supervisor import Supervisor
+from .supervisor import Judgement, Supervisor
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# Where somebody waits for the end: for an agent to end what runs, and for the screen to take the last of the output.
+# Where the user waits for the end: how long an agent may take to end all processes, and the screen to write the rest.
 _HASTY_AGENT_S, _HASTY_SCREEN_S = 2.0, 1.0
 
 
 def launch(job: JobSpec, store: Store | None = None) -> Outcome:
-    """Run it and say how it ended.
+    """Runs a job and returns its outcome.
 
-    ``store`` is where workers meet, if the caller has a word to say there; the caller, not the screen, is then told
-    why it failed.
+    ``store`` is the workers' rendezvous store, for a caller that exchanges values with them. Then the message about a
+    failure is not shown, since the caller reports it.
 
-    This process adopts what the job leaves behind, and handles INT, TERM and HUP meanwhile: it must have no
-    other children, and this must be its main thread.
+    This process adopts orphans of the job and handles SIGINT, SIGTERM and SIGHUP during the call: it must have no other
+    children, and must call this from its main thread.
     """
     events: SimpleQueue[Event] = SimpleQueue()
     process_tree.adopt_orphans()
-    # What the command line has wrong is told before any host is troubled.
-    if job.hosts[0].is_here:  # where rank 0 is, which writes it
+    # Errors of the command line are reported before any host is contacted.
+    if job.hosts and job.hosts[0].is_here:  # where rank 0 is, which writes the timeline
         _require_timeline(job.environment.here, job.cwd)
-    slots = None if any(host.slots == AUTO for host in job.hosts) else plan_slots(job.hosts, job.size)
-    files = None if slots is None else _output_files(job, slots)
-    with signals_as_events(events), Agents(job, events, store) as agents:
-        hosts = job.hosts if slots is None else tuple(dict.fromkeys(slot.host for slot in slots))
-        hellos = agents.connect(hosts)
-        machines = each_machine_once(hosts, lambda host: hellos[host.label].machine)
-        if slots is None or len(machines) < len(hosts):
-            slots = plan_slots(count_auto_slots(machines, lambda host: hellos[host.label].slots or 1), job.size)
-        files = files or _output_files(job, slots)
-        workers = {slot.number: slot for slot in slots}
-        screen = Screen(
-            events,
-            agents.output_shown,
-            timestamps=job.timestamps,
-            files=files,
-            rank_of=lambda number: workers[number].rank,
-        )
-        log = screen.say if job.verbose else _say_nothing
-        if len(machines) < len(hosts):
-            names = ", ".join(host.label for host in hosts if host.label not in {one.label for one in machines})
-            screen.say(f"these are further names of hosts that are there already, and not hosts of their own: {names}")
-        for slot in slots:
-            log(f"rank {slot.rank}: {slot.host.label}, local rank {slot.local_rank} of {slot.local_size}")
-        agents.start(slots, hellos)
+    start = _start_static if job.elastic is None else _start_elastic
+    shared = Store() if store is None else store
+    with signals_as_events(events), Agents(job, events, shared) as agents, contextlib.ExitStack() as to_close:
+        running = start(job, events, agents, shared, to_close)
+        screen, log = running.screen, running.log
 
         def send_input(worker: int, data: bytes) -> None:
             if data.endswith(b"\n") and echoes():
@@ -74,27 +68,117 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
             agents.feed(worker, data)
 
         supervisor = Supervisor(
-            workers,
-            signal_workers=agents.signal,
+            running.judgement,
+            running.ending,
+            running.roster,
             send_input=send_input,
             stdin=Stdin(events),
             screen=screen,
             log=log,
-            grace=job.grace_s,
-            start_timeout_s=job.start_timeout_s,
         )
         outcome = supervisor.run(events)
+        to_close.close()
         agents.end(timeout_s=_HASTY_AGENT_S if outcome.hasty else AGENT_S)
         log("no process of the job is left")
+        if report := running.report():
+            screen.say(report)
         if outcome.message and store is None:
             screen.say(outcome.message)
         screen.close()
-        _wait_for_screen(events, timeout_s=_HASTY_SCREEN_S if outcome.hasty else None)
+        if _wait_for_screen(events, timeout_s=_HASTY_SCREEN_S if outcome.hasty else None):
+            outcome = replace(outcome, hasty=True)
     return outcome
 
 
+@dataclass(frozen=True)
+class _Running:
+    """The parts of a job that has been started. ``report`` returns what is told at its end besides the outcome."""
+
+    screen: Screen
+    log: Callable[[str], None]
+    roster: Roster
+    ending: Ending
+    judgement: Judgement
+    report: Callable[[], str]
+
+
+def _start_static(
+    job: JobSpec, events: SimpleQueue[Event], agents: Agents, store: Store, to_close: contextlib.ExitStack
+) -> _Running:
+    """Starts all workers of a job whose ranks stay the same."""
+    del store, to_close
+    slots = None if any(host.slots == AUTO for host in job.hosts) else plan_slots(job.hosts, job.size)
+    files = None if slots is None else _output_files(job, slots)
+    hosts = job.hosts if slots is None else tuple(dict.fromkeys(slot.host for slot in slots))
+    hellos = agents.connect(hosts)
+    machines = each_machine_once(hosts, lambda host: hellos[host.label].machine)
+    if slots is None or len(machines) < len(hosts):
+        slots = plan_slots(count_auto_slots(machines, lambda host: hellos[host.label].slots or 1), job.size)
+    files = files or _output_files(job, slots)
+    workers = {slot.number: slot for slot in slots}
+    screen = Screen(
+        events,
+        agents.output_shown,
+        timestamps=job.timestamps,
+        files=files,
+        rank_of=lambda number: workers[number].rank,
+    )
+    log = screen.say if job.verbose else _say_nothing
+    if len(machines) < len(hosts):
+        names = ", ".join(host.label for host in hosts if host.label not in {one.label for one in machines})
+        screen.say(f"these names belong to hosts that are already listed; their slots are added there: {names}")
+    roster = Roster()
+    for slot in slots:
+        log(f"rank {slot.rank}: {slot.host.label}, local rank {slot.local_rank} of {slot.local_size}")
+        roster.add(slot.number, slot.host.label, slot.rank)
+    agents.start(slots, hellos)
+    ending = _ending(job, roster, agents, screen, log)
+    ending.running.update(workers)
+    judgement = FirstFailure(workers, ending, roster, start_timeout_s=job.start_timeout_s)
+    return _Running(screen, log, roster, ending, judgement, report=str)
+
+
+def _start_elastic(
+    job: JobSpec, events: SimpleQueue[Event], agents: Agents, store: Store, to_close: contextlib.ExitStack
+) -> _Running:
+    """Begins to look for the hosts of an elastic job, which get workers when they are found."""
+    assert job.elastic is not None, "the caller has asked"
+    files = None
+    if job.record_dir is not None:
+        files = OutputFiles(job.record_dir, {})
+        files.add(0)  # there will be a worker 0, and an error is reported before it is started
+    screen = Screen(events, agents.output_shown, timestamps=job.timestamps, files=files, rank_of=lambda _: None)
+    log = screen.say if job.verbose else _say_nothing
+    roster = Roster()
+    ending = _ending(job, roster, agents, screen, log)
+    hosts = ElasticHosts(agents, start_timeout_s=job.start_timeout_s, say=screen.say)
+    judgement = ElasticJob(
+        Membership(job.elastic.policy, random.random),
+        hosts,
+        ending,
+        roster,
+        store=store,
+        screen=screen,
+        signal_workers=agents.signal,
+        log=log,
+        here=agents.label_here,
+        start_timeout_s=job.start_timeout_s,
+    )
+    if job.elastic.discovery is None:
+        events.put(HostsFound({host.label: host.slots for host in job.hosts}))
+    else:
+        to_close.enter_context(Discovery(job.elastic.discovery, events.put, screen.say))
+    return _Running(screen, log, roster, ending, judgement, report=judgement.table.text)
+
+
+def _ending(job: JobSpec, roster: Roster, agents: Agents, screen: Screen, log: Callable[[str], None]) -> Ending:
+    return Ending(
+        roster, signal_workers=agents.signal, say=screen.say, log=log, grace=job.grace_s, clock=time.monotonic
+    )
+
+
 def count_slots(job: JobSpec) -> tuple[Host, ...]:
-    """The job's hosts, each with a number of slots; those that only they can count are asked."""
+    """Returns the job's hosts, each with its number of slots. Asks the hosts whose slots are `AUTO`."""
     events: SimpleQueue[Event] = SimpleQueue()
     unknown = tuple(host for host in job.hosts if host.slots == AUTO)
     if not unknown:
@@ -106,7 +190,7 @@ def count_slots(job: JobSpec) -> tuple[Host, ...]:
 
 @contextlib.contextmanager
 def signals_as_events(events: SimpleQueue[Event]) -> Iterator[None]:
-    """Meanwhile INT, TERM and HUP are events for whoever reads these."""
+    """While in this context, SIGINT, SIGTERM and SIGHUP become events instead of ending this process."""
     with signals_as_bytes(_SIGNALS) as pipe:
         threading.Thread(target=_pass_signals_on, args=(pipe, events), daemon=True, name="signals").start()
         yield
@@ -114,17 +198,21 @@ def signals_as_events(events: SimpleQueue[Event]) -> Iterator[None]:
 
 def _pass_signals_on(pipe: int, events: SimpleQueue[Event]) -> None:
     while received := os.read(pipe, 64):
+        now_s = time.monotonic()
         for signum in received:
             if signum in _SIGNALS:
-                events.put(Interrupted(signum))
+                events.put(Interrupted(signum, now_s))
     os.close(pipe)
 
 
-def _wait_for_screen(events: SimpleQueue[Event], timeout_s: float | None) -> None:
-    """Until all is written, or the user will not wait for a screen that stands still."""
+def _wait_for_screen(events: SimpleQueue[Event], timeout_s: float | None) -> bool:
+    """Waits until all output is written, a signal is received, or ``timeout_s`` is over; returns whether one was."""
     with contextlib.suppress(Empty):
-        while not isinstance(events.get(timeout=timeout_s), ScreenDone | Interrupted):
-            pass
+        while True:
+            event = events.get(timeout=timeout_s)
+            if isinstance(event, ScreenDone | Interrupted):
+                return isinstance(event, Interrupted)
+    return False
 
 
 def _output_files(job: JobSpec, slots: Sequence[Slot]) -> OutputFiles | None:
@@ -132,21 +220,21 @@ def _output_files(job: JobSpec, slots: Sequence[Slot]) -> OutputFiles | None:
 
 
 def _require_timeline(environ: Mapping[str, str], cwd: str) -> None:
-    """A UsageError where the file of the timeline that the workers' environment asks for cannot be written here."""
+    """Raises `UsageError` if the workers' environment names a timeline file that cannot be written on this machine."""
     name = next((name for name in ("HVDLITE_TIMELINE", "HOROVOD_TIMELINE") if name in environ), None)
     file = "" if name is None else environ[name].strip()
-    if not file or file == "DYNAMIC":  # that is no file: the program starts the timeline
+    if not file or file == "DYNAMIC":  # not a file: the program itself starts the timeline
         return
     path = os.path.join(cwd, file)
     directory = os.path.dirname(path)
     if not os.path.exists(directory):
-        why = f"there is no directory {directory}: make it"
+        why = f"the directory {directory} does not exist: create it"
     elif not os.path.isdir(directory):
-        why = f"{directory} is no directory"
+        why = f"{directory} is not a directory"
     elif os.path.exists(path) and not os.path.isfile(path):
-        why = "there is something that is not a file: name a file"
+        why = "it exists and is not a regular file: choose another name"
     elif not os.access(directory, os.W_OK | os.X_OK):
-        why = f"no file can be made in {directory}"
+        why = f"you cannot create files in {directory}"
     else:
         return
     raise UsageError(f"--timeline-filename ({name}): cannot write {path}: {why}")

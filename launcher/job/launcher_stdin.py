@@ -1,9 +1,11 @@
-"""Reads the launcher's standard input for rank 0, one piece each time that rank 0 has taken the one before.
+"""Reads the launcher's standard input for rank 0, one piece each time that rank 0's pipe has room.
 
-    rank 0 has room ── InputWanted ──► read a piece ── InputRead ──► sent on to rank 0
+In an elastic job it is for worker 0, whatever its rank.
 
-Nothing is read ahead: what rank 0 does not read stays, but for a few pieces, with whoever writes it. A thread of
-its own reads, since nobody knows when something comes.
+    rank 0 has room ── InputWanted ──► read a piece ── InputRead ──► sent to rank 0
+
+`supervisor` asks for each piece. Nothing is read ahead: apart from a few pieces, input that rank 0 does not read stays
+unread here too, so its writer blocks. A thread of its own reads, as a read may block for any time.
 """
 
 from __future__ import annotations
@@ -19,13 +21,13 @@ from queue import SimpleQueue
 
 from ..wire.messages import Event, InputRead
 
-# A frame of it fits in an empty pipe, which the agent's is when it asks: passing it on waits for nobody.
+# A frame with one piece fits in an empty pipe. The agent's is empty when it asks, so sending never blocks.
 _PIECE_BYTES = 1 << 15
 _BACKGROUND_S = 0.3
 
 
 class Stdin:
-    """Each `read` is answered by one `InputRead`; an empty one is the end."""
+    """Answers each `read` with one event `InputRead`; an empty one is the end of the input."""
 
     def __init__(self, events: SimpleQueue[Event], fd: int = 0) -> None:
         self._events = events
@@ -37,8 +39,8 @@ class Stdin:
         self._asked.put(None)
 
     def _work(self) -> None:
-        # A job in the background of a shell that reads its terminal is stopped by this signal. Where it is blocked
-        # the read fails instead. In this thread alone: what is ignored or blocked elsewhere, children inherit.
+        # SIGTTIN stops a background job that reads its terminal; where it is blocked, the read fails instead. Blocked
+        # in this thread only, since child processes inherit the mask of the thread that starts them.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTTIN})
         data = b"-"
         while data:
@@ -50,12 +52,12 @@ class Stdin:
         while True:
             try:
                 return os.read(self._fd, _PIECE_BYTES)
-            except BlockingIOError:  # whoever shares it with us made it so
+            except BlockingIOError:  # a process that shares the descriptor made it non-blocking
                 select.select([self._fd], [], [])
             except OSError as error:
                 if error.errno != errno.EIO or not self._in_background():
-                    return b""  # nothing will ever come from there
-                time.sleep(_BACKGROUND_S)  # no event tells of being in the foreground again
+                    return b""  # it cannot be read any more
+                time.sleep(_BACKGROUND_S)  # nothing notifies us when the job is in the foreground again
 
     def _in_background(self) -> bool:
         try:
@@ -65,7 +67,7 @@ class Stdin:
 
 
 def echoes(fd: int = 0) -> bool:
-    """Whether what is typed there is seen as it is typed: it is a terminal, and shows it."""
+    """Whether ``fd`` is a terminal that shows what is typed."""
     try:
         return bool(termios.tcgetattr(fd)[3] & termios.ECHO)
     except termios.error:

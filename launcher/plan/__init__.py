@@ -1,6 +1,8 @@
-"""Plans a job, what is run and where: hosts, slots, the environment of each worker, and how hosts are reached.
+"""Plans a job: its hosts and their slots, the environment of each worker, and the ssh commands to reach the hosts.
 
-Nothing is started here. Modules import only what stands before them:
+`cli` makes a `JobSpec` with it, which `job.launch` runs. `agents` and `host` call parts of it. Nothing is started here.
 
-    hosts < slots < worker_environment < exported_variables < ssh < job_spec < dry_run
+Modules import only what stands before them:
+
+    hosts < slots < worker_environment < exported_variables < ssh < elastic_spec < job_spec < dry_run
 """

@@ -1,16 +1,129 @@
-"""Shows the plan of a job as text, before anything is started.
+"""Shows the plan of a job as text, before anything is started, for hvdlite-run --dry-run.
 
-Of a worker's environment it shows what hvdlite-run itself sets; what the user has there may be secret.
+Of each worker's environment it shows only what hvdlite-run sets: the user's other variables may be secret.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
+from ..system.job_directory import temporary_directory
+from ..system.machine import usable_cores
+from ..system.network import loopback_interface
+from .elastic_spec import ElasticSpec, OnFailure, Policy
 from .exported_variables import Environment
 from .hosts import Host
+from .job_spec import JobSpec
 from .slots import Slot
-from .worker_environment import HostEnvironment, slot_environment, variables_set
+from .worker_environment import HostEnvironment, elastic_environment, job_dir, slot_environment, variables_set
+
+
+def dry_run(job: JobSpec, slots: Sequence[Slot], by_flags: Mapping[str, str]) -> str:
+    """Returns one paragraph for each of the job's ``slots``, with what is known on this host.
+
+    ``by_flags`` are the variables that flags set for all workers.
+    """
+    hosts = {slot.host for slot in slots}
+
+    def interface_of(host: Host) -> str | None:
+        return _interface_of(job, host)
+
+    def facts_of(host: Host) -> HostEnvironment | None:
+        return _facts_here(job, host, len(slots)) if host.is_here and len(hosts) == 1 else None
+
+    return preview(slots, job.environment, facts_of, interface_of, _set_by_flags(job, by_flags), _runs(job))
+
+
+@dataclass(frozen=True)
+class FirstWorker:
+    """A worker that an elastic job starts at its beginning."""
+
+    number: int
+    host: Host
+    slot: int
+
+
+def elastic_dry_run(
+    job: JobSpec, hosts: Sequence[Host], workers: Sequence[FirstWorker], by_flags: Mapping[str, str]
+) -> str:
+    """Returns the rules of an elastic job, its ``hosts`` now, and one paragraph for each of its first ``workers``.
+
+    ``by_flags`` are the variables that flags set for all workers.
+    """
+    assert job.elastic is not None, "the caller has asked"
+    shown = _set_by_flags(job, by_flags)
+    is_alone = job.elastic.discovery is None and len(hosts) == 1
+    paragraphs = [_rules(job.elastic, hosts, workers)]
+    for worker in workers:
+        host = worker.host
+        facts = _facts_here(job, host, host.slots) if host.is_here and is_alone else None
+        own = elastic_environment(worker.number, host.label, worker.slot)
+        place = f"worker {worker.number} on {host.label}: local rank {worker.slot}{_runs(job)}\n"
+        variables = _variables(
+            job.environment, host, own, facts, _interface_of(job, host), host.slots, is_alone=is_alone
+        )
+        paragraphs.append(place + _lines(variables | shown))
+    return "\n".join(paragraphs)
+
+
+def _rules(elastic: ElasticSpec, hosts: Sequence[Host], workers: Sequence[FirstWorker]) -> str:
+    policy, script = elastic.policy, elastic.discovery
+    start = policy.min_np if policy.start_np is None else policy.start_np
+    most = "with as many as there are slots" if policy.max_np is None else f"with {policy.max_np} at most"
+    spares = f"; {policy.spares} besides wait for a place (--spares)" if policy.spares else ""
+    found = ", ".join(f"{host.label}:{host.slots}" for host in hosts) or "none"
+    lines = [
+        f"elastic job: {start} or more ranks at the beginning, {policy.min_np} or more later, {most}{spares}",
+        f"hosts: {found}" if script is None else f"hosts: {found} (what --host-discovery-script prints now)",
+        f"after a failure: {_words_of_answer(policy)}",
+    ]
+    if not workers:
+        lines.append(
+            f"too few slots to begin: waits for hosts for {policy.elastic_timeout_s:g} s (--elastic-timeout), "
+            "and starts no worker before"
+        )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _words_of_answer(policy: Policy) -> str:
+    name = f" (--on-failure {policy.on_failure.value})"
+    restarts = f"{policy.max_restarts} times within {policy.restart_window_s:g} s at most (--max-restarts)"
+    match policy.on_failure:
+        case OnFailure.REPLACE:
+            return f"a new worker takes the slot{name}, {restarts}"
+        case OnFailure.SHRINK:
+            return f"the others go on, and the slot stays empty{name}"
+        case OnFailure.STOP:
+            return f"the job ends{name}"
+        case OnFailure.BLACKLIST:
+            cooldown = policy.cooldown_s
+            how_long = "any more" if cooldown is None else "for {:g} s, which doubles up to {:g} s".format(*cooldown)
+            return f"its host gets no workers {how_long}{name}"
+
+
+def _interface_of(job: JobSpec, host: Host) -> str | None:
+    names = job.interface_of(host)
+    return f"<the first of {names} that the host has>" if names and "," in names else names
+
+
+def _facts_here(job: JobSpec, host: Host, slots: int) -> HostEnvironment:
+    """Returns the facts of this machine, which has all workers of the job."""
+    directory = job_dir("<job>", temporary_directory())
+    interface = _interface_of(job, host) or loopback_interface()
+    return HostEnvironment(directory, usable_cores(), interface, slots, is_alone=True)
+
+
+def _set_by_flags(job: JobSpec, by_flags: Mapping[str, str]) -> dict[str, str]:
+    variables = dict(by_flags)
+    if job.as_horovod:
+        variables["PYTHONPATH"] = "<the directory of hvdlite's horovod on that host>, then its other value"
+    return variables
+
+
+def _runs(job: JobSpec) -> str:
+    return f"; runs {shlex.join(job.command)} in {job.cwd}" if job.command else ""
 
 
 def preview(
@@ -19,10 +132,13 @@ def preview(
     facts_of: Callable[[Host], HostEnvironment | None],
     interface_of: Callable[[Host], str | None] = lambda _: None,
     by_flags: Mapping[str, str] | None = None,
+    runs: str = "",
 ) -> str:
-    """A paragraph for each rank. ``facts_of`` a host are None where only the host itself knows them.
+    """Returns one paragraph for each rank.
 
-    ``interface_of`` a host is what the user wants there; ``by_flags`` are variables that flags set for all.
+    ``facts_of(host)`` returns None where only the host itself knows them. ``interface_of(host)`` returns the interface
+    that the user chose. ``by_flags`` are the variables that flags set for all workers. ``runs`` ends the
+    first line of each paragraph.
     """
     hosts = {slot.host for slot in slots}
     first = slots[0].host
@@ -31,17 +147,43 @@ def preview(
     for slot in slots:
         own = slot_environment(slot, len(slots), master_address=address, master_port=0)
         own["MASTER_PORT"] = f"<a free port of {first.label}>"
-        given = environment.here if slot.host.is_here else environment.elsewhere
-        facts = facts_of(slot.host)
-        interface = interface_of(slot.host) or "<towards the others>"
-        variables = variables_set(given, own, facts or HostEnvironment("<its own>", 1, interface)) | dict(
-            by_flags or {}
+        variables = _variables(
+            environment,
+            slot.host,
+            own,
+            facts_of(slot.host),
+            interface_of(slot.host),
+            slot.local_size,
+            is_alone=len(hosts) == 1,
         )
-        if facts is None and "OMP_NUM_THREADS" not in given:
-            variables["OMP_NUM_THREADS"] = f"<its cores / {slot.local_size}>"
         place = (
             f"rank {slot.rank} on {slot.host.label}: local rank {slot.local_rank} of {slot.local_size}, "
-            f"cross rank {slot.cross_rank} of {slot.cross_size}\n"
+            f"cross rank {slot.cross_rank} of {slot.cross_size}{runs}\n"
         )
-        paragraphs.append(place + "".join(f"    {name}={value}\n" for name, value in variables.items()))
+        paragraphs.append(place + _lines(variables | dict(by_flags or {})))
     return "\n".join(paragraphs)
+
+
+def _variables(
+    environment: Environment,
+    host: Host,
+    own: Mapping[str, str],
+    facts: HostEnvironment | None,
+    interface: str | None,
+    slots: int,
+    *,
+    is_alone: bool,
+) -> dict[str, str]:
+    """Returns what hvdlite-run sets for a worker; without ``facts``, with words for what only its host knows."""
+    given = environment.here if host.is_here else environment.elsewhere
+    unknown = HostEnvironment(
+        "<the host's directory for the job>", 1, interface or "<the interface towards the other hosts>", slots, is_alone
+    )
+    variables = variables_set(given, own, facts or unknown)
+    if facts is None and "OMP_NUM_THREADS" not in given:
+        variables["OMP_NUM_THREADS"] = f"<the host's cores / {slots}>"
+    return variables
+
+
+def _lines(variables: Mapping[str, str]) -> str:
+    return "".join(f"    {name}={value}\n" for name, value in variables.items())

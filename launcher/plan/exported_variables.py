@@ -1,8 +1,8 @@
-"""Chooses the variables that workers inherit, by ``-x`` and ``--no-env``, and leaves out those of other launchers.
+"""Chooses the variables that workers inherit, by ``-x`` and ``--no-env``, and leaves out other launchers' variables.
 
-A rank's place in an MPI job is left out everywhere; what belongs to one host, one login or another launcher's job on
-other hosts. The variables of a launcher that is added to `hvdlite.rendezvous.launchers` are to be named here too.
-What hvdlite-run itself sets for each worker is in `worker_environment`.
+No worker gets the variables of one rank of an MPI job. Workers on other hosts also do not get variables that hold only
+for this host, this login or another launcher's job. If you add a launcher to `hvdlite.rendezvous.launchers`, add its
+variables to the patterns here. What hvdlite-run itself sets for each worker is in `worker_environment`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from ..errors import UsageError
 from .worker_environment import OWN_VARIABLES
 
-# Without these a program may not be found, or not start: where commands are, where a Python's shared library
-# and its standard library lie if not where it was built to look, and the home that many read at once.
+# Without these a program may not be found or not start: the directories of commands, those of Python's shared library
+# and standard library if they are not where it was built, and the home directory, which many programs read first.
 _NEEDED = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONHOME")
 
-# What belongs to one host, one login or one place in another launcher's job. On another host it would be wrong, and
-# workers there have that host's own.
+# Variables of one host, one login or one rank of another launcher's job. They would be wrong on another host, where
+# workers have that host's own.
 _OF_ONE_HOST = re.compile(
     r"""
     HOME | USER | LOGNAME | MAIL | SHELL | SHLVL | PWD | OLDPWD | _ | BASH_FUNC_.*
@@ -33,22 +33,26 @@ _OF_ONE_HOST = re.compile(
     re.VERBOSE,
 )
 
-# One rank's place in an MPI job. Workers have a place of their own; if they see such, they have started that job.
+# Variables of one rank of an MPI job. Workers must not inherit them, as they would seem to be ranks of that job.
 _OF_ONE_RANK = re.compile(r"OMPI_COMM_WORLD_.*|PMIX?_.*|MPI_LOCAL.*")
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What all workers get. ``elsewhere`` is for hosts other than the launcher's, in addition to their own."""
+    """The environment that all workers get.
+
+    ``elsewhere`` is for hosts other than the launcher's, in addition to their own environment.
+    """
 
     here: Mapping[str, str]
     elsewhere: Mapping[str, str]
 
 
 def chosen_environment(environ: Mapping[str, str], exports: Iterable[str], *, inherit: bool) -> Environment:
-    """All of ``environ`` or, unless workers ``inherit`` it, what they need to start; and what ``exports`` name.
+    """Returns the part of ``environ`` that workers get, with the variables in ``exports``.
 
-    Each of these is ``NAME``, for the value in ``environ``, or ``NAME=VALUE``; of two the later counts.
+    That part is all of it if they ``inherit`` it, else what they need to start. Each export is ``NAME``, for the value
+    in ``environ``, or ``NAME=VALUE``; a later one replaces an earlier one of the same name.
     """
     exported = dict(_read_export(export, environ) for export in exports)
     here = {
@@ -61,12 +65,12 @@ def chosen_environment(environ: Mapping[str, str], exports: Iterable[str], *, in
 
 
 def _read_export(export: str, environ: Mapping[str, str]) -> tuple[str, str]:
-    # Values may be secret: no message repeats one.
+    # Values may be secret: no message contains one.
     name, given, value = export.partition("=")
     if not name:
-        raise UsageError("-x: there is no name before the value; say -x NAME=VALUE")
+        raise UsageError("-x: the name of the variable is missing: write -x NAME=VALUE")
     if name in OWN_VARIABLES:
-        raise UsageError(f"-x: {name} is hvdlite-run's own to set, for each worker")
+        raise UsageError(f"-x: {name} cannot be set: hvdlite-run sets it for each worker")
     if not given and name not in environ:
-        raise UsageError(f"-x: {name!r} is not set here; say -x NAME=VALUE to give it a value")
+        raise UsageError(f"-x: {name!r} is not set here: write -x NAME=VALUE to give it a value")
     return name, value if given else environ[name]

@@ -1,6 +1,6 @@
-"""The hosts a user names, with ``-H`` or in a hostfile: both grammars, and which of the hosts are this machine.
+"""Parses the hosts that a user names, with ``-H`` or in a hostfile, and finds out which of them are this machine.
 
-A hostfile has one host in a line, as Horovod, OpenMPI and MPICH write it:
+A hostfile has one host per line, as for Horovod, OpenMPI and MPICH:
 
     # comment
     node1 slots=4
@@ -9,8 +9,8 @@ A hostfile has one host in a line, as Horovod, OpenMPI and MPICH write it:
     node3 slots=auto
     node4               # no slots: one
 
-``max-slots`` (or ``max_slots``) bounds nothing: OpenMPI may put more ranks on a host than it has slots, up to
-that many, and hvdlite-run never does. It must only not contradict ``slots``.
+``max-slots`` (or ``max_slots``) is only checked: it must not be less than ``slots``. OpenMPI may put more ranks on a
+host than it has slots, up to that number; hvdlite-run never does.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ..errors import UsageError
 from ..system.network import is_own_address
 from ..system.user_file import name_file, read_user_file
 
-AUTO = 0  # slots that are yet to be counted; no host has none
+AUTO = 0  # slots not yet counted; no host has 0
 
 _EXAMPLE = "such as node1:4"
 _LINE_EXAMPLE = "such as: node1 slots=4"
 _MOST_FILE_BYTES = 1 << 20
 
-# ssh gives user and host to a shell where the user's configuration says so (ProxyCommand, Match exec), and refuses
-# what a shell would take for its own in newer versions alone. Neither begins with a dash: it would be an option.
+# If the user's ssh configuration says so (ProxyCommand, Match exec), ssh passes user and host to a shell, and only
+# newer versions refuse a shell's special characters. Neither may begin with a dash, which would make it an option.
 _ITEM = re.compile(
     r"(?:(?P<user>(?!-)[^\s@:,\[\]\x00-\x1f\x7f'`\";&<>|(){}]+)@)?"
     r"(?:\[(?P<ipv6>[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(?:%[\w.-]+)?)\]|(?P<name>[\w.][\w.-]*))"
@@ -44,9 +44,9 @@ _FIELD = re.compile(r"(?:(slots)=([0-9]+|auto)|(max)[-_]slots=([0-9]+))", re.ASC
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and how many workers it may hold. ``name`` is as the user wrote it, less IPv6's brackets.
+    """A machine and its number of slots. ``name`` is as the user wrote it, without the brackets of IPv6.
 
-    ``slots`` is `AUTO` until `count_auto_slots` has put a number there. ``is_here``: it is the launcher's own.
+    ``slots`` is `AUTO` until `count_auto_slots` has set it. ``is_here``: it is the launcher's own machine.
     """
 
     name: str
@@ -56,12 +56,12 @@ class Host:
 
     @property
     def label(self) -> str:
-        """What it is called in messages, and told apart by."""
+        """The name that identifies the host, also in messages."""
         return self.name if self.user is None else f"{self.user}@{self.name}"
 
 
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Read ``a:2,user@b:4,[fd00::1]:2,c:auto,d``. No slots: one. What is no host is a `UsageError`."""
+    """Parses ``a:2,user@b:4,[fd00::1]:2,c:auto,d``; without a number a host has one slot. Raises `UsageError`."""
     try:
         return each_once(parse_host(item.strip()) for item in text.split(","))
     except UsageError as error:
@@ -69,9 +69,11 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def parse_host(item: str) -> Host:
-    """Read ``host:slots``. The caller adds to an error where it was written."""
+    """Parses ``host:slots``. The caller adds to a `UsageError` where that was written."""
     if any(part.startswith("-") for part in item.split("@")):
-        raise UsageError(f"{item!r} is not host:slots, {_EXAMPLE}: ssh would take what begins with - for an option")
+        raise UsageError(
+            f"{item!r} is not host:slots, {_EXAMPLE}: ssh would read a name that begins with - as an option"
+        )
     match = _ITEM.fullmatch(item)
     if match is None or not item.isprintable() or (match["user"] or "").endswith("\\"):
         if item.count(":") > 1 and "[" not in item:
@@ -81,31 +83,31 @@ def parse_host(item: str) -> Host:
 
 
 def parse_slots(text: str, item: str) -> int:
-    """Read digits or ``auto``, which stand in ``item``."""
+    """Parses digits or ``auto``; ``item`` is the text that contains them, for messages."""
     if text == "auto":
         return AUTO
     digits = text.lstrip("0")
     if not digits:
-        raise UsageError(f"{item!r} has no slots; a host needs at least one, {_EXAMPLE}")
+        raise UsageError(f"{item!r} has 0 slots: a host needs at least one, {_EXAMPLE}")
     if len(digits) > 6:
-        raise UsageError(f"{item!r} has more slots than any host can hold")
+        raise UsageError(f"{item!r} has too many slots: at most 999999 are allowed")
     return int(digits)
 
 
 def each_once(named: Iterable[Host]) -> tuple[Host, ...]:
-    """A host named twice is one host, its slots added."""
+    """Merges the entries of a host that is named twice, and adds their slots."""
     hosts: dict[tuple[str | None, str], Host] = {}
     for host in named:
         key = (host.user, host.name)
         known = hosts.get(key, replace(host, slots=0))
         if key in hosts and AUTO in (known.slots, host.slots):
-            raise UsageError(f"{host.name!r} is named twice, though auto is all the slots it has")
+            raise UsageError(f"{host.name!r} is named twice, but auto already means all of its slots: name it once")
         hosts[key] = replace(known, slots=known.slots + host.slots)
     return tuple(hosts.values())
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
-    """The hosts of the file; whatever is wrong with it is a `UsageError` that names it."""
+    """Returns the hosts of a file; raises a `UsageError` that names it."""
     try:
         return parse_hostfile(_read(path))
     except UsageError as error:
@@ -114,14 +116,14 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 
 def _read(path: str) -> str:
     data = read_user_file(path, max_bytes=_MOST_FILE_BYTES, what="a hostfile")
-    # What is no text cannot be a host either: its line is named as any other that is wrong.
+    # Text that is not UTF-8 cannot be a host either: the message about it names its line.
     return data.decode("utf-8-sig", errors="backslashreplace")
 
 
 def parse_hostfile(text: str) -> tuple[Host, ...]:
-    """Read the lines; the `UsageError` about one begins with its number, to follow the file's name."""
+    """Parses the lines; a `UsageError` begins with the number of the line, to follow the file's name."""
     hosts: tuple[Host, ...] = ()
-    # Not splitlines(): it sees more line ends than an editor that counts them.
+    # Not splitlines(), which splits at more characters than an editor does that counts lines.
     for number, line in enumerate(text.split("\n"), start=1):
         words = line.partition("#")[0].strip()
         if not words:
@@ -131,7 +133,7 @@ def parse_hostfile(text: str) -> tuple[Host, ...]:
         except UsageError as error:
             raise UsageError(f", line {number}: {error}") from None
     if not hosts:
-        raise UsageError(f": no host in it; a line is a host, {_LINE_EXAMPLE}")
+        raise UsageError(f": it names no host; each line is a host, {_LINE_EXAMPLE}")
     return hosts
 
 
@@ -142,10 +144,10 @@ def _parse_line(words: str) -> Host:
     for word in rest:
         match = _FIELD.fullmatch(word)
         if match is None:
-            raise UsageError(f"{word!r} is not slots=N; a line is a host, {_LINE_EXAMPLE}")
+            raise UsageError(f"{word!r} is not slots=N; each line is a host, {_LINE_EXAMPLE}")
         name, value = (group for group in match.groups() if group)
         if name in fields or (name == "slots" and ":" in first.rpartition("]")[2]):
-            raise UsageError(f"{words!r} says twice how many slots; once is right, {_LINE_EXAMPLE}")
+            raise UsageError(f"{words!r} gives the number of slots twice: give it once, {_LINE_EXAMPLE}")
         fields[name] = parse_slots(value, word)
     slots = fields.get("slots", host.slots)
     if slots > fields.get("max", slots):
@@ -153,13 +155,20 @@ def _parse_line(words: str) -> Host:
     return Host(host.name, slots, host.user)
 
 
+def host_of_label(label: str, slots: int) -> Host:
+    """Returns the host with this `Host.label`. Looks its name up, which may take a while."""
+    user, _, name = label.rpartition("@")
+    host = Host(name, slots, user or None)
+    return replace(host, is_here=True) if _is_this_machine(host) else host
+
+
 def count_auto_slots(hosts: Iterable[Host], count: Callable[[Host], int]) -> tuple[Host, ...]:
-    """The same hosts, each with a number of slots; ``count`` is asked for those that were `AUTO`."""
+    """Returns the hosts with their slots; calls ``count`` for those that were `AUTO`."""
     return tuple(replace(host, slots=count(host)) if host.slots == AUTO else host for host in hosts)
 
 
 def find_this_machine(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
-    """The same hosts; those that are this machine, by whatever names, as one."""
+    """Returns the hosts, with all names of this machine merged into one host."""
     found: list[Host] = []
     for host in hosts:
         if not _is_this_machine(host):
@@ -170,7 +179,8 @@ def find_this_machine(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
             found.append(replace(host, is_here=True, user=None))
         elif AUTO in (found[here].slots, host.slots):
             raise UsageError(
-                f"{found[here].name!r} and {host.name!r} are the same machine; auto is all the slots it has"
+                f"{found[here].name!r} and {host.name!r} are the same machine, "
+                "but auto already means all of its slots: name it once"
             )
         else:
             found[here] = replace(found[here], slots=found[here].slots + host.slots)
@@ -178,7 +188,7 @@ def find_this_machine(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
 
 
 def each_machine_once(hosts: Iterable[Host], machine_of: Callable[[Host], str | None]) -> tuple[Host, ...]:
-    """The same hosts; those that turn out to be one machine as one, under the first of its names."""
+    """Returns the hosts, with those on the same machine merged into one host under the first of its names."""
     found: dict[str, Host] = {}
     for host in hosts:
         machine = machine_of(host) or host.label
@@ -200,6 +210,6 @@ def _is_this_machine(host: Host) -> bool:
         return True
     try:
         answers = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except OSError:  # an alias that only ssh knows
+    except (OSError, UnicodeError):  # an alias in the user's ssh configuration, or no name that there can be
         return False
     return any(is_own_address(str(address[0]).partition("%")[0]) for *_, address in answers)

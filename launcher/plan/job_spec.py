@@ -1,10 +1,11 @@
-"""A job as the command line describes it: what to run, where, and how. `launch` runs it."""
+"""`JobSpec`: a job as the command line describes it. `cli.hvdlite_run` creates it and `job.launch` runs it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .elastic_spec import ElasticSpec, RestartSpec
 from .exported_variables import Environment
 from .hosts import Host
 from .ssh import Ssh
@@ -14,11 +15,13 @@ from .ssh import Ssh
 class JobSpec:
     """A job: its command, hosts and options.
 
-    ``size`` None fills all slots; ``hosts`` may have slots that only they can count. ``in_python``: the command is
-    words for the Python of each host's agent. ``as_horovod``: workers find hvdlite where they import horovod.
-    ``interfaces`` are by the hosts' labels; that of "" is for all others, and of several, with commas between, the
-    first that a host has is meant. ``timestamps`` begin each line on the screen; ``record_dir`` is where each worker's
-    output goes too.
+    ``size`` None fills all slots; ``hosts`` may have `AUTO` slots, which only they can count. ``in_python``: the
+    command holds arguments for the Python interpreter of each host's agent. ``as_horovod``: ``import horovod`` finds
+    hvdlite in workers. ``interfaces`` are the network interfaces by the hosts' labels, with "" for all other hosts; of
+    several, separated by commas, a host uses the first that it has. ``timestamps``: shown lines begin with the time.
+    ``record_dir`` is the directory for each worker's output, if it is written to files. ``elastic`` is None for a job
+    whose ranks stay the same; where a discovery script finds them, ``hosts`` is empty. ``restart`` is None for a job
+    that ends with its first failure.
     """
 
     hosts: tuple[Host, ...]
@@ -35,8 +38,10 @@ class JobSpec:
     record_dir: str | None = None
     in_python: bool = False
     as_horovod: bool = False
+    elastic: ElasticSpec | None = None
+    restart: RestartSpec | None = None
 
     def interface_of(self, host: Host) -> str | None:
-        """The network interface that the user wants there; None leaves it to the host's routes."""
+        """Returns the network interface that the user chose for a host; None if its routes decide."""
         named = (self.interfaces.get(name) for name in (host.label, host.name, ""))
         return next(filter(None, named), None)

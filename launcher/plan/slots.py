@@ -1,6 +1,6 @@
-"""Assigns ranks to hosts: fills the slots of the hosts in order. Pure: nothing is started or looked up here.
+"""Assigns ranks to hosts: fills the slots of the hosts in order. These functions start nothing and look nothing up.
 
-What a worker's environment says of its slot is in `worker_environment`.
+Called by `cli`, `job` and `check`. `worker_environment` makes a worker's variables from its slot.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from .hosts import Host
 
 @dataclass(frozen=True)
 class Slot:
-    """One worker and where it runs.
+    """One worker and the host that it runs on.
 
-    ``number`` is who it is, for the whole job. ``rank`` (global), ``local_rank`` (within its host) and ``cross_rank``
-    (among hosts) are properties of it, which are looked up by its number. ``node`` is its host's number.
+    ``number`` identifies the worker during the whole job. Its ``rank`` (global), ``local_rank`` (within its host) and
+    ``cross_rank`` (among hosts) are always looked up by its number. ``node`` is the number of its host.
     """
 
     number: int
@@ -32,16 +32,16 @@ class Slot:
 
 
 def plan_slots(hosts: tuple[Host, ...], size: int | None = None) -> tuple[Slot, ...]:
-    """Fill the hosts in order with ``size`` ranks, or with as many as they have slots.
+    """Returns ``size`` slots, one per rank, filling the hosts in order; by default all slots of the hosts.
 
-    At first a worker's number is its rank.
+    When a job starts, each worker's number is its rank. Raises `UsageError` if there are too few slots.
     """
     total = sum(host.slots for host in hosts)
     if size is None:
         size = total
     if size > total:
         raise UsageError(
-            f"-np {size} is more than the {total} slots of the hosts; say how many they have, as in host:{size}"
+            f"-np {size} is more than the {total} slots of the hosts: give them more slots, as in host:{size}"
         )
     local_sizes = list(_fill(hosts, size))
     cross_sizes = Counter(local_rank for local_size in local_sizes for local_rank in range(local_size))

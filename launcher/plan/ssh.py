@@ -1,7 +1,7 @@
-"""Builds the ssh command that starts an agent on another host, and explains what ssh's failures mean.
+"""Builds the ssh command that starts an agent on another host, and explains ssh's failures.
 
-The user's own ssh does it, with the user's config, keys, agents and jump hosts. Nothing of the job is in these
-words, which everybody on either host can see. Quoting happens here, and nowhere else.
+`agents` runs the command. It uses the user's own ssh with its config, keys, agents and jump hosts. The command contains
+nothing of the job, as all users of both hosts can see it. All quoting for the remote shell is done here.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from dataclasses import dataclass
 from ..system.signals import signal_name
 from .hosts import Host
 
-# Run by the login shell there, whatever it is, hence by sh inside: the first of the interpreters that exists.
+# The login shell of the other host may be any shell, so it runs sh, which runs the first interpreter that exists.
 _FIND_PYTHON = (
     'for python do command -v "$python" >/dev/null 2>&1 && '
     'exec "$python" -m hvdlite_launcher.host.remote_parent; done; '
     'echo "no such python: $*" >&2; exit 127'
 )
 _CONNECT_S = 15
-# The client's own watch over the connection, for when nobody is left to end it, and until the agent's first word: it
-# gives up one interval after the last of its questions that nobody answered, 12 s after a link was cut.
+# Until the agent sends `Hello`, and when no launcher is left to end it, ssh itself watches the connection: it ends when
+# three probes had no reply, 12 s after a link was cut.
 _ALIVE = ("ServerAliveInterval=3", "ServerAliveCountMax=3")
 
 
 @dataclass(frozen=True)
 class Ssh:
-    """What the user says of it: ``program`` replaces ssh, ``args`` come before the host."""
+    """The user's options for ssh: ``program`` replaces ssh, ``args`` precede the host."""
 
     port: int | None = None
     identity_file: str | None = None
@@ -39,14 +39,15 @@ class Ssh:
     remote_python: str | None = None
 
     def agent_argv(self, host: Host, start_timeout_s: float) -> list[str]:
-        """The command that, run here, is the agent on ``host``: its stdin and stdout are the wire."""
+        """Returns the command that runs an agent on ``host``: its stdin and stdout are the connection."""
         own = self._own_words()
         command = self._remote_command()
-        if os.path.basename(self.program) != "ssh":  # which knows nothing of ssh's options
+        if os.path.basename(self.program) != "ssh":  # it need not have ssh's options
             return [self.program, *own, host.label, command]
         options = ["BatchMode=yes", "ControlMaster=no", "ClearAllForwardings=yes", "RemoteCommand=none", *_ALIVE]
         configured = _configured(self.program, [*own, *self._host_words(host)])
-        # What the user's config says stands. It cannot ask here, and a key that changed is refused as ever.
+        # The user's config has priority. By default ssh would ask about a new host, which it cannot do here, so the key
+        # is accepted; a changed key is still refused.
         if configured.get("stricthostkeychecking", "ask") == "ask":
             options.append("StrictHostKeyChecking=accept-new")
         if configured.get("connecttimeout", "none") == "none":
@@ -62,18 +63,21 @@ class Ssh:
         ]
 
     def _remote_command(self) -> str:
-        """The launcher's own interpreter first: a login shell often finds another one."""
+        """Returns the command for the login shell there.
+
+        It tries the launcher's own interpreter first, since the PATH of a login shell often has another one.
+        """
         pythons = [sys.executable, "python3", "python"] if self.remote_python is None else [self.remote_python]
         home = [python for python in pythons if python.startswith("~/")]
         words = " ".join('"$HOME"/' + shlex.quote(p[2:]) if p in home else shlex.quote(p) for p in pythons)
         return f"cd / && exec /bin/sh -c {shlex.quote(_FIND_PYTHON)} hvdlite-agent {words}"
 
     def by_hand(self, host: Host) -> str:
-        """What to type to see the same as we did."""
+        """Returns the command that a user can type to see the same failure."""
         return shlex.join([self.program, *self._own_words(), host.label, "true"])
 
     def _host_words(self, host: Host) -> list[str]:
-        """The host for ssh itself, which reads options after a host too, but none after two dashes."""
+        """Returns the arguments for the host, after two dashes: without these ssh reads options even after a host."""
         return [host.label] if self.args[-1:] == ("--",) else ["--", host.label]
 
     def _own_words(self) -> list[str]:
@@ -83,7 +87,7 @@ class Ssh:
 
 
 def _configured(program: str, words: list[str]) -> dict[str, str]:
-    """What ssh's configuration says for a host; nothing if it cannot be asked, which ssh will then say itself."""
+    """Returns ssh's configuration for a host; empty if ssh cannot be run, which starting the agent will report."""
     try:
         asked = subprocess.run([program, "-G", *words], stdin=subprocess.DEVNULL, capture_output=True, check=False)
     except OSError:
@@ -92,62 +96,77 @@ def _configured(program: str, words: list[str]) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in lines if " " in line)
 
 
-# ssh's words, or those of what it started, and what to do about them.
+_NO_HVDLITE = r"no module named '?hvdlite_launcher"
+
+# Patterns of messages of ssh, or of what it started, and the advice for each.
 _ADVICE = [
-    (r"permission denied", "your key is not accepted there: ssh-copy-id {host}, or name the right one with -i"),
-    (r"identification has changed", "its key is not the one that is known: if that is right, ssh-keygen -R {name}"),
-    (r"host key verification failed", "its key is not known and your ssh config wants that it is: {by_hand}"),
-    (r"could not resolve hostname", "check how it is written, or add it to ~/.ssh/config or /etc/hosts"),
-    (r"connection refused", "no sshd listens there on that port; -p says which one"),
-    (r"timed out|no route to host|network is unreachable", "is it up, and can it be reached from here? {by_hand}"),
-    (r"no such python", "--remote-python PATH says where Python is on that host"),
+    (r"permission denied", "the host does not accept your key: run ssh-copy-id {host}, or give the right key with -i"),
+    (r"identification has changed", "its host key has changed: if that is expected, run ssh-keygen -R {name}"),
+    (
+        r"host key verification failed",
+        "its host key is unknown, and your ssh config requires a known one: accept it with {by_hand}",
+    ),
+    (r"could not resolve hostname", "check its spelling, or add it to ~/.ssh/config or /etc/hosts"),
+    (r"connection refused", "no sshd listens on that port: is sshd running there? -p sets another port"),
+    (r"timed out|no route to host|network is unreachable", "is the host up, and reachable from here? Try {by_hand}"),
+    (r"no such python", "give the path of Python on that host with --remote-python PATH"),
     (
         r"no module named '?hvdlite_launcher\.host",
-        "another version of hvdlite is installed there: install the same one, or --remote-python PATH",
+        "its hvdlite is another version: install the same one there, or choose a Python with --remote-python PATH",
     ),
     (
-        r"no module named '?hvdlite_launcher|no module named '?psutil",
-        "hvdlite is not installed there for the Python that was found: pip install it, or --remote-python PATH",
+        _NO_HVDLITE + r"|no module named '?psutil",
+        "the Python found there has no hvdlite: pip install it, or choose a Python with --remote-python PATH",
     ),
     (
         r"fatal python error",
-        "its Python cannot start: does a start file of the shell there set PYTHONHOME? Or --remote-python PATH",
+        "its Python cannot start: is PYTHONHOME set there? Or choose a Python with --remote-python PATH",
     ),
     (r"(bad|unknown|unsupported) .*option|terminating, .*configuration", "check --ssh-args and ~/.ssh/config"),
-    (r"connection (closed|reset)|kex_exchange", "its sshd hung up; its log says why. Or try by hand: {by_hand}"),
+    (r"connection (closed|reset)|kex_exchange", "its sshd closed the connection: see its log, or try {by_hand}"),
 ]
 
 
 def explain(host: Host, ssh: Ssh, returncode: int, words: str) -> str:
-    """Why the agent on ``host`` never said hello: ssh's own ``words``, and the next step."""
+    """Returns the reason why the agent on ``host`` ended before its `Hello`: ssh's own ``words``, and what to do."""
     lines = _lines(words)
     for pattern, advice in _ADVICE:
         said = [line for line in lines if re.search(pattern, line, re.IGNORECASE)]
         if said:
             step = advice.format(host=host.label, name=host.name, by_hand=ssh.by_hand(host))
+            if pattern.startswith(_NO_HVDLITE) and _is_of_another_python(said[-1], ssh):
+                step = (
+                    f"there is no {sys.executable} on that host: make it there, and pip install hvdlite in it, or "
+                    "choose a Python that has it with --remote-python PATH"
+                )
             return f"{said[-1]} ({step})"
     if killed := killed_by(returncode):
         return killed
-    last = lines[-1] if lines else "its agent ended unexpectedly"
-    return f"{last} ({ssh.program} ended with exit code {returncode}; try by hand: {ssh.by_hand(host)})"
+    last = lines[-1] if lines else "its hvdlite agent ended unexpectedly"
+    return f"{last} ({ssh.program} ended with exit code {returncode}: try {ssh.by_hand(host)})"
+
+
+def _is_of_another_python(line: str, ssh: Ssh) -> bool:
+    """Whether a Python other than the launcher's own wrote this line, because that one does not exist there."""
+    return ssh.remote_python is None and line.startswith("/") and not line.startswith(f"{sys.executable}: ")
 
 
 def killed_by(returncode: int) -> str | None:
-    """Who was killed, here or there, if the return code of ssh tells."""
+    """Returns a message if the return code of ssh means that a signal ended ssh or the agent."""
     if returncode < 0:
-        return f"our ssh client was killed by {signal_name(-returncode)}"
-    if 128 < returncode < 255:  # with 255 ssh speaks for itself
-        return f"its agent was killed by {signal_name(returncode - 128)}"
+        return f"the ssh client was killed by {signal_name(-returncode)}"
+    if 128 < returncode < 255:  # 255 is a failure of ssh itself
+        return f"its hvdlite agent was killed by {signal_name(returncode - 128)}"
     return None
 
 
 def last_words(words: str) -> str | None:
-    """What may be the cause, if ssh or the agent said anything of the kind."""
+    """Returns the last line that ssh or the agent wrote, which may be the reason; None without one."""
     lines = _lines(words)
     return lines[-1] if lines else None
 
 
 def _lines(words: str) -> list[str]:
-    # The warning is what ssh says of every host that it sees for the first time.
+    # ssh writes this warning for every host that it connects to for the first time.
     lines = [line.strip() for line in words.splitlines()]
     return [line for line in lines if line and not line.startswith("Warning: Permanently added ")]

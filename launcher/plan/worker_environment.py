@@ -1,27 +1,33 @@
-"""The environment variables that hvdlite-run sets for each worker. Pure: nothing is started or looked up here.
+"""The environment variables that hvdlite-run sets for each worker. These functions start nothing and look nothing up.
 
-They are the public contract between hvdlite-run and hvdlite (or any other program that is launched):
+The variables are the public contract between hvdlite-run and hvdlite, or any other program that it starts:
 
     HVDLITE_RANK HVDLITE_SIZE               among all workers
     HVDLITE_LOCAL_RANK HVDLITE_LOCAL_SIZE   among those on this host
     HVDLITE_CROSS_RANK HVDLITE_CROSS_SIZE   among the hosts that have this local rank
+    HVDLITE_WORKER                          the worker's number, which is its rank unless the job is elastic
+    HVDLITE_ELASTIC                         1 in an elastic job, else not set
     HVDLITE_HOST                            this host, as the user named it
-    HVDLITE_STORE                           where the workers meet: unix:// and the path, as it is, of a socket on
-                                            which the host's agent answers what `worker_requests` describes
-    HVDLITE_JOB_DIR                         the job's private directory here, removed at its end
+    HVDLITE_STORE                           the rendezvous store: unix:// and the path, unquoted, of the socket on which
+                                            the host's agent answers the requests in `worker_requests`
+    HVDLITE_JOB_DIR                         the job's private directory on this host, removed at the job's end
 
-A worker that ends only because it lost a peer leaves an empty file ``rank.<rank>.peer-lost`` in HVDLITE_JOB_DIR
-before it does, and is then not taken for the cause.
+In an elastic job ranks change, so a worker gets its rank in hvd.init() and no variable has it, nor any size. Its local
+rank is its slot on the host, which stays.
 
-A program that knows torch.distributed alone finds what torchrun would tell it, with a MASTER_PORT that is kept free
-on rank 0's host until rank 0 listens. One that was written for Horovod finds what horovodrun would tell it. The table
-below has them all; tests/e2e/test_contract.py compares it with the library's. With --horovod, PYTHONPATH begins with
-where that host's hvdlite has a `horovod`. What else flags set for all workers is in `horovodrun_flags`.
+A worker creates empty files in HVDLITE_JOB_DIR before it ends. ``worker.<number>.peer-lost`` means that it ends only
+because it lost a peer, so it does not count as the cause; with ``worker.<number>.peer-left`` that peer was ending its
+program without an error. ``worker.<number>.left`` means that the worker itself does that.
 
-Set too unless the user did: OMP_NUM_THREADS (the cores of the host shared out among its workers),
-PYTHONUNBUFFERED=1, GLOO_ENABLE_STORE_V2_API=1 (gloo asks the store less often), and GLOO_SOCKET_IFNAME: the
-interface towards the other hosts, which NCCL_SOCKET_IFNAME names too, or the loopback interface if all workers
-are on one host.
+A program that only knows torch.distributed finds the variables of torchrun; MASTER_PORT is kept free on rank 0's host
+until rank 0 listens. One written for Horovod finds the variables of horovodrun. The table below has them all, and
+tests/e2e/test_contract.py compares it with the library's. With --horovod, PYTHONPATH begins with the directory of
+`horovod` in that host's hvdlite. `horovodrun_flags` has the variables that flags set for all workers.
+
+Some variables are set only if the user has not set them: OMP_NUM_THREADS (the host's cores divided by its workers),
+PYTHONUNBUFFERED=1, GLOO_ENABLE_STORE_V2_API=1 (gloo then sends fewer requests to the store) and GLOO_SOCKET_IFNAME. The
+latter is the interface towards the other hosts, which NCCL_SOCKET_IFNAME names too, or the loopback interface if all
+workers are on one host.
 """
 
 from __future__ import annotations
@@ -42,8 +48,9 @@ _PLACE: Mapping[str, str] = MappingProxyType(
         "HVDLITE_LOCAL_SIZE": "local size",
         "HVDLITE_CROSS_RANK": "cross rank",
         "HVDLITE_CROSS_SIZE": "cross size",
+        "HVDLITE_WORKER": "worker",
         "HVDLITE_HOST": "host",
-        # As horovodrun
+        # As set by horovodrun
         "HOROVOD_RANK": "rank",
         "HOROVOD_SIZE": "size",
         "HOROVOD_LOCAL_RANK": "local rank",
@@ -51,7 +58,7 @@ _PLACE: Mapping[str, str] = MappingProxyType(
         "HOROVOD_CROSS_RANK": "cross rank",
         "HOROVOD_CROSS_SIZE": "cross size",
         "HOROVOD_HOSTNAME": "host",
-        # As torchrun
+        # As set by torchrun
         "RANK": "rank",
         "WORLD_SIZE": "size",
         "LOCAL_RANK": "local rank",
@@ -61,21 +68,23 @@ _PLACE: Mapping[str, str] = MappingProxyType(
         "MASTER_PORT": "master port",
     }
 )
-"""The variables of a worker's place, and what each of them has."""
+"""The variables of a worker's rank and host, and the name of the value of each in `slot_environment`."""
 
 _STORE, _JOB_DIR = "HVDLITE_STORE", "HVDLITE_JOB_DIR"
+_ELASTIC = ("HVDLITE_ELASTIC", "HOROVOD_ELASTIC")
 
-OWN_VARIABLES = frozenset({*_PLACE, _STORE, _JOB_DIR})
-"""What hvdlite-run alone sets: a user's value never counts."""
+OWN_VARIABLES = frozenset({*_PLACE, *_ELASTIC, _STORE, _JOB_DIR})
+"""The variables that only hvdlite-run sets: a user's values are replaced."""
 
-# The longest name of a socket, and what of it comes after the temporary directory: /hvdlite-, a token, /store.
+# The longest path of a Unix socket, and how much of it follows the temporary directory: /hvdlite-, a token, /store.
 _SOCKET_BYTES = 107 if sys.platform == "linux" else 103
 _JOB_BYTES = 36
 
 
 def slot_environment(slot: Slot, size: int, *, master_address: str, master_port: int) -> dict[str, str]:
-    """The variables that say which of ``size`` workers this one is, and where rank 0 may listen."""
+    """Returns the variables of the worker in ``slot``, one of ``size``, and the address where rank 0 may listen."""
     place = {
+        "worker": str(slot.number),
         "rank": str(slot.rank),
         "size": str(size),
         "local rank": str(slot.local_rank),
@@ -90,34 +99,45 @@ def slot_environment(slot: Slot, size: int, *, master_address: str, master_port:
     return {name: place[what] for name, what in _PLACE.items()}
 
 
+def elastic_environment(worker: int, host: str, slot: int) -> dict[str, str]:
+    """Returns the variables of a worker of an elastic job: its number, its host's label, and its slot there."""
+    place = {"worker": str(worker), "host": host, "local rank": str(slot)}
+    return {**dict.fromkeys(_ELASTIC, "1"), **{name: place[what] for name, what in _PLACE.items() if what in place}}
+
+
 @dataclass(frozen=True)
 class HostEnvironment:
-    """What a worker's environment says of its host. ``interface`` is the one that its peers are reached by."""
+    """The host's part of a worker's environment.
+
+    ``slots`` is how many workers share its ``cores``. ``interface`` is the one towards the job's other hosts, or the
+    loopback interface if there are none (``is_alone``).
+    """
 
     job_dir: str
     cores: int
     interface: str | None
+    slots: int
+    is_alone: bool
 
 
 def variables_set(given: Mapping[str, str], own: Mapping[str, str], host: HostEnvironment) -> dict[str, str]:
-    """What a worker's environment has beyond what the user has ``given``: its ``own`` slot's and its host's."""
-    local_size = int(own["HVDLITE_LOCAL_SIZE"])
-    unless_set = {"OMP_NUM_THREADS": str(max(1, host.cores // local_size)), "PYTHONUNBUFFERED": "1"}
-    # gloo asks for all ranks' addresses in one question then, and not in two for each.
+    """Returns the variables that hvdlite-run adds to those ``given``: the worker's ``own`` slot's, and its host's."""
+    unless_set = {"OMP_NUM_THREADS": str(max(1, host.cores // host.slots)), "PYTHONUNBUFFERED": "1"}
+    # With it gloo gets all ranks' addresses in one request, and not in two requests per rank.
     unless_set["GLOO_ENABLE_STORE_V2_API"] = "1"
     if host.interface is not None:
-        # Or gloo would resolve the hostname, which often fails, or leave the machine needlessly.
+        # Else gloo would resolve the hostname, which often fails or leads out of the machine needlessly.
         unless_set["GLOO_SOCKET_IFNAME"] = host.interface
-        if local_size != int(own["HVDLITE_SIZE"]):
-            unless_set["NCCL_SOCKET_IFNAME"] = f"={host.interface}"  # = for this very name, not all that begin so
+        if not host.is_alone:
+            unless_set["NCCL_SOCKET_IFNAME"] = f"={host.interface}"  # = for this name only, and no prefix of others
     defaults = {name: value for name, value in unless_set.items() if name not in given}
     return {**own, _STORE: f"unix://{store_socket(host.job_dir)}", _JOB_DIR: host.job_dir, **defaults}
 
 
 def job_dir(token: str, tmp: str) -> str:
-    """The private directory of the job named ``token`` on a host whose temporary directory is ``tmp``.
+    """Returns the private directory of the job with this ``token``, on a host with the temporary directory ``tmp``.
 
-    It is in /tmp where that is so long that no socket in it could be named.
+    It is in /tmp if ``tmp`` is too long for the path of a socket in it.
     """
     tmp = os.path.abspath(tmp)
     if len(os.fsencode(tmp)) > _SOCKET_BYTES - _JOB_BYTES:
@@ -126,15 +146,20 @@ def job_dir(token: str, tmp: str) -> str:
 
 
 def store_socket(job_dir: str) -> str:
-    """Where the agent listens for its workers' questions to the store."""
+    """Returns the path of the socket on which the agent answers its workers' requests to the store."""
     return os.path.join(job_dir, "store")
 
 
-def peer_lost_file(job_dir: str, rank: int) -> str:
-    """What worker ``rank`` leaves behind to say that it ends only because it lost a peer."""
-    return os.path.join(job_dir, f"rank.{rank}.peer-lost")
+def peer_lost_file(job_dir: str, worker: int) -> str:
+    """Returns the path of the file that a worker creates if it ends only because it lost a peer."""
+    return os.path.join(job_dir, f"worker.{worker}.peer-lost")
 
 
-def left_file(job_dir: str, rank: int) -> str:
-    """What worker ``rank`` leaves behind to say that it leaves the others by itself, whatever they lose by it."""
-    return os.path.join(job_dir, f"rank.{rank}.left")
+def peer_left_file(job_dir: str, worker: int) -> str:
+    """Returns the path of the file that a worker creates besides if that peer was ending its program."""
+    return os.path.join(job_dir, f"worker.{worker}.peer-left")
+
+
+def left_file(job_dir: str, worker: int) -> str:
+    """Returns the path of the file that a worker creates if it ends on its own account."""
+    return os.path.join(job_dir, f"worker.{worker}.left")

@@ -1,36 +1,38 @@
-"""An agent's copy of the store: answers its workers' reads from it, and asks the launcher for the rest.
+"""An agent's copy of the rendezvous store: answers its workers' reads, and forwards their other requests.
 
     workers' requests ──► Cache ──► Want, Ask, Dropped to the launcher
-                             ◄── Have, Answer, Drop from it
+                             ◄── Have, Answer, Drop, Revoke from the launcher
 
-However many workers wait for one key, the launcher is asked for it once. A copy is as good as the original:
-the launcher changes no value before the copies are dropped (see `server`). No I/O: connections are in `relay`.
+`relay` calls it with the workers' requests, `host.agent` with the launcher's messages. It does no I/O. It asks the
+launcher for a key once, whatever the number of workers that wait for it. A copy is never outdated: the launcher changes
+no value before the copies are dropped (see `server`).
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ..errors import ProtocolError
-from ..wire.messages import GaveUp, Joined, Joining
-from ..wire.store_messages import Answer, Ask, Drop, Dropped, Have, StoreCommand, StoreEvent, Want
-from ..wire.worker_requests import DONE, FAILED, MAX_REQUEST_BYTES, Operation, pack, unpack
+from ..wire.messages import InitDone, InitFailed, InitStarted
+from ..wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
+from ..wire.worker_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, generation_of, pack, unpack
 
 Reply = Callable[[int, bytes], None]
 
-_Announcement = Joining | Joined | GaveUp
-_ANNOUNCED: dict[Operation, type[_Announcement]] = {
-    Operation.JOINING: Joining,
-    Operation.JOINED: Joined,
-    Operation.GAVE_UP: GaveUp,
+_NUMBERS = 1 << 32  # a request's number has 32 bits
+
+_Announcement = InitStarted | InitDone | InitFailed
+_ANNOUNCED: dict[StoreRequest, type[_Announcement]] = {
+    StoreRequest.INIT_STARTED: InitStarted,
+    StoreRequest.INIT_DONE: InitDone,
+    StoreRequest.INIT_FAILED: InitFailed,
 }
 
 
 @dataclass(eq=False)
 class _Reader:
-    """A GET or WAIT under way: values as they were when they came, since that is when they were read."""
+    """A GET or WAIT in progress. Keeps each value as it was when it arrived, even if it changes before the answer."""
 
     keys: list[bytes]
     found: dict[bytes, bytes]
@@ -42,29 +44,35 @@ class _Reader:
         values = [self.found[key] for key in self.keys] if self.with_values else []
         payload = pack(values)
         if len(payload) > MAX_REQUEST_BYTES:
-            self.reply(FAILED, b"the values asked for are too large for one answer: ask for fewer keys at a time")
+            self.reply(FAILED, b"the requested values are too large for one answer: request fewer keys at a time")
         else:
             self.reply(DONE, payload)
 
 
 class Cache:
-    def __init__(self, send: Callable[[StoreEvent | _Announcement], None], workers: Mapping[int, int]) -> None:
-        """``workers`` are the numbers of those of this host, by their ranks."""
+    """The copies on one host, and the requests of its workers that are not answered yet."""
+
+    def __init__(self, send: Callable[[StoreEvent | _Announcement], None], workers: Collection[int]) -> None:
+        """``workers`` are the numbers of the workers on this host: more of them may be added."""
         self._send = send
         self._workers = workers
         self._values: dict[bytes, bytes] = {}
-        # Keys that were asked for, and who waits for each; nobody, if all have gone meanwhile.
+        # The keys that the launcher was asked for, and the readers that wait for each: none if all have disconnected.
         self._readers: dict[bytes, dict[_Reader, None]] = {}
         self._asked: dict[int, Reply] = {}
-        self._numbers = itertools.cycle(range(1 << 32))
+        self._next_number = 0  # of a request to the launcher
+        self._revoked = Revoke(0, "")
 
-    def request(self, operation: Operation, payload: bytes, reply: Reply) -> Callable[[], None]:
-        """Call ``reply`` once, now or later. What is returned forgets the request, whose worker has gone."""
+    def request(self, operation: StoreRequest, payload: bytes, reply: Reply) -> Callable[[], None]:
+        """Calls ``reply(outcome, payload)`` once, now or later. Returns a function that cancels the request.
+
+        It is called if the worker disconnects before the answer.
+        """
         try:
             match operation:
-                case Operation.GET | Operation.WAIT:
-                    return self._read(unpack(payload), operation is Operation.GET, reply)
-                case Operation.CHECK if all(key in self._values for key in unpack(payload)):
+                case StoreRequest.GET | StoreRequest.WAIT:
+                    return self._read(unpack(payload), operation is StoreRequest.GET, reply)
+                case StoreRequest.CHECK if all(key in self._values for key in unpack(payload)):
                     reply(DONE, pack([b"1"]))
                 case _ if operation in _ANNOUNCED:
                     self._announce(_ANNOUNCED[operation], unpack(payload))
@@ -76,6 +84,7 @@ class Cache:
         return _nothing
 
     def receive(self, message: StoreCommand) -> None:
+        """Handles a message from the launcher."""
         match message:
             case Have():
                 self._values[message.key] = message.value
@@ -90,9 +99,14 @@ class Cache:
             case Answer():
                 if reply := self._asked.pop(message.number, None):
                     reply(message.code, message.payload)
+            case Revoke():
+                self._revoke(message)
 
     def _read(self, keys: list[bytes], with_values: bool, reply: Reply) -> Callable[[], None]:
         values = self._values
+        if any(map(self._is_revoked, keys)):
+            reply(FAILED, self._revoked.why.encode())
+            return _nothing
         found = {key: values[key] for key in keys if key in values}
         missing = [key for key in dict.fromkeys(keys) if key not in values]
         reader = _Reader(keys, found, len(missing), with_values, reply)
@@ -110,17 +124,36 @@ class Cache:
         for key in missing:
             self._readers.get(key, {}).pop(reader, None)
 
-    def _ask(self, operation: Operation, payload: bytes, reply: Reply) -> Callable[[], None]:
-        number = next(self._numbers)
+    def _is_revoked(self, key: bytes) -> bool:
+        generation = generation_of(key)
+        return generation is not None and generation <= self._revoked.generation
+
+    def _revoke(self, revoked: Revoke) -> None:
+        """Forgets the keys of older generations. The readers that wait for one of them fail."""
+        self._revoked = revoked
+        for key in [key for key in self._values if self._is_revoked(key)]:
+            del self._values[key]
+        failed: dict[_Reader, None] = {}
+        for key in [key for key in self._readers if self._is_revoked(key)]:
+            failed |= self._readers.pop(key)
+        for reader in failed:
+            self._forget(reader, reader.keys)
+            reader.reply(FAILED, revoked.why.encode())
+
+    def _ask(self, operation: StoreRequest, payload: bytes, reply: Reply) -> Callable[[], None]:
+        number = self._next_number
+        self._next_number = (number + 1) % _NUMBERS
         self._asked[number] = reply
         self._send(Ask(number, operation, payload))
         return lambda: self._asked.update({number: _ignore}) if number in self._asked else None
 
     def _announce(self, what: type[_Announcement], parts: list[bytes]) -> None:
-        rank = int(parts[0]) if len(parts) == 1 and parts[0].isdigit() and len(parts[0]) < 10 else -1
-        if rank not in self._workers:
-            raise ProtocolError("no such rank on this host")
-        self._send(what(self._workers[rank]))
+        if not 1 <= len(parts) <= 2 or not all(part.isdigit() and len(part) < 10 for part in parts):
+            raise ProtocolError("a worker's number is expected, and the last generation that it was in")
+        worker, *after = map(int, parts)
+        if worker not in self._workers:
+            raise ProtocolError("no such worker on this host")
+        self._send(what(worker, *after))
 
 
 def _nothing() -> None:

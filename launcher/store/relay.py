@@ -2,9 +2,9 @@
 
     workers ══ Unix socket ══ Relay ── requests ──► Cache (which answers)
 
-Part of the agent's one loop: nothing here blocks. A connection has one request at a time, and the next is read
-once the answer is written, so that nobody can make it hold more than that. What is no request closes its
-connection, and does nothing else.
+It runs in the agent's event loop and never blocks. Each connection has at most one request in progress: the next is
+read after the answer is written, which limits the memory for it. Bytes that are no request close their connection and
+have no other effect.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _READ_BYTES = 1 << 16
 
 
 class Relay:
-    """Listens until `close`, which is the end of all connections too."""
+    """Listens until `close`, which closes all connections too."""
 
     def __init__(self, path: str, cache: Cache, selector: selectors.BaseSelector) -> None:
-        """``selector`` calls back, without arguments, what is registered with it."""
+        """``selector``: the data of each registration is a function without arguments, which the event loop calls."""
         self._cache = cache
         self._selector = selector
         self._connections: set[_Connection] = set()
@@ -47,7 +47,7 @@ class Relay:
             connected, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError:  # as many files are open as may be: who connects waits until another has gone
+        except OSError:  # too many open files: new workers wait until a connection is closed
             self._listen(False)
             return
         connected.setblocking(False)
@@ -78,8 +78,8 @@ class _Connection:
         self._selector = selector
         self._closed = closed
         self._decoder = RequestDecoder()
-        self._forget: Callable[[], None] | None = None  # of the request under way
-        self._rest = memoryview(b"")  # of its answer
+        self._forget: Callable[[], None] | None = None  # drops the request in progress
+        self._rest = memoryview(b"")  # the unsent rest of the answer
         selector.register(connected, selectors.EVENT_READ, self._read)
 
     def close(self) -> None:
@@ -92,11 +92,11 @@ class _Connection:
         self._closed(self)
 
     def _read(self) -> None:
-        if self._socket.fileno() < 0:  # closed since the selector saw something there
+        if self._socket.fileno() < 0:  # the selector may still report a socket that was closed in the same round
             return
         try:
             data = self._socket.recv(_READ_BYTES)
-            if not data or self._forget is not None:  # it has gone, or does not wait for its answer
+            if not data or self._forget is not None:  # it disconnected, or did not wait for its answer
                 self.close()
             elif request := self._decoder.feed(data):
                 self._forget = _nothing

@@ -1,10 +1,13 @@
-"""The rendezvous store in the launcher: keys and values by which workers find each other. No I/O, no thread of its own.
+"""The rendezvous store in the launcher: keys and values by which workers find each other. It does no I/O.
 
-    agents' Want, Ask, Dropped ──► Store ──► Have, Answer, Drop for agents
+    agents' Want, Ask, Dropped ──► Store ──► Have, Answer, Drop, Revoke for agents
 
-Agents keep copies of what they were sent (see `cache`), and still every reader sees each change once it is
-answered: a value that agents hold changes only after all of them have dropped it, and whatever concerns
-its key meanwhile waits in line. Who reads what agents say hands it over, each in its own thread (see `remote_agent`).
+Each agent's reading thread (see `remote_agent`) calls it with the agent's messages. Agents keep copies of values (see
+`cache`), and yet no worker reads an old value once a change is answered: before a value changes, all agents that hold a
+copy must have dropped it. Until then, further operations on its key wait in a queue.
+
+The ranks of an elastic job's generation meet under keys of their own (see `generation_of`). Once a generation is
+revoked, all its keys are forgotten and every request for one fails, so nobody waits for a rank that is gone.
 """
 
 from __future__ import annotations
@@ -16,40 +19,55 @@ from functools import partial
 from typing import Protocol
 
 from ..errors import ProtocolError
-from ..wire.store_messages import Answer, Ask, Drop, Dropped, Have, StoreCommand, StoreEvent, Want
-from ..wire.worker_requests import CHUNK_BYTES, DONE, FAILED, MAX_REQUEST_BYTES, Operation, chunk_key, pack, unpack
+from ..wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
+from ..wire.worker_requests import (
+    CHUNK_BYTES,
+    DONE,
+    FAILED,
+    MAX_REQUEST_BYTES,
+    StoreRequest,
+    chunk_key,
+    generation_of,
+    pack,
+    unpack,
+)
 
-# From the old value to the new one and what is answered; None is no value.
+# Maps the old value to the new value and the answer; None means that the key is not set.
 _Change = Callable[[bytes | None], tuple[bytes | None, bytes]]
 _Reply = Callable[[int, bytes], None]
 
 
 class Agent(Protocol):
-    """Who holds copies; `agents.remote_agent.RemoteAgent`."""
+    """An agent that may hold copies of values: `agents.remote_agent.RemoteAgent`."""
 
     def send(self, message: StoreCommand, /) -> None:
-        """Must not wait for anything, nor change the order of what it is given."""
+        """Must not block, and must keep the order of the messages."""
 
 
 @dataclass
 class _Dropping:
-    """A key whose holders are being told to drop it, and what happens to it after that, in order."""
+    """The state of a key while its copies are dropped: the agents that still have one, and the queued operations."""
 
     awaited: set[Agent]
     line: list[Callable[[], None]] = field(default_factory=list)
 
 
 class Store:
+    """The keys and values; may be called from any thread."""
+
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[bytes, bytes] = {}
         self._holders: dict[bytes, set[Agent]] = {}
-        self._wanted: dict[bytes, set[Agent]] = {}  # keys that are not there, and who waits for them
+        self._wanted: dict[bytes, set[Agent]] = {}  # keys that are not set, and the agents that wait for them
         self._dropping: dict[bytes, _Dropping] = {}
-        self._lost: set[Agent] = set()
+        self._agents: set[Agent] = set()  # those that have sent something and are not lost
+        self._revoked = Revoke(0, "")
 
     def receive(self, agent: Agent, message: StoreEvent) -> None:
+        """Handles a message from ``agent``."""
         with self._lock:
+            self._agents.add(agent)
             match message:
                 case Want():
                     self._want(agent, message.key)
@@ -59,44 +77,74 @@ class Store:
                     self._ask(message, lambda code, payload: agent.send(Answer(message.number, code, payload)))
 
     def lose(self, agent: Agent) -> None:
-        """Nothing more comes from there, and nothing is held there."""
+        """Forgets an agent whose connection has ended: it holds no copies any more."""
         with self._lock:
-            self._lost.add(agent)
-            for agents in (*self._holders.values(), *self._wanted.values()):
-                agents.discard(agent)
+            self._agents.discard(agent)
+            for by_key in (self._holders, self._wanted):
+                for key in [key for key, agents in by_key.items() if agent in agents]:
+                    by_key[key].discard(agent)
+                    if not by_key[key]:
+                        del by_key[key]
             for key in list(self._dropping):
                 self._dropped(agent, key)
 
     def put(self, key: bytes, value: bytes) -> None:
-        """A value of the launcher's own, for the workers."""
+        """Sets a value for the workers, from the launcher itself."""
         with self._lock:
             self._change(key, partial(_put, value), _ignore)
 
-    def look(self, key: bytes) -> bytes | None:
-        """What the workers have set, if they have."""
+    def delete(self, key: bytes) -> None:
+        """Forgets a value that no worker reads any more."""
+        with self._lock:
+            self._change(key, lambda _: (None, b""), _ignore)
+
+    def revoke(self, generation: int, why: str) -> None:
+        """Forgets the keys of this generation and of all before it; every request for one fails with ``why``."""
+        with self._lock:
+            if generation < self._revoked.generation:
+                return
+            self._revoked = Revoke(generation, why)
+            for by_key in (self._values, self._holders, self._wanted):
+                for key in [key for key in by_key if self._is_revoked(key)]:
+                    del by_key[key]
+            dropping = [self._dropping.pop(key) for key in list(self._dropping) if self._is_revoked(key)]
+            _send_all(self._agents, self._revoked)
+            for each in dropping:
+                for act in each.line:
+                    act()
+
+    def get(self, key: bytes) -> bytes | None:
+        """Returns the value of a key, or None if no worker has set it."""
         with self._lock:
             return self._values.get(key)
 
     def put_large(self, key: bytes, value: bytes) -> None:
-        """The same of any size, in pieces, for `hvdlite.rendezvous.store_client.StoreClient.get_large`."""
+        """Sets a value of any size, in pieces, for `hvdlite.rendezvous.store_client.StoreClient.get_large`."""
         starts = range(0, len(value), CHUNK_BYTES)
         for number, start in enumerate(starts):
             self.put(chunk_key(key, number), value[start : start + CHUNK_BYTES])
-        # Last, as it is what readers wait for.
+        # Set last, since readers wait for this key.
         self.put(key, b"%d" % len(starts))
 
-    def look_large(self, key: bytes) -> bytes | None:
-        """What a worker has set by `set_large`, if it has set all of it."""
-        count = self.look(key)
+    def get_large(self, key: bytes) -> bytes | None:
+        """Returns a value that a worker sets by `set_large`, or None while it is incomplete."""
+        count = self.get(key)
         if count is None or not count.isdigit() or len(count) > 6:
             return None
-        pieces = [self.look(chunk_key(key, number)) for number in range(int(count))]
+        pieces = [self.get(chunk_key(key, number)) for number in range(int(count))]
         return None if None in pieces else b"".join(filter(None, pieces))
+
+    def _is_revoked(self, key: bytes) -> bool:
+        generation = generation_of(key)
+        return generation is not None and generation <= self._revoked.generation
 
     # ------------------------------------------------------------------ reads
 
     def _want(self, agent: Agent, key: bytes) -> None:
-        if agent in self._lost:
+        if agent not in self._agents:
+            return
+        if self._is_revoked(key):
+            agent.send(self._revoked)  # it may have connected after the others were told
             return
         if key in self._dropping:
             self._dropping[key].line.append(partial(self._want, agent, key))
@@ -116,37 +164,44 @@ class Store:
 
     def _do(self, ask: Ask, reply: _Reply) -> None:
         match ask.operation, unpack(ask.payload):
-            case Operation.SET, [_, _, *_] as parts if len(parts) % 2 == 0:
+            case StoreRequest.SET, [_, _, *_] as parts if len(parts) % 2 == 0:
                 self._set(parts, reply)
-            case Operation.CHECK, keys:
+            case StoreRequest.CHECK, keys if any(map(self._is_revoked, keys)):
+                reply(FAILED, self._revoked.why.encode())
+            case StoreRequest.CHECK, keys:
                 reply(DONE, pack([_truth(all(key in self._values for key in keys))]))
-            case Operation.COUNT, []:
+            case StoreRequest.COUNT, []:
                 reply(DONE, pack([b"%d" % len(self._values)]))
-            case Operation.ADD, [key, amount]:
+            case StoreRequest.ADD, [key, amount]:
                 self._change(key, partial(_add, _number(amount)), reply)
-            case Operation.COMPARE_SET, [key, expected, desired]:
+            case StoreRequest.COMPARE_SET, [key, expected, desired]:
                 self._change(key, partial(_compare_set, expected, desired), reply)
-            case Operation.APPEND, [key, tail]:
+            case StoreRequest.APPEND, [key, tail]:
                 self._change(key, partial(_append, tail, MAX_REQUEST_BYTES - len(pack([key, b""]))), reply)
-            case Operation.DELETE, [key]:
+            case StoreRequest.DELETE, [key]:
                 self._change(key, lambda old: (None, pack([_truth(old is not None)])), reply)
             case operation, parts:
-                raise ProtocolError(f"the store has no operation {operation} of {len(parts)} parts")
+                raise ProtocolError(f"the store has no operation {operation} with {len(parts)} arguments")
 
     def _set(self, parts: Sequence[bytes], reply: _Reply) -> None:
-        """Answered when all are set."""
-        left = len(parts) // 2
+        """Sets several keys, and answers when all are set."""
+        left, outcome = len(parts) // 2, (DONE, b"")
 
         def count(code: int, payload: bytes) -> None:
-            nonlocal left
+            nonlocal left, outcome
             left -= 1
+            if code == FAILED:
+                outcome = code, payload
             if left == 0:
-                reply(code, payload)
+                reply(*outcome)
 
         for key, value in zip(parts[::2], parts[1::2], strict=True):
             self._change(key, partial(_put, value), count)
 
     def _change(self, key: bytes, change: _Change, reply: _Reply) -> None:
+        if self._is_revoked(key):
+            reply(FAILED, self._revoked.why.encode())
+            return
         again = partial(self._change, key, change, reply)
         if key in self._dropping:
             self._dropping[key].line.append(again)
@@ -167,7 +222,7 @@ class Store:
 
     def _replace(self, key: bytes, value: bytes | None) -> None:
         if value is None:
-            del self._values[key]
+            self._values.pop(key, None)
             return
         self._values[key] = value
         if wanting := self._wanted.pop(key, None):
@@ -181,7 +236,7 @@ class Store:
         dropping.awaited.discard(agent)
         if not dropping.awaited:
             del self._dropping[key]
-            # A change in this line may begin another one: what comes after it then goes there.
+            # One of these may cause another drop of this key. The operations after it then wait for that one.
             for act in dropping.line:
                 act()
 
@@ -206,7 +261,7 @@ def _add(amount: int, old: bytes | None) -> tuple[bytes, bytes]:
 
 
 def _compare_set(expected: bytes, desired: bytes, old: bytes | None) -> tuple[bytes | None, bytes]:
-    """As torch's own stores have it: a key that is not there counts as empty, and stays so if that is not expected."""
+    """Works as in torch's own stores: a key that is not set counts as empty, and is set if ``expected`` is empty."""
     if old is None and expected:
         return None, pack([expected])
     new = desired if old is None or old == expected else old
@@ -221,7 +276,7 @@ def _append(tail: bytes, limit: int, old: bytes | None) -> tuple[bytes, bytes]:
 
 
 def _number(text: bytes) -> int:
-    """64 bits, as everywhere in torch; never so many digits that reading them takes long."""
+    """Returns the number in ``text``. Raises `ProtocolError` if it is none or has more digits than 64 bits allow."""
     digits = text[1:] if text[:1] == b"-" else text
     if not digits.isdigit() or len(digits) > 19:
         raise ProtocolError("only numbers can be added to")

@@ -1,6 +1,8 @@
-"""The machine that a part of the launcher runs on: terminals, files, signals, processes, hardware and network.
+"""Operating system services for the launcher: terminals, files, signals, processes, hardware and network.
 
-Used on the launcher's machine and on the workers' hosts alike. Modules import only what stands before them:
+Most other packages call them, on the launcher's machine and on the workers' hosts.
+
+Modules import only what stands before them:
 
     terminal_text < user_file < safe_files < signals < process_tree < machine < job_directory < network
 """

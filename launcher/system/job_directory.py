@@ -1,8 +1,9 @@
-"""Makes the private directory of a job on one host, holds it while it is used, and removes those of dead jobs.
+"""Creates the private directory of a job on one host, locks it while it is used, and removes dead jobs' directories.
 
-Its agent holds a lock on it, which the system drops when that ends, however it does; so what the next job finds
-without a lock is nobody's. A file system that hosts share may know nothing of other hosts' locks: a note in the
-directory says in which boot of which machine it was made, and only that machine clears it away.
+Called by `host.agent`. The agent holds a lock on the directory, which the system releases when the agent ends for any
+reason: the next job removes the directories that are not locked. On a file system that hosts share, a lock may be
+invisible to other hosts. So a file in the directory contains the boot ID of its machine, and only that machine removes
+it, in the same boot.
 """
 
 from __future__ import annotations
@@ -18,33 +19,36 @@ import tempfile
 from ..errors import LauncherError
 from .machine import boot_id
 
-_NAME = re.compile(r"hvdlite-[0-9a-f]{16}-[0-9]+")  # as in `plan.job_dir`, with the tokens of `agents`
+_NAME = re.compile(r"hvdlite-[0-9a-f]{16}-[0-9]+")  # see `worker_environment.job_dir` and `Agents._token_of`
 _NOTE = "boot"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _TRIES = 10
 
 
 def temporary_directory() -> str:
-    """Where such directories lie here; a `LauncherError` if there is no such place that can be written."""
+    """Returns this host's directory for temporary files; raises `LauncherError` if none can be written."""
     try:
         return tempfile.gettempdir()
     except OSError:
         places = ", ".join(dict.fromkeys([os.environ.get("TMPDIR") or "/tmp", "/tmp", "/var/tmp"]))
         raise LauncherError(
-            f"no temporary directory can be written (no room, no inodes, or read-only: df -i says): {places}; "
-            "make room there, or let TMPDIR name another"
+            f"no temporary directory can be written (no space, no inodes, or read-only; see df -i): {places}. "
+            "Free space there, or set TMPDIR to another directory"
         ) from None
 
 
 def make(path: str) -> int:
-    """Make it, and hold it as long as what is returned is open. An OSError if it cannot be made, or is there."""
+    """Creates the directory and locks it; closing the returned descriptor releases it.
+
+    Raises OSError if it cannot be created or exists already.
+    """
     for _ in range(_TRIES):
         os.mkdir(path, 0o700)
         try:
             held = os.open(path, _DIRECTORY)
-        except FileNotFoundError:  # another job took it for one that is nobody's, as it is empty
+        except FileNotFoundError:  # another job has removed it, as it was still empty and unlocked
             continue
-        with contextlib.suppress(OSError):  # no locks there: then nobody else gets one either
+        with contextlib.suppress(OSError):  # a file system without locks: no other job gets the lock either
             fcntl.flock(held, fcntl.LOCK_EX)
         if not _is_at(path, held):
             os.close(held)
@@ -56,11 +60,11 @@ def make(path: str) -> int:
             shutil.rmtree(path, ignore_errors=True)
             raise
         return held
-    raise FileNotFoundError(errno.ENOENT, "it is removed again and again", path)
+    raise FileNotFoundError(errno.ENOENT, "another process keeps removing it", path)
 
 
 def clear_abandoned(within: str) -> None:
-    """Remove this user's directories of jobs of which nothing is left. What cannot be judged stays."""
+    """Removes this user's directories of dead jobs. Keeps any whose job may be alive."""
     boot = boot_id()
     with contextlib.suppress(OSError), os.scandir(within) as entries:
         for entry in entries:
@@ -74,10 +78,10 @@ def _clear(path: str, boot: str) -> None:
     try:
         if os.fstat(held).st_uid != os.geteuid():
             return
-        # Held by the agent of a job that runs, or just then by another one that clears up: BlockingIOError.
+        # Raises BlockingIOError if it is locked by a running job's agent, or by another process that removes it now.
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not os.listdir(held):
-            os.rmdir(path)  # which removes nothing that was put there meanwhile
+            os.rmdir(path)  # fails if a file was created there since
         elif _read_note(held) == boot:
             shutil.rmtree(path, ignore_errors=True)
     finally:

@@ -1,6 +1,6 @@
-"""Counts the cores and GPUs of this machine that a job may use, and tells machines apart.
+"""Counts the cores and GPUs of this machine that a job may use, and identifies machines.
 
-Looked up without torch, so that a host answers where torch is not installed, and at once.
+It does not use torch, so that a host without torch can answer, and at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 
 _NVIDIA_GPUS = "/proc/driver/nvidia/gpus"
-_NVIDIA_SMI_S = 30.0  # it wakes sleeping GPUs first
+_NVIDIA_SMI_S = 30.0  # the command first wakes sleeping GPUs
 
 
 def usable_cores() -> int:
@@ -19,16 +19,16 @@ def usable_cores() -> int:
 
 
 def slots_by_hardware(environ: Mapping[str, str] = os.environ, nvidia_gpus: str = _NVIDIA_GPUS) -> int:
-    """What ``auto`` stands for: the GPUs that a worker with this environment sees, else the usable cores."""
+    """Returns the number of slots for ``auto``: the GPUs that a worker would see, else the usable cores."""
     return _visible(_count_gpus(environ, nvidia_gpus), environ.get("CUDA_VISIBLE_DEVICES")) or usable_cores()
 
 
 def _count_gpus(environ: Mapping[str, str], nvidia_gpus: str) -> int:
     try:
         return len(os.listdir(nvidia_gpus))
-    except OSError:  # no driver, or one that says it elsewhere, as under WSL
+    except OSError:  # no driver, or one without this directory, as under WSL
         pass
-    import subprocess  # noqa: PLC0415  # costs 10 ms, and most machines have no need of it
+    import subprocess  # noqa: PLC0415  # costs 10 ms, seldom needed
 
     try:
         listed = subprocess.run(
@@ -45,7 +45,7 @@ def _count_gpus(environ: Mapping[str, str], nvidia_gpus: str) -> int:
 
 
 def _visible(gpus: int, devices: str | None) -> int:
-    """How many of them CUDA_VISIBLE_DEVICES leaves; CUDA reads it up to the first that is none."""
+    """Returns how many GPUs CUDA_VISIBLE_DEVICES leaves. CUDA reads it up to the first invalid entry."""
     if devices is None:
         return gpus
     names = [name.strip() for name in devices.split(",")]
@@ -54,7 +54,7 @@ def _visible(gpus: int, devices: str | None) -> int:
 
 
 def boot_id() -> str | None:
-    """What this machine is called from one start of its system to the next; None where none can tell."""
+    """Returns an identifier of this machine's current boot; None if the system has none."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return file.read().strip()
@@ -63,7 +63,7 @@ def boot_id() -> str | None:
 
 
 def machine_id() -> str | None:
-    """What processes have in common that are on one machine, and in one container of it; None where none can tell."""
+    """Returns an identifier of this machine and, within a container, of the container; None if unknown."""
     boot = boot_id()
     try:
         spaces = [str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("net", "mnt", "pid", "user")]

@@ -1,7 +1,7 @@
-"""Finds this host's address as others reach it, and the network interface that has an address.
+"""Finds this host's address as other hosts reach it, and the network interface with a given address.
 
-Routes are asked of the kernel: a UDP socket that is connected has the source address that would be used, and sends
-nothing by it. Names of interfaces are never compared between hosts, which may call them as they like.
+The kernel knows the routes: connecting a UDP socket gives it the source address of the route and sends nothing.
+Interface names are never compared between hosts, where they may differ.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Iterable, Mapping
 from ..errors import LauncherError
 
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
-# Reserved for documentation (RFC 5737, RFC 3849): nobody is there, but the way out leads to them.
+# Addresses reserved for documentation (RFC 5737, RFC 3849): no host has them, but they use the default route.
 _ELSEWHERE = ("192.0.2.1", "2001:db8::1")
 _ANY_PORT = 9
 
 
 def interfaces() -> dict[str, list[str]]:
-    """The addresses of each interface, IPv4 before IPv6, link-local ones last."""
-    import psutil  # noqa: PLC0415  # costs 20 ms, needless where nobody asks
+    """Returns the addresses of each interface: IPv4 before IPv6, link-local ones last."""
+    import psutil  # noqa: PLC0415  # costs 20 ms, seldom needed
 
     return {
         name: sorted((a.address for a in addresses if a.family in _FAMILIES), key=_least_useful_last)
@@ -36,7 +36,7 @@ def _least_useful_last(address: str) -> tuple[bool, bool]:
 
 
 def interface_with(address: str) -> str | None:
-    """The name of the interface that has it."""
+    """Returns the name of the interface with this address, or None."""
     wanted = ipaddress.ip_address(address)
     for name, addresses in interfaces().items():
         if any(ipaddress.ip_address(own) == wanted for own in addresses):
@@ -49,24 +49,24 @@ def loopback_interface() -> str | None:
 
 
 def first_there(names: str) -> str:
-    """The first of these interfaces, with commas between, that is here; the last of them if none is."""
+    """Returns the first of these comma-separated interfaces that this host has, or the last of them if it has none."""
     known = interfaces()
     *others, last = names.split(",")
     return next((name for name in others if name in known), last)
 
 
 def address_of(interface: str) -> str:
-    """Its address for others; a `LauncherError` if there is no such interface, or it has none."""
+    """Returns the interface's address for other hosts; raises `LauncherError` if it has none or does not exist."""
     known = interfaces()
     if interface not in known:
-        raise LauncherError(f"there is no network interface {interface!r}; there are {', '.join(known)}")
+        raise LauncherError(f"there is no network interface {interface!r}; this host has {', '.join(known)}")
     if not known[interface]:
         raise LauncherError(f"the network interface {interface!r} has no IP address")
     return known[interface][0]
 
 
 def address_on_route(peer: str) -> str | None:
-    """Our own address on the way to ``peer``, an IP address; None if there is no way."""
+    """Returns this host's address on the route to ``peer``, an IP address; None if there is no route."""
     family = socket.AF_INET6 if ":" in peer else socket.AF_INET
     with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, _ANY_PORT))
@@ -75,25 +75,34 @@ def address_on_route(peer: str) -> str | None:
 
 
 def address_towards(peers: Iterable[str]) -> str:
-    """Our own address on the way to most of them, or a `LauncherError` that names one that cannot be reached."""
+    """Returns this host's address on the routes to most of ``peers``.
+
+    Raises `LauncherError` if there is no route to one of them.
+    """
     found: Counter[str] = Counter()
     for peer in peers:
         own = address_on_route(peer)
         if own is None:
-            raise LauncherError(f"there is no route to {peer}, where another host of the job is")
+            raise LauncherError(f"there is no route to {peer}, the address of another host of the job")
         found[own] += 1
     return found.most_common(1)[0][0]
 
 
 def own_address(environ: Mapping[str, str]) -> str | None:
-    """This host's address as the launcher reaches it by ssh, which says so; else the one on the way out."""
+    """Returns this host's address as the launcher reaches it by ssh, else its address on the default route."""
     if len(fields := environ.get("SSH_CONNECTION", "").split()) == 4:
         return fields[2].partition("%")[0]
     return next(filter(None, map(address_on_route, _ELSEWHERE)), None)
 
 
+def some_address() -> str | None:
+    """Returns an address of this machine that others may reach, where no route leads out of it; None if it has none."""
+    addresses = (ipaddress.ip_address(own) for each in interfaces().values() for own in each if "%" not in own)
+    return next((str(own) for own in addresses if not own.is_loopback and not own.is_link_local), None)
+
+
 def is_own_address(address: str) -> bool:
-    """Whether this machine has it."""
+    """Whether this machine has this IP address."""
     try:
         wanted = ipaddress.ip_address(address)
     except ValueError:
@@ -104,17 +113,17 @@ def is_own_address(address: str) -> bool:
 
 
 def reserve_port() -> socket.socket:
-    """A TCP port that the kernel gives to nobody else while this is open, though nothing listens on it.
+    """Returns a bound socket that does not listen: the kernel gives its TCP port to no other process while it is open.
 
-    A program that binds it with SO_REUSEADDR, as servers do, may: Linux allows that as long as none of those
-    bound to it listens. So rank 0 can be told a port that is still free when it comes to listen there.
+    A program that binds the port with SO_REUSEADDR, as servers do, still can: Linux allows it while none of the bound
+    sockets listens. So rank 0 gets a port that is still free when it starts to listen there.
     """
     try:
         reserved = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
         reserved.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("::", 0))
-    except OSError:  # no IPv6 here
+    except OSError:  # this host has no IPv6
         reserved = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("", 0))

@@ -1,13 +1,15 @@
-"""Ends processes together with everything that they started, so that none is left.
+"""Signals processes together with their descendants, and adopts orphans so that none is missed.
 
-On Linux a process can adopt the orphans among its descendants, so that a daemon that forked twice is still
-found; elsewhere what left its process group and lost its parent stays unseen. Whom to end, and when, is
-decided elsewhere.
+`host.agent` and `host.remote_parent` end a job's processes with it on each host, and `agents.agent_group` what is left
+of the launcher's own. On Linux a process that has called `adopt_orphans` becomes the parent of descendants whose own
+parent ends, so `kill_descendants` finds even a daemon that forked twice. On other systems it misses a process that has
+both left its process group and lost its parent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -19,15 +21,16 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> bool:
-    """Become the parent of descendants whose own parent dies. False where the system cannot do that."""
+    """Makes this process adopt its orphaned descendants. Returns False if the system cannot do that."""
     prctl = _prctl()
     return prctl is not None and prctl(_PR_SET_CHILD_SUBREAPER, 1) == 0
 
 
 def dying_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None] | None:
-    """What a new child is to call first, so that even kill -9 of its parent ends it, by ``signum``.
+    """Returns a function for a new child to call first, so that ``signum`` is sent to it when its parent dies.
 
-    For `subprocess.Popen(preexec_fn=…)`, which is safe in a process without threads (as the agent is).
+    For `subprocess.Popen(preexec_fn=...)`, which is safe in a process without threads, such as the agent. Returns None
+    if the system cannot do that.
     """
     prctl = _prctl()
     if prctl is None:
@@ -36,12 +39,13 @@ def dying_with_parent(signum: int = signal.SIGKILL) -> Callable[[], None] | None
 
     def set_up() -> None:
         prctl(_PR_SET_PDEATHSIG, signum)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent died before prctl
             os._exit(1)
 
     return set_up
 
 
+@functools.cache  # ctypes keeps a part of each function that it makes
 def _prctl() -> Callable[[int, int], int] | None:
     if not sys.platform.startswith("linux"):
         return None
@@ -52,17 +56,28 @@ def _prctl() -> Callable[[int, int], int] | None:
 
 
 def signal_group(pid: int, signum: int) -> None:
-    """Signal the process group that ``pid`` leads; it may be gone already."""
+    """Signals the process group that ``pid`` leads. The group may have ended already."""
     with contextlib.suppress(OSError):
         os.killpg(pid, signum)
 
 
+def has_group(pid: int) -> bool:
+    """Returns whether the process group that ``pid`` leads has a process, which may have ended and not be reaped."""
+    try:
+        os.killpg(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it has one that may not be signalled
+        pass
+    return True
+
+
 def kill_tree(pid: int) -> None:
-    """SIGKILL a process that leads its group, the group, and its descendants in other groups."""
-    import psutil  # noqa: PLC0415  # costs 20 ms, and most jobs end without it
+    """Sends SIGKILL to a process that leads a group, to that group, and to its descendants in other groups."""
+    import psutil  # noqa: PLC0415  # costs 20 ms, seldom needed
 
     try:
-        # Listed first: the children of a dead parent are no longer its own.
+        # Listed first, since children of a dead parent are no longer its children.
         descendants = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
         descendants = []
@@ -73,7 +88,7 @@ def kill_tree(pid: int) -> None:
 
 
 def reap() -> tuple[list[tuple[int, int]], bool]:
-    """Collect the children that have ended as (pid, returncode); and whether other children still live."""
+    """Reaps the children that have ended. Returns their (pid, returncode), and whether other children still live."""
     ended: list[tuple[int, int]] = []
     while True:
         try:
@@ -86,14 +101,14 @@ def reap() -> tuple[list[tuple[int, int]], bool]:
 
 
 def kill_descendants(*, within_s: float = 10.0) -> bool:
-    """SIGKILL every descendant of this process, and return once none is left. False if some will not go."""
+    """Sends SIGKILL to all descendants of this process. Returns False if some are left after ``within_s``."""
     give_up_at = time.monotonic() + within_s
     while reap()[1]:
         import psutil  # noqa: PLC0415  # as in kill_tree
 
         if time.monotonic() > give_up_at:
             return False
-        # Again and again: what is listed may fork before it is killed.
+        # Repeated, since a listed process may fork before it is killed.
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

@@ -1,10 +1,9 @@
-"""Creates files in directories that others can write too, and never through a link that another user made.
+"""Creates files, also in directories that other users can write, without following another user's links.
 
-The path is walked name by name, each directory held while its next name is looked up, so that nothing can be
-exchanged meanwhile. A symbolic link is followed if it is the user's own, or root's: another user's is refused, and
-named. What owner and mode a directory has does not matter then: in one that others can write they may remove what
-lies there, but not make us write elsewhere. A file of another user's, or one that has further names, is not written:
-a new one takes its place.
+The path is walked name by name. Each directory is held open while the next name in it is looked up, so nobody can
+exchange a part of the path. Symbolic links of the user or of root are followed; another user's is an error that names
+it. So the owner and mode of a directory do not matter: users who can write it may remove files, but cannot make us
+write elsewhere. A file that another user owns, or that has other hard links, is replaced by a new one.
 """
 
 from __future__ import annotations
@@ -13,21 +12,21 @@ import errno
 import os
 import stat
 
-_MOST_LINKS = 40  # as the kernel has it
+_MOST_LINKS = 40  # the kernel's limit
 _DIRECTORY = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _WRITE = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LINK = getattr(os, "O_PATH", 0) | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class ForeignLinkError(OSError):
-    """A symbolic link that is another user's."""
+    """A symbolic link that another user owns."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(errno.ELOOP, "it is a link that another user made: name the place that it leads to", path)
+        super().__init__(errno.ELOOP, "it is a symbolic link of another user: give the path that it points to", path)
 
 
 def create(path: str) -> int:
-    """Open an empty file at ``path`` to write, with the directories that it takes. An OSError names what is wrong."""
+    """Creates an empty file, and missing directories, and returns its descriptor. An OSError names the path."""
     links = 0
     while True:
         at, name, walked = _walk(path)
@@ -48,7 +47,10 @@ def _no_more_than(most: int, links: int, path: str) -> None:
 
 
 def _walk(path: str) -> tuple[int, str, str]:
-    """The directory of a path, made where it is missing and open; the last name in it, and what path it has there."""
+    """Returns the open directory of a path, the last name of the path, and the path without links.
+
+    Creates missing directories. The caller closes the descriptor.
+    """
     left = os.path.join(os.getcwd(), path).split("/")[::-1]
     at, walked, links = os.open("/", _DIRECTORY), ["/"], 0
     try:
@@ -76,11 +78,14 @@ def _walk(path: str) -> tuple[int, str, str]:
 
 
 def _link_at(at: int, name: str, path: str) -> str | None:
-    """Where the link of this name leads; None if there is none, and `ForeignLinkError` if it is another user's."""
+    """Returns the target of the link with this name, or None if it is no link.
+
+    Raises `ForeignLinkError` if another user owns it.
+    """
     try:
         if not stat.S_ISLNK(os.stat(name, dir_fd=at, follow_symlinks=False).st_mode):
             return None
-        if not hasattr(os, "O_PATH"):  # then its owner and where it leads cannot be asked at once
+        if not hasattr(os, "O_PATH"):  # without it, owner and target cannot be read of the same link atomically
             owner, target = os.stat(name, dir_fd=at, follow_symlinks=False).st_uid, os.readlink(name, dir_fd=at)
         else:
             link = os.open(name, _LINK, dir_fd=at)
@@ -107,7 +112,7 @@ def _open_directory(at: int, name: str, path: str) -> int:
 
 
 def _create_at(at: int, name: str, path: str) -> int | str:
-    """The open file; or, where a link of the user's lies there, where that leads."""
+    """Returns the open file, or the target of a link of the user."""
     try:
         try:
             return os.open(name, _WRITE | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at)
@@ -118,7 +123,7 @@ def _create_at(at: int, name: str, path: str) -> int | str:
         if stat.S_ISREG(kind.st_mode) and not _is_ours(kind):
             os.unlink(name, dir_fd=at)
             return os.open(name, _WRITE | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=at)
-        opened = os.open(name, _WRITE | os.O_NONBLOCK, dir_fd=at)  # nobody may ever read a pipe
+        opened = os.open(name, _WRITE | os.O_NONBLOCK, dir_fd=at)  # a pipe without a reader would block
     except ForeignLinkError:
         raise
     except OSError as error:
@@ -126,9 +131,9 @@ def _create_at(at: int, name: str, path: str) -> int | str:
     kind = os.fstat(opened)
     if stat.S_ISREG(kind.st_mode) and _is_ours(kind):
         os.ftruncate(opened, 0)
-    elif not stat.S_ISCHR(kind.st_mode):  # /dev/null, say
+    elif not stat.S_ISCHR(kind.st_mode):  # allows /dev/null
         os.close(opened)
-        raise OSError(errno.EEXIST, "there is something that is not a file of yours", path)
+        raise OSError(errno.EEXIST, "it exists, and is not a regular file of yours", path)
     os.set_blocking(opened, True)
     return opened
 

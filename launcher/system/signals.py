@@ -1,9 +1,7 @@
-"""Signals: those to this process as bytes in a pipe, and what they are called.
+"""Receives signals to this process as bytes in a pipe, and gives signals their names.
 
-Each signal is one byte in the pipe, for a loop or a thread to read.
-
-Python runs a handler only when its main thread comes round to it: one that is just about to block on a queue when
-the signal arrives blocks, and the signal waits with it. What is written to the pipe waits for nobody.
+A loop or a thread reads the pipe. Python runs a handler only between two bytecodes of the main thread: if that thread
+blocks on a queue just as the signal arrives, the handler does not run. The byte in the pipe is written at once.
 """
 
 from __future__ import annotations
@@ -16,9 +14,10 @@ from collections.abc import Collection, Iterator
 
 @contextlib.contextmanager
 def signals_as_bytes(signums: Collection[signal.Signals]) -> Iterator[int]:
-    """Catch these signals; give the end of the pipe to read, which the caller closes. It ends with the context.
+    """Catches these signals and gives the end of the pipe to read, one byte per signal.
 
-    A signal that is ignored (under nohup, or in a script's background job) stays so, here and in all we start.
+    The pipe is at its end after this context; the caller closes it. A signal that is ignored (under nohup, or in a
+    script's background job) stays ignored, in this process and its children.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -35,12 +34,12 @@ def signals_as_bytes(signums: Collection[signal.Signals]) -> Iterator[int]:
 
 
 def shell_code(returncode: int) -> int:
-    """The exit code that a shell gives for ``returncode``: 128 + n for signal n, which `subprocess` has as -n."""
+    """Returns a shell's exit code for ``returncode``: 128 + n for signal n, for which `subprocess` has -n."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def signal_name(signum: int) -> str:
-    """The name of a signal, such as SIGTERM."""
+    """Returns the name of a signal, such as SIGTERM."""
     try:
         return signal.Signals(signum).name
     except ValueError:

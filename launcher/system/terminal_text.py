@@ -1,9 +1,9 @@
 """Makes text from workers and hosts safe to show on a terminal: control characters become visible.
 
-A worker, an ssh, an agent on another host may write anything: on a terminal such bytes could change its title, hide
-lines or draw lines that nobody said. ``ESC`` is shown as ``\\x1b``, and so are the other control characters but those
-that training programs need: newline, tab, carriage return, colours, and a backspace that stays in its own line's text.
-Files and pipes get every byte as it is: who asks for these has a terminal.
+A worker, ssh, or an agent on another host may write any bytes. On a terminal they could change its title, hide lines,
+or draw lines that no program wrote. ``ESC`` is shown as ``\\x1b``, and so are other control characters, except those
+that training programs need: newline, tab, carriage return, colours, and a backspace within the text of its line. Files
+and pipes get every byte unchanged.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import TextIO
 _LONGEST = 4096
 _PLAIN = bytes(range(0x20, 0x7F)) + b"\t\n\r"
 _COLOUR = r"\x1b\[[0-9;:]*m"
-# Colours and whole characters of UTF-8 pass, so that the bytes within those are not taken for what they are alone.
+# Colours and complete UTF-8 characters match first and are kept, so that bytes within them are not control characters.
 _CONTROLS = re.compile(
     _COLOUR.encode()
     + rb"|[\xc2-\xdf][\x80-\xbf]|\xe0[\xa0-\xbf][\x80-\xbf]|[\xe1-\xef][\x80-\xbf]{2}"
     + rb"|\xf0[\x90-\xbf][\x80-\xbf]{2}|[\xf1-\xf4][\x80-\xbf]{3}"
     + rb"|[\x00-\x07\x0b\x0c\x0e-\x1f\x7f-\x9f]"
 )
-# A byte that was no text when it was decoded is a surrogate.
+# Bytes that could not be decoded are surrogates in a str.
 _CONTROLS_IN_TEXT = re.compile(_COLOUR + "|[\x00-\x08\x0b-\x1f\x7f-\x9f\udc80-\udc9f]")
 _STEPS = re.compile(_COLOUR.encode() + rb"|[ -~]|\x08")
 
 
 def visible_bytes(data: bytes) -> bytes:
-    """Lines of a worker's as a terminal may have them, each to follow what says whose it is."""
-    if not data.translate(None, _PLAIN):  # the flood goes this way
+    """Returns a worker's lines, to be shown after a prefix, with control characters visible."""
+    if not data.translate(None, _PLAIN):  # the usual case, also for large amounts of output
         return data
     data = _CONTROLS.sub(_visible_match, data)
     if b"\b" in data:
@@ -45,7 +45,7 @@ def _visible_match(match: re.Match[bytes]) -> bytes:
 
 
 def _not_beyond_its_begin(line: bytes) -> bytes:
-    """Without the backspaces that would lead into what stands before it."""
+    """Removes the backspaces that would move into the prefix of the line."""
     column = 0
 
     def step(match: re.Match[bytes]) -> bytes:
@@ -54,7 +54,7 @@ def _not_beyond_its_begin(line: bytes) -> bytes:
             if column == 0:
                 return b""
             column -= 1
-        elif len(match[0]) == 1:  # other characters may take no place at all
+        elif len(match[0]) == 1:  # other characters may have no width
             column += 1
         return match[0]
 
@@ -62,7 +62,7 @@ def _not_beyond_its_begin(line: bytes) -> bytes:
 
 
 def visible(text: str) -> str:
-    """Words of the launcher's own, which may quote others', as a terminal may have them."""
+    """Returns a message of the launcher, which may quote others, with control characters visible."""
     return _CONTROLS_IN_TEXT.sub(_visible_character, text)
 
 
@@ -71,14 +71,14 @@ def _visible_character(match: re.Match[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """What another host says, as part of a line of ours: of a sane length, and with nothing but what can be read."""
+    """Returns another host's text as one printable line of limited length, to be part of a message."""
     words = " ".join(text.split())
     words = words if len(words) <= _LONGEST else f"{words[:_LONGEST]} ..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """A line of the launcher's on stderr, or text on another stream, at once."""
+    """Writes a line of the launcher to stderr, or ``text`` as it is to ``stream``, and flushes."""
     if stream is None:
         stream, text = sys.stderr, f"hvdlite-run: {text}\n"
     stream.write(visible(text) if stream.isatty() else text)

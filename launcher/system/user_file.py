@@ -1,4 +1,4 @@
-"""Reads a file that the user names, if it is not too long; whatever is wrong with it is told in one line."""
+"""Reads a file that the user named, up to a maximal size; all its errors fit in one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ..errors import UsageError
 
 
 def read_user_file(path: str, *, max_bytes: int, what: str) -> bytes:
-    """All of it. A `UsageError` begins with a colon, to follow what `name_file` gives."""
+    """Returns the file's bytes. A `UsageError` begins with a colon, to follow the result of `name_file`."""
     try:
         with open(path, "rb") as file:
             data = file.read(max_bytes + 1)
@@ -14,10 +14,10 @@ def read_user_file(path: str, *, max_bytes: int, what: str) -> bytes:
         reason = getattr(error, "strerror", None) or str(error)
         raise UsageError(f": {reason.lower()}") from error
     if len(data) > max_bytes:
-        raise UsageError(f": too long for {what}, more than {max_bytes} bytes")
+        raise UsageError(f": too large for {what}: more than {max_bytes} bytes")
     return data
 
 
 def name_file(flag: str, path: str) -> str:
-    """How a message names it, in one line whatever its name holds."""
+    """Returns the flag and the file's name for a message, as one line whatever characters the name has."""
     return f"{flag} {path if path.isprintable() and path else repr(path)}"

@@ -1,6 +1,6 @@
-"""The messages between launcher, agents and workers, and their layout in bytes.
+"""The messages between the launcher, its agents and the workers, and their encoding as bytes.
 
-    worker ◄── worker_requests ──► agent ◄── messages, store_messages, in agent_frames ──► launcher
+    worker ◄── worker_requests ──► agent ◄── messages and store_messages, as agent_frames ──► launcher
 
 Modules import only what stands before them:
 

@@ -1,9 +1,9 @@
-"""Encodes the messages between launcher and agent as frames of bytes, and decodes them.
+"""Encodes, decodes and validates the messages between launcher and agent: each field of a message has a check here.
 
-A frame is a header (kind, number, length of the payload) and the payload. Output, input and what is in the store
-travel as the bytes that they are, so that a flood costs no more than copying it; all else is small, and JSON.
-What the messages mean is in `messages`; who reads and writes the pipes is not said here: see `remote_agent` (the
-launcher's end) and `channel`.
+A frame is a header (kind, number, length of the payload) and the payload. Output, input and values of the store are
+sent as raw bytes, so large amounts of them cost no more than a copy. All other messages are small and sent as JSON. The
+messages are defined in `messages` and `store_messages`. `agents.remote_agent` calls this module in the launcher,
+`channel` in the agent.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from . import store_messages
 from .messages import (
     Beat,
     Exited,
-    GaveUp,
     Greet,
     Hello,
+    InitDone,
+    InitFailed,
+    InitStarted,
     Input,
     InputWanted,
-    Joined,
-    Joining,
     Message,
     Output,
     OutputTaken,
@@ -35,30 +35,31 @@ from .messages import (
     SignalWorkers,
     Started,
     StartJob,
+    StartWorkers,
     Stream,
 )
 from .store_messages import StoreCommand, StoreEvent
 
 MAX_PAYLOAD_BYTES = 16 << 20
-# Of what an agent says in JSON: a small text can become large values.
+# The limit for JSON from an agent: lower, since a small JSON text can decode to large objects.
 _MAX_WORDS_BYTES = 1 << 20
 
 WINDOW_BYTES = 4 << 20
-"""How much output of an agent may be on its way to the screen; it is told of what was shown a quarter at a time."""
+"""The most output of one agent that the launcher may not have shown yet. Each quarter of it is one `OutputTaken`."""
 
 MARK = b"\0hvdlite agent\0"
-"""Written before the first frame of an agent: a login shell's start files may have printed something before."""
+"""Precedes the first frame of an agent, because the start files of a login shell may print something before it."""
 
-_HEADER = struct.Struct(">BII")  # kind, number of the worker or of a question to the store, length
+_HEADER = struct.Struct(">BII")  # kind, number of the worker or of the request to the store, length
 _STREAMS: dict[int, Stream] = {1: "stdout", 2: "stderr"}
 _STREAM_KINDS: dict[Stream, int] = {stream: kind for kind, stream in _STREAMS.items()}
 _INPUT_KIND = 18
 
 
-# Each takes a value from outside and gives it back as it should be, or raises one of `_WRONG`. A number that is too
-# large for what it counts would fail later, where nobody expects it.
+# Each function below checks a value that was received and returns it, or raises one of `_WRONG`. Numbers have limits,
+# since one that is too large would only fail later, in code that does not handle it.
 
-_MOST_WORKERS, _MOST_BYTES, _LAST_PORT, _LAST_PID = 10**6, 1 << 40, 65535, 2**31 - 1
+_MOST_WORKERS, _MOST_GENERATIONS, _MOST_BYTES, _LAST_PORT, _LAST_PID = 10**6, 10**9, 1 << 40, 65535, 2**31 - 1
 
 
 def _number(least: int, most: int) -> Callable[[Any], int]:
@@ -82,7 +83,7 @@ def _bool(value: Any) -> bool:
 def _str(value: Any) -> str:
     if not isinstance(value, str) or "\0" in value:
         raise TypeError(value)
-    value.encode(errors="surrogateescape")  # half a character is none, and a byte that is no text is one
+    value.encode(errors="surrogateescape")  # fails for a lone surrogate, unless it stands for a byte that is not UTF-8
     return value
 
 
@@ -95,7 +96,7 @@ def _address(value: Any) -> str:
 
 
 def _token(value: Any) -> str:
-    if not re.fullmatch(r"[0-9a-z-]+", _str(value)):  # it becomes a part of a path
+    if not re.fullmatch(r"[0-9a-z-]+", _str(value)):  # it becomes part of a path
         raise ValueError(value)
     return str(value)
 
@@ -124,12 +125,17 @@ def _environments(value: Any) -> dict[int, dict[str, str]]:
     return {_worker(int(number)): _environment(own) for number, own in value.items()}
 
 
+_OF_INIT: Mapping[str, Callable[[Any], Any]] = {"worker": _worker, "after": _or_none(_number(0, _MOST_GENERATIONS))}
+
 _WRONG = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
 
-# What is JSON: its kind, and what each of its fields must be.
+# The messages sent as JSON: the kind of each, and a check for each of its fields.
 _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
     Started: (3, {"worker": _worker, "pid": _number(1, _LAST_PID)}),
-    Exited: (4, {"worker": _worker, "returncode": _number(-255, 255), "peer_lost": _bool, "left": _bool}),
+    Exited: (
+        4,
+        {"worker": _worker, "returncode": _number(-255, 255), "peer_lost": _bool, "left": _bool, "peer_left": _bool},
+    ),
     Refused: (5, {"why": _str, "exit_code": _number(1, 255)}),
     InputWanted: (6, {"worker": _worker}),
     Hello: (
@@ -143,9 +149,9 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
         },
     ),
     Beat: (8, {}),
-    Joining: (9, {"worker": _worker}),
-    Joined: (10, {"worker": _worker}),
-    GaveUp: (14, {"worker": _worker}),
+    InitStarted: (9, _OF_INIT),
+    InitDone: (10, _OF_INIT),
+    InitFailed: (14, _OF_INIT),
     StartJob: (
         16,
         {
@@ -157,27 +163,29 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
             "peers": _each(_address),
             "in_python": _bool,
             "as_horovod": _bool,
+            "slots": _number(1, _MOST_WORKERS),
             "workers": _environments,
         },
     ),
+    StartWorkers: (25, {"workers": _environments}),
     SignalWorkers: (17, {"numbers": _each(_worker), "signum": _number(1, 64)}),
     OutputTaken: (23, {"count": _number(0, _MOST_BYTES)}),
     Greet: (19, {"version": _str, "beats": _bool, "count_slots": _bool, "interface": _or_none(_str)}),
 }
 _JSON_BY_KIND = {kind: (message, fields) for message, (kind, fields) in _JSON.items()}
 _KINDS = frozenset({*_STREAMS, _INPUT_KIND, *store_messages.KINDS, *_JSON_BY_KIND})
-_COMMANDS = (StartJob, SignalWorkers, OutputTaken, Greet)
+_COMMANDS = (StartJob, StartWorkers, SignalWorkers, OutputTaken, Greet)
 _OF_LAUNCHER = {_INPUT_KIND, *store_messages.COMMAND_KINDS, *(_JSON[command][0] for command in _COMMANDS)}
 _BEAT_KIND = _JSON[Beat][0]
 
 FROM_LAUNCHER = frozenset({*_OF_LAUNCHER, _BEAT_KIND})
-"""The kinds of frames that an agent may read."""
+"""The kinds of frames that the launcher may send."""
 FROM_AGENT = _KINDS - _OF_LAUNCHER
-"""Those that the launcher may."""
+"""The kinds of frames that an agent may send."""
 
 
 def encode(message: Message) -> bytes:
-    """The one frame that carries ``message``."""
+    """Returns the frame for ``message``; raises `ProtocolError` if it would be too large."""
     if isinstance(message, Output):
         return _HEADER.pack(_STREAM_KINDS[message.stream], message.worker, len(message.data)) + message.data
     if isinstance(message, Input):
@@ -187,27 +195,33 @@ def encode(message: Message) -> bytes:
         return _HEADER.pack(kind, number, len(payload)) + payload
     payload = json.dumps(asdict(message)).encode()
     if len(payload) > MAX_PAYLOAD_BYTES:
-        raise ProtocolError(f"command and environment are {len(payload)} bytes, more than {MAX_PAYLOAD_BYTES}")
+        raise ProtocolError(
+            f"command and environment have {len(payload)} bytes, more than the limit of {MAX_PAYLOAD_BYTES}"
+        )
     return _HEADER.pack(_JSON[type(message)][0], 0, len(payload)) + payload
 
 
 class Decoder:
-    """Turns bytes, cut anywhere, back into messages. What is no frame of ours raises `ProtocolError`."""
+    """Decodes messages from a stream of bytes that may be split anywhere."""
 
     def __init__(self, kinds: Collection[int] = _KINDS) -> None:
-        """``kinds`` are those that the other end may send; others are not even looked into."""
+        """``kinds`` are the kinds of frames that the other end may send: `FROM_LAUNCHER` or `FROM_AGENT`."""
         self._kinds = kinds
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Message]:
+        """Adds received bytes and yields the messages that are complete.
+
+        Raises `ProtocolError` for bytes that are no frame.
+        """
         self._buffer += data
         start = 0
         try:
             while len(self._buffer) - start >= _HEADER.size:
                 kind, number, length = _HEADER.unpack_from(self._buffer, start)
-                # Judged by the header alone: garbage must neither be waited for nor be stored.
+                # Checked as soon as the header is complete: garbage must not make us wait for a payload, or store one.
                 if kind not in self._kinds or length > _limit(kind):
-                    raise ProtocolError(f"not a frame of hvdlite's: {bytes(self._buffer[start : start + 40])!r}")
+                    raise ProtocolError(f"invalid frame: {bytes(self._buffer[start : start + 40])!r}")
                 body = start + _HEADER.size
                 if len(self._buffer) < body + length:
                     break
@@ -233,4 +247,4 @@ def _decode(kind: int, number: int, payload: bytes) -> Message:
         given = json.loads(payload)
         return message(**{name: check(given[name]) for name, check in fields.items()})
     except _WRONG as error:
-        raise ProtocolError(f"a frame of kind {kind} does not hold what it should: {payload[:40]!r}") from error
+        raise ProtocolError(f"invalid frame of kind {kind}: {payload[:40]!r}") from error

@@ -1,6 +1,7 @@
-"""The agent's connection to the launcher: receives commands, sends events, and notices when the launcher is silent.
+"""The agent's connection to the launcher: receives commands, sends events, and detects a launcher that is silent.
 
-Nothing here blocks: what the launcher does not take yet is kept. What the messages mean is decided in `agent`.
+The agent (`host.agent`) owns it and handles the messages; `agent_frames` encodes them. No call blocks: bytes that the
+launcher does not read yet are kept in memory.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Callable, Iterator
 from .agent_frames import FROM_LAUNCHER, Decoder, encode
 from .messages import Beat, Message
 
-# Each end sends a beat this often where both agreed to, and takes longer silence for the other's end. Together
-# with what it takes to end the workers then, a job is gone 20 s after a link was cut.
+# Where both ends agreed to send beats (`Greet.beats`), each sends one every BEAT_S and treats the other as dead after
+# SILENCE_S without any bytes. With the time to end the workers, a job has ended at most 20 s after a link was cut.
 BEAT_S = 2.0
 SILENCE_S = 10.0
 
@@ -23,7 +24,7 @@ _OUTGOING_BYTES = 1 << 18
 
 
 class Channel:
-    """Two file descriptors that are read and written when the loop that owns ``selector`` says so."""
+    """Sends and receives messages over two file descriptors, from the event loop that owns ``selector``."""
 
     def __init__(
         self,
@@ -32,7 +33,7 @@ class Channel:
         selector: selectors.BaseSelector,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``selector`` calls back, without arguments, what is registered with it."""
+        """``selector``: the data of each registration is a function without arguments, which the event loop calls."""
         self._commands = commands
         self._events = events
         self._selector = selector
@@ -42,19 +43,19 @@ class Channel:
         self._beats_at: float | None = None
         self._heard_at = clock()
         self.closed = False
-        """Whether the launcher has hung up, or will not be heard of again."""
+        """Whether the launcher has closed the connection, or was silent for too long."""
         self.silent = False
-        """Whether that is because it was silent for too long."""
+        """Whether the launcher was silent for too long."""
         os.set_blocking(commands, False)
         os.set_blocking(events, False)
 
     @property
     def full(self) -> bool:
-        """Whether so much is unsent that more should wait, if it can."""
+        """Whether the unsent bytes exceed a limit, so that the agent should read no more output from its workers."""
         return len(self._outgoing) > _OUTGOING_BYTES
 
     def receive(self) -> Iterator[Message]:
-        """What has come; for when the commands' descriptor is ready."""
+        """Reads once and yields the messages that are complete. Call it when the descriptor of commands is readable."""
         data = os.read(self._commands, _READ_BYTES)
         self._heard_at = self._clock()
         if not data:
@@ -62,17 +63,17 @@ class Channel:
         yield from self._decoder.feed(data)
 
     def send(self, message: Message) -> None:
-        """Keep it for the next `flush`."""
+        """Queues a message for the next `flush`."""
         self._outgoing += encode(message)
 
     def flush(self) -> None:
-        """Write what the launcher takes now, and see to it that the loop comes back for the rest."""
+        """Writes as much as the launcher accepts now, and has the event loop call this again for the rest."""
         try:
             while self._outgoing:
                 del self._outgoing[: os.write(self._events, self._outgoing)]
         except BlockingIOError:
             pass
-        except OSError:  # nobody listens any more
+        except OSError:  # the launcher no longer reads
             self.closed = True
             return
         waits = self._events in self._selector.get_map()
@@ -84,19 +85,19 @@ class Channel:
     # ------------------------------------------------------------------ beats
 
     def beat(self) -> None:
-        """From now on send a beat now and then, and expect to hear something as often."""
+        """Starts to send beats, and to expect at least beats from the launcher."""
         self._heard_at = self._beats_at = self._clock()
 
     def time_left_s(self) -> float | None:
-        """When `tick` is to be called at the latest; None if there is no need."""
+        """Returns the seconds until `tick` must be called, or None if no beats are sent."""
         return None if self._beats_at is None else max(0.0, self._beats_at - self._clock())
 
     def tick(self) -> None:
-        """Send a beat if it is time; a launcher that was silent for too long is gone."""
+        """Sends a beat if one is due, and sets `closed` and `silent` if the launcher was silent for too long."""
         if self._beats_at is None or (now := self._clock()) < self._beats_at:
             return
         self._beats_at = now + BEAT_S
-        if not self._outgoing:  # what waits there says as much
+        if not self._outgoing:  # unsent bytes serve as a beat too
             self.send(Beat())
         if now - self._heard_at > SILENCE_S:
             self.closed = self.silent = True

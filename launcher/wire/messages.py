@@ -1,13 +1,14 @@
-"""The messages between launcher and agent, and the other events of the launcher's loop. Dataclasses alone.
+"""The messages between launcher and agents, and the other events of the launcher's event loop, as dataclasses.
 
-    launcher ── Greet, StartJob, SignalWorkers, Input, OutputTaken, Beat ──► agent   (at its stdin's end: kill all)
-    launcher ◄── Hello, Started, InputWanted, Output, Joining, Joined, GaveUp, Exited, Refused, Beat ── agent
+    launcher ── Greet, StartJob, StartWorkers, SignalWorkers, Input, OutputTaken, Beat ──► agent
+    launcher ◄── Hello, Started, InputWanted, Output, InitStarted, InitDone, InitFailed, Exited, Refused, Beat ── agent
 
-What they say to each other about the store is in `store_messages`.
-`Answered`, `Lost`, `AgentSaid`, `Interrupted`, `InputRead` and the screen's events arise in the launcher and never
-travel. How the others lie on the wire is in `agent_frames`.
+To end a job the launcher sends `SignalWorkers`, and at last closes the agent's stdin: the agent then kills what is
+left. The messages about the rendezvous store are in `store_messages`, and `agent_frames` encodes both as bytes.
+`Answered`, `Lost`, `AgentSaid`, `HostsFound`, `DiscoveryFailed`, `Interrupted`, `InputRead`, `ScreenFailed` and
+`ScreenDone` are created in the launcher and never sent.
 
-``worker`` is a worker's number: who it is for the whole job. Its rank is a property that is looked up (see `slots`).
+``worker`` is a worker's number, which identifies it during the whole job. Its rank is in its `Slot` (see `slots`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Stream = Literal["stdout", "stderr"]
 
 @dataclass(frozen=True)
 class Output:
-    """Bytes that a worker wrote, cut anywhere."""
+    """Bytes that a worker wrote, split anywhere."""
 
     worker: int
     stream: Stream
@@ -41,51 +42,59 @@ class Started:
 
 @dataclass(frozen=True)
 class InputWanted:
-    """A worker's standard input has taken all that was sent, and has room for one more `Input`."""
+    """A worker's stdin pipe has accepted everything that was sent: the launcher may send one more `Input`."""
 
     worker: int
 
 
 @dataclass(frozen=True)
-class Joining:
-    """A worker has begun hvd.init()."""
+class InitStarted:
+    """A worker has entered hvd.init().
+
+    ``after``: in an elastic job, the last generation that it was given a seat in, 0 if it was in none; else None.
+    """
 
     worker: int
+    after: int | None = None
 
 
 @dataclass(frozen=True)
-class Joined:
-    """It has completed it."""
+class InitDone:
+    """A worker's hvd.init() has succeeded."""
 
     worker: int
+    after: int | None = None
 
 
 @dataclass(frozen=True)
-class GaveUp:
-    """It has left it with an exception: it does not wait any more, and its program may go on."""
+class InitFailed:
+    """A worker's hvd.init() has raised an exception. The worker no longer waits in it; its program may continue."""
 
     worker: int
+    after: int | None = None
 
 
 @dataclass(frozen=True)
 class Exited:
-    """A worker has ended, and all it wrote came before this.
+    """A worker has ended. All its `Output` was sent before this.
 
-    ``returncode`` is -n for signal n. ``peer_lost``: it said itself that it ends only because another did;
-    ``left``: that it was leaving the others, before they could notice.
+    ``returncode`` is -n for signal n. ``peer_lost``: the worker reported that it ended only because another rank ended.
+    ``left``: the worker reported that it was leaving the other ranks on its own account, before they could notice.
+    ``peer_left``: the worker reported that the rank it lost was doing that.
     """
 
     worker: int
     returncode: int
     peer_lost: bool = False
     left: bool = False
+    peer_left: bool = False
 
 
 @dataclass(frozen=True)
 class Refused:
-    """The agent could not start the command; ``exit_code`` is what a shell would give (127: not found).
+    """The agent could not start the command. ``exit_code`` is the one that a shell would give (127: not found).
 
-    ``host`` is the label of the agent's, if that is not this machine: set where this arrives.
+    ``host`` is the label of the agent's host, None for the launcher's machine. The launcher sets it on receipt.
     """
 
     why: str
@@ -95,11 +104,11 @@ class Refused:
 
 @dataclass(frozen=True)
 class Hello:
-    """An agent's answer to `Greet`: what it is, and where its host can be reached by others.
+    """An agent's answer to `Greet`.
 
-    ``slots`` are counted if that was asked. ``address`` is the host's own, as seen by whoever reaches it; None on
-    the launcher's machine, which does not know. ``port`` is kept free there for a program that makes rank 0 listen.
-    ``machine`` is what no other machine or container is called, if that can be told.
+    ``slots`` is the number of slots by the host's hardware, None unless `Greet` asked to count them. ``address`` is the
+    host's IP address for the other hosts, None if unknown (the launcher's own machine). ``port`` is a TCP port that the
+    agent keeps free, for rank 0 to listen on. ``machine`` identifies the machine and container, None if unknown.
     """
 
     version: str
@@ -111,12 +120,12 @@ class Hello:
 
 @dataclass(frozen=True)
 class Beat:
-    """A heartbeat, sent in both directions; an end that stays silent is taken to be gone."""
+    """A heartbeat, sent in both directions. An end that has been silent for too long counts as dead."""
 
 
 @dataclass(frozen=True)
 class Answered:
-    """The agent on ``host`` (its label) said hello."""
+    """The agent on the host labelled ``host`` has sent `Hello`."""
 
     host: str
     hello: Hello
@@ -124,7 +133,7 @@ class Answered:
 
 @dataclass(frozen=True)
 class AgentSaid:
-    """What came on the agent's stderr, from itself or from ssh: text of one or more lines."""
+    """Text of one or more lines from the agent's stderr, written by the agent or by ssh."""
 
     host: str
     text: str
@@ -139,22 +148,37 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class HostsFound:
+    """The hosts of an elastic job, by their labels, with their slots: all that are there now, in their order."""
+
+    hosts: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class DiscoveryFailed:
+    """The hosts of an elastic job cannot be found out. ``why`` is for the user."""
+
+    why: str
+
+
+@dataclass(frozen=True)
 class Interrupted:
-    """The launcher itself received a signal."""
+    """The launcher itself has received a signal; ``at_s`` is when (`time.monotonic`), if that matters."""
 
     signum: int
+    at_s: float | None = None
 
 
 @dataclass(frozen=True)
 class InputRead:
-    """What came on the launcher's standard input; nothing, at its end."""
+    """Bytes from the launcher's standard input; empty at its end."""
 
     data: bytes
 
 
 @dataclass(frozen=True)
 class ScreenFailed:
-    """Nothing can be written there any more: to a stream of the launcher's, or to a worker's file."""
+    """Nothing more can be written to ``where``, one of the launcher's streams or a worker's output file."""
 
     where: str
     error: OSError
@@ -165,10 +189,11 @@ class ScreenDone:
     """All output has been written."""
 
 
-# What workers do, through the agent that says it of them.
-OfWorker = Output | Started | InputWanted | Joining | Joined | GaveUp | Exited
+# Sent by an agent about one of its workers.
+OfWorker = Output | Started | InputWanted | InitStarted | InitDone | InitFailed | Exited
 WorkerEvent = OfWorker | Refused
-Event = WorkerEvent | Answered | AgentSaid | Lost | Interrupted | InputRead | ScreenFailed | ScreenDone
+LauncherEvent = Answered | AgentSaid | Lost | HostsFound | DiscoveryFailed | Interrupted | InputRead
+Event = WorkerEvent | LauncherEvent | ScreenFailed | ScreenDone
 
 
 # -------------------------------------------------------------- commands
@@ -176,10 +201,10 @@ Event = WorkerEvent | Answered | AgentSaid | Lost | Interrupted | InputRead | Sc
 
 @dataclass(frozen=True)
 class Greet:
-    """The first word, to which `Hello` is the answer.
+    """The first message to an agent, which answers with `Hello`.
 
-    ``beats``: both ends shall send `Beat` and take long silence for the other's end. ``interface`` is the network
-    interface that the user wants here, or several, with commas between: the first of them that is there.
+    ``beats``: both ends must send `Beat`, and treat an end that is silent for too long as dead. ``interface`` is the
+    network interface chosen by the user, or several separated by commas: the agent uses the first that its host has.
     """
 
     version: str
@@ -190,13 +215,13 @@ class Greet:
 
 @dataclass(frozen=True)
 class StartJob:
-    """Start this host's workers: one command, in one environment but for each worker's own variables.
+    """Starts the job's workers of one host.
 
-    ``in_python``: the command is words for the Python that the agent runs in. ``as_horovod``: Pythons find hvdlite
-    where they import horovod.
-    ``workers`` are the variables of each, by its number.
-    ``inherits``: variables of the agent's own that are not in ``environment`` are theirs too. ``peers`` are
-    addresses of the job's other hosts.
+    All workers run the same ``command`` in the same ``environment``; ``workers`` has the additional variables of each,
+    by its number. ``inherits``: workers also get the agent's own variables that are not in ``environment``.
+    ``in_python``: ``command`` holds arguments for the agent's own Python interpreter. ``as_horovod``: ``import
+    horovod`` finds hvdlite. ``slots`` is how many workers share the host's cores. ``peers`` are the addresses of the
+    job's other hosts; none if it has no others and will have none.
     """
 
     token: str
@@ -207,6 +232,14 @@ class StartJob:
     peers: tuple[str, ...]
     in_python: bool
     as_horovod: bool
+    slots: int
+    workers: Mapping[int, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class StartWorkers:
+    """Starts more workers of the job that `StartJob` has started on the host."""
+
     workers: Mapping[int, Mapping[str, str]]
 
 
@@ -218,7 +251,7 @@ class SignalWorkers:
 
 @dataclass(frozen=True)
 class Input:
-    """For a worker's standard input, once it was wanted; nothing means its end."""
+    """Bytes for a worker's standard input, sent after `InputWanted`; empty at the end of the input."""
 
     worker: int
     data: bytes
@@ -226,10 +259,10 @@ class Input:
 
 @dataclass(frozen=True)
 class OutputTaken:
-    """So many more bytes of output have been shown, or done with: as many may be sent again."""
+    """``count`` more bytes of output have been shown or discarded, so the agent may send that many more."""
 
     count: int
 
 
-Command = Greet | OutputTaken | StartJob | SignalWorkers | Input | StoreCommand | Beat
+Command = Greet | OutputTaken | StartJob | StartWorkers | SignalWorkers | Input | StoreCommand | Beat
 Message = WorkerEvent | StoreEvent | Hello | Command

@@ -1,10 +1,11 @@
-"""The messages between launcher and agents about the store, and how they lie in a frame's payload.
+"""The messages between agents and launcher about the rendezvous store, and their encoding as payloads of frames.
 
-    agent ── Want ──► launcher ── Have ──► agent       a value to keep a copy of
-    agent ── Ask ───► launcher ── Answer ► agent       anything else that a worker asks
-    launcher ── Drop ──► agent ── Dropped ► launcher   before a value changes
+    agent ── Want ──► launcher ── Have ──► agent       fetches a value, of which the agent keeps a copy
+    agent ── Ask ───► launcher ── Answer ► agent       forwards any other request of a worker
+    launcher ── Drop ──► agent ── Dropped ► launcher   removes the agents' copies before a value changes
+    launcher ── Revoke ► agent                         ends the requests for the keys of older generations
 
-What follows from each is in `cache` (the agent's side) and `server` (the launcher's), the frame in `agent_frames`.
+`store.cache` sends and handles them in the agent, `store.server` in the launcher. `agent_frames` adds the header.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from .worker_requests import pack, unpack
 
 @dataclass(frozen=True)
 class Want:
-    """Asks for a key's value, of which the agent will keep a copy."""
+    """Asks the launcher for the value of a key. The agent will keep a copy of it."""
 
     key: bytes
 
 
 @dataclass(frozen=True)
 class Have:
-    """Answers `Want`: the key's value, once it is set."""
+    """The answer to `Want`, sent once the key is set."""
 
     key: bytes
     value: bytes
@@ -32,21 +33,24 @@ class Have:
 
 @dataclass(frozen=True)
 class Drop:
-    """Tells the agent to drop its copy, before the value changes."""
+    """Asks an agent to drop its copy of a value, before the value changes."""
 
     key: bytes
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """Answers `Drop`: the agent's copy is gone, and no worker gets the old value any more."""
+    """The answer to `Drop`: the agent has no copy any more and gives no worker the old value."""
 
     key: bytes
 
 
 @dataclass(frozen=True)
 class Ask:
-    """A worker's request as it came (see `worker_requests`); ``number`` is the agent's, to know the answer by."""
+    """A worker's request, forwarded unchanged (see `worker_requests`).
+
+    ``number`` is chosen by the agent and repeated in the `Answer`.
+    """
 
     number: int
     operation: int
@@ -60,18 +64,29 @@ class Answer:
     payload: bytes
 
 
+@dataclass(frozen=True)
+class Revoke:
+    """The keys of this generation and of all before it are forgotten: each request for one of them fails.
+
+    ``why`` is the reason that a worker gets which waits for such a key, now or later.
+    """
+
+    generation: int
+    why: str
+
+
 StoreEvent = Want | Dropped | Ask
-StoreCommand = Have | Drop | Answer
+StoreCommand = Have | Drop | Answer | Revoke
 
 _OF_KEY: dict[int, type[Want | Dropped | Drop]] = {11: Want, 12: Dropped, 21: Drop}
 _KEY_KINDS = {of: kind for kind, of in _OF_KEY.items()}
-_ASK_KIND, _HAVE_KIND, _ANSWER_KIND = 13, 20, 22
-COMMAND_KINDS = frozenset({_KEY_KINDS[Drop], _HAVE_KIND, _ANSWER_KIND})
+_ASK_KIND, _HAVE_KIND, _ANSWER_KIND, _REVOKE_KIND = 13, 20, 22, 24
+COMMAND_KINDS = frozenset({_KEY_KINDS[Drop], _HAVE_KIND, _ANSWER_KIND, _REVOKE_KIND})
 KINDS = frozenset({*_OF_KEY, _ASK_KIND, *COMMAND_KINDS})
 
 
 def to_wire(message: StoreEvent | StoreCommand) -> tuple[int, int, bytes]:
-    """Kind, number and payload of the frame that carries ``message``."""
+    """Returns the kind, the number and the payload of the frame for ``message``."""
     match message:
         case Ask():
             return _ASK_KIND, message.number, bytes([message.operation]) + message.payload
@@ -79,6 +94,8 @@ def to_wire(message: StoreEvent | StoreCommand) -> tuple[int, int, bytes]:
             return _ANSWER_KIND, message.number, bytes([message.code]) + message.payload
         case Have():
             return _HAVE_KIND, 0, pack([message.key, message.value])
+        case Revoke():
+            return _REVOKE_KIND, message.generation, message.why.encode()
         case _:
             return _KEY_KINDS[type(message)], 0, message.key
 
@@ -88,6 +105,8 @@ def from_wire(kind: int, number: int, payload: bytes) -> StoreEvent | StoreComma
         return _OF_KEY[kind](payload)
     if kind == _HAVE_KIND and len(parts := unpack(payload)) == 2:
         return Have(*parts)
+    if kind == _REVOKE_KIND:
+        return Revoke(number, payload.decode(errors="replace"))
     if kind == _HAVE_KIND or not payload:
-        raise ProtocolError("a frame of the store does not hold what it should")
+        raise ProtocolError("invalid frame of the store")
     return (Ask if kind == _ASK_KIND else Answer)(number, payload[0], payload[1:])

@@ -1,73 +1,84 @@
-"""The requests about the store that workers send to their agent, and how they are encoded.
+"""The requests to the rendezvous store that workers send to their host's agent, and their encoding as bytes.
 
     worker ── request ──► agent ──► launcher's store        request: operation and byte strings
-           ◄── answer ──        ◄──                         answer: whether it went well, and byte strings
+           ◄── answer ──        ◄──                         answer: outcome and byte strings
 
-A frame is a header (operation or outcome, payload's length) and the payload: byte strings, each after its length.
-The library has the worker's end of this in `hvdlite.rendezvous.store_client`; operations and codes are a contract
-between both. The agent's `cache` answers what it knows, the launcher's `server` the rest.
+A frame is a header (operation or outcome, length of the payload) and the payload. The payload is a sequence of byte
+strings, each preceded by its length. The library implements the worker's end in `hvdlite.rendezvous.store_client`: both
+packages must use the same operations and outcomes. In the agent, `relay` decodes the requests and `cache` answers those
+that it can; the launcher's `server` answers the rest.
 """
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Iterable
 from enum import IntEnum
 
 from ..errors import ProtocolError
 
-# A little below what a frame between agent and launcher may hold, as it goes on in one of those.
+# The agent forwards a request in one frame to the launcher: this leaves room for its header within MAX_PAYLOAD_BYTES.
 MAX_REQUEST_BYTES = (16 << 20) - 64
 CHUNK_BYTES = 1 << 20
-"""Of a value of any size, which is set in pieces: under its own key is how many there are."""
+"""The size of one piece of a large value. Each piece has a key of its own; the value's key holds the number of pieces.
+"""
 
 
-class Operation(IntEnum):
-    """What a worker may ask of the store; beside each its arguments ── and its answer."""
+class StoreRequest(IntEnum):
+    """A worker's request to the store. The comments give its arguments ── and its answer."""
 
     SET = 1  # key, value, key, value, … ── nothing
-    GET = 2  # keys ── their values, once all are there
-    WAIT = 3  # keys ── nothing, once all are there
-    CHECK = 4  # keys ── 1 if all are there, else 0
+    GET = 2  # keys ── their values, once all keys are set
+    WAIT = 3  # keys ── nothing, once all keys are set
+    CHECK = 4  # keys ── 1 if all keys are set, else 0
     ADD = 5  # key, number ── the sum
-    COMPARE_SET = 6  # key, expected, desired ── the value that is there now
+    COMPARE_SET = 6  # key, expected, desired ── the value after the operation
     APPEND = 7  # key, value ── nothing
-    DELETE = 8  # key ── 1 if it was there, else 0
+    DELETE = 8  # key ── 1 if it was set, else 0
     COUNT = 9  # nothing ── the number of keys
-    JOINING = 10  # rank, which begins hvd.init() ── nothing
-    JOINED = 11  # rank, which has completed it ── nothing
-    GAVE_UP = 12  # rank, in which it raised an exception ── nothing
+    # In an elastic job these have a second argument: the last generation that the worker was given a seat in, or 0.
+    INIT_STARTED = 10  # number of the worker that has entered hvd.init() ── nothing
+    INIT_DONE = 11  # number of the worker whose hvd.init() has succeeded ── nothing
+    INIT_FAILED = 12  # number of the worker whose hvd.init() has raised an exception ── nothing
 
 
-DONE, FAILED = 0, 1  # outcomes; a failure's payload is why, as text
+DONE, FAILED = 0, 1  # outcomes; the payload of FAILED is the reason, as text
 
 HEADER = struct.Struct(">BI")
 _LENGTH = struct.Struct(">I")
+_OF_GENERATION = re.compile(rb"world([0-9]{1,9})/")
 
 
 def pack(parts: Iterable[bytes]) -> bytes:
-    """Several byte strings as one."""
+    """Joins byte strings, each preceded by its length."""
     return b"".join([piece for part in parts for piece in (_LENGTH.pack(len(part)), part)])
 
 
 def unpack(payload: bytes) -> list[bytes]:
-    """The byte strings that ``payload`` was packed from."""
+    """Returns the byte strings that `pack` joined; raises `ProtocolError` for anything else."""
     parts = []
     start = 0
     while start < len(payload):
         body = start + _LENGTH.size
         if body > len(payload):
-            raise ProtocolError("a request to the store ends within a length")
+            raise ProtocolError("invalid request to the store: it ends within a length")
         start = body + _LENGTH.unpack_from(payload, body - _LENGTH.size)[0]
         if start > len(payload):
-            raise ProtocolError("a request to the store holds less than it says")
+            raise ProtocolError("invalid request to the store: it is shorter than its lengths say")
         parts.append(payload[body:start])
     return parts
 
 
 def chunk_key(key: bytes, number: int) -> bytes:
-    """Where one piece of a large value is."""
+    """Returns the key of one piece of a large value."""
     return b"%b/%d" % (key, number)
+
+
+def generation_of(key: bytes) -> int | None:
+    """Returns the generation whose ranks meet under this key, ``world<generation>/...``; None for any other key."""
+    match = _OF_GENERATION.match(key)
+    return None if match is None else int(match[1])
 
 
 def frame(code: int, payload: bytes) -> bytes:
@@ -75,22 +86,26 @@ def frame(code: int, payload: bytes) -> bytes:
 
 
 class RequestDecoder:
-    """Turns a worker's bytes, cut anywhere, back into requests. What is none raises `ProtocolError`."""
+    """Decodes one worker's requests from a stream of bytes that may be split anywhere."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> tuple[Operation, bytes] | None:
-        """The request that ``data`` completes, if it does: a worker sends one, and the next after its answer."""
+    def feed(self, data: bytes) -> tuple[StoreRequest, bytes] | None:
+        """Adds received bytes and returns the request if it is complete, else None.
+
+        A worker waits for the answer before it sends its next request, so more bytes than one request are an error.
+        Raises `ProtocolError` for bytes that are no request.
+        """
         self._buffer += data
         if len(self._buffer) < HEADER.size:
             return None
         code, length = HEADER.unpack_from(self._buffer)
-        # Judged by the header alone: garbage must neither be waited for nor be stored.
-        if not 1 <= code <= len(Operation) or length > MAX_REQUEST_BYTES or len(self._buffer) > HEADER.size + length:
-            raise ProtocolError("not a request to the store")
+        # Checked as soon as the header is complete: garbage must not make us wait for a payload, or store one.
+        if not 1 <= code <= len(StoreRequest) or length > MAX_REQUEST_BYTES or len(self._buffer) > HEADER.size + length:
+            raise ProtocolError("invalid request to the store")
         if len(self._buffer) < HEADER.size + length:
             return None
         payload = bytes(self._buffer[HEADER.size :])
         self._buffer.clear()
-        return Operation(code), payload
+        return StoreRequest(code), payload

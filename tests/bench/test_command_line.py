@@ -1,4 +1,4 @@
-"""The command line: sizes, names and files, how quantities are shown, and the errors for what is wrong."""
+"""The benchmark's command line: sizes, names and files, how quantities are shown, and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -34,14 +34,26 @@ def test_quantities_are_shown_with_three_digits_in_a_unit_of_their_size():
         ("allreduce --sizes 4Q", "hvdlite.bench allreduce: --sizes: '4Q' is not a size, such as 64, 4K or 100M"),
         ("allreduce --sizes 64,0", "hvdlite.bench allreduce: --sizes: '0' is not a size, such as 64, 4K or 100M"),
         ("allreduce --sizes -1", "hvdlite.bench allreduce: --sizes: '-1' is not a size, such as 64, 4K or 100M"),
-        ("allreduce --dtypes float8", "hvdlite.bench allreduce: --dtypes: 'float8' is not a dtype that is summed: "),
+        (
+            "allreduce --dtypes float8",
+            "hvdlite.bench allreduce: --dtypes: 'float8' is not a dtype that can be summed: ",
+        ),
         ("allreduce --rounds 0", "hvdlite.bench allreduce: --rounds: '0' is not a whole number of at least 1"),
-        ("step --models mlp,vgg", "hvdlite.bench step: --models: 'vgg' is not a model: these are mlp, gpt, resnet-sma"),
-        ("step --variants ddp,mpi", "hvdlite.bench step: --variants: 'mpi' is not a variant: these are none, per-par"),
+        (
+            "step --models mlp,vgg",
+            "hvdlite.bench step: --models: 'vgg' is not a model: choose from mlp, gpt, resnet-sma",
+        ),
+        (
+            "step --variants ddp,mpi",
+            "hvdlite.bench step: --variants: 'mpi' is not a variant: choose from none, per-par",
+        ),
         ("step --batch many", "hvdlite.bench step: --batch: 'many' is not a whole number of at least 1"),
-        ("step --device tpu", "hvdlite.bench step: --device: 'tpu' is not a device: these are auto, cpu, cuda"),
-        ("memory --variants horovod", "hvdlite.bench memory: --variants: 'horovod' is not a variant: these are none, "),
-        ("memory --model mlp,gpt", "hvdlite.bench memory: --model: one at a time, and not mlp,gpt"),
+        ("step --device tpu", "hvdlite.bench step: --device: 'tpu' is not a device: choose from auto, cpu, cuda"),
+        (
+            "memory --variants horovod",
+            "hvdlite.bench memory: --variants: 'horovod' is not a variant: choose from none, ",
+        ),
+        ("memory --model mlp,gpt", "hvdlite.bench memory: --model: takes one value, not mlp,gpt"),
         ("scale --threshold 1.5", "hvdlite.bench scale: --threshold: '1.5' is not a number between 0 and 1, such as 0"),
         (
             "scale --calibration /none.json",
@@ -49,7 +61,7 @@ def test_quantities_are_shown_with_three_digits_in_a_unit_of_their_size():
         ),
         (
             "scale --calibration x --model gpt",
-            "hvdlite.bench scale: --calibration has a model of its own: leave out --mod",
+            "hvdlite.bench scale: --calibration sets the model: leave out --model",
         ),
         ("fly", "hvdlite.bench: COMMAND: invalid choice: 'fly' (choose from "),
         ("", "hvdlite.bench: the following arguments are required: COMMAND"),
@@ -106,5 +118,5 @@ def test_only_rank_0_shows_the_help(capsys):
 def test_a_calibration_that_is_none_is_told(tmp_path, content):
     path = tmp_path / "run.json"
     path.write_text(content)
-    with pytest.raises(UsageError, match="is not what a whole run of `scale --json` has written"):
+    with pytest.raises(UsageError, match="is not the file of a complete run of `scale --json`"):
         parse(["scale", "--calibration", str(path)], is_first=True)

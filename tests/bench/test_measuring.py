@@ -1,4 +1,4 @@
-"""What is made of samples: medians, ratios and tables, and reports of what there is by now."""
+"""What the benchmark computes from samples: medians, ratios and tables, and reports of unfinished runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from hvdlite.bench.allreduce import AllReduce, bus_factor, case_of
 from hvdlite.bench.arguments import UsageError
 from hvdlite.bench.memory import Memory
 from hvdlite.bench.ranks import Job, Ranks, free_in_cgroup
-from hvdlite.bench.report import Case, Quartiles, Table, ratio_of
+from hvdlite.bench.report import Case, ratio_of, spread, table
+from hvdlite.bench.scale import Scale
 from hvdlite.bench.step import Step
 from hvdlite.bench.variants import VARIANTS, horovod_module
 from hvdlite.bench.workloads import WORKLOADS, small_resnet
@@ -29,20 +30,26 @@ from hvdlite.runtime.world import current_world
 
 
 def test_quartiles_lie_between_samples_where_they_must():
-    assert Quartiles.of([4.0, 1.0, 3.0, 2.0]) == Quartiles(2.5, 1.75, 3.25, 4)
-    assert Quartiles.of([7.0]) == Quartiles(7.0, 7.0, 7.0, 1)
-    assert ratio_of(Quartiles.of([6.0]), Quartiles.of([2.0])) == 3.0
-    assert ratio_of(Quartiles.of([6.0]), None) is None
+    four, one = [4.0, 1.0, 3.0, 2.0], [7.0]
+    assert spread(four, "s") == {"median_s": 2.5, "low_s": 1.75, "high_s": 3.25, "count": 4, "samples_s": four}
+    assert spread(one, "s") == {"median_s": 7.0, "low_s": 7.0, "high_s": 7.0, "count": 1, "samples_s": one}
+
+
+def test_a_ratio_to_what_was_not_measured_or_took_no_time_is_none():
+    assert ratio_of(6.0, 2.0) == 3.0
+    assert ratio_of(6.0, None) is None
+    assert ratio_of(None, 2.0) is None
+    assert ratio_of(6.0, 0.0) is None
 
 
 def test_a_table_has_words_to_the_left_and_numbers_to_the_right():
     rows = [{"what": "a", "ms": 1}, {"what": "longer", "ms": 10}]
     columns = {"what": lambda row: row["what"], "time": lambda row: f"{row['ms']} ms"}
-    assert str(Table(rows, columns, words=1, title="t")) == ("t\n\nwhat     time\na        1 ms\nlonger  10 ms")
+    assert table("t", rows, columns, text_columns=1) == "t\n\nwhat     time\na        1 ms\nlonger  10 ms"
 
 
 def all_reduces(*cases: Case, ranks: int = 2) -> AllReduce:
-    """The command as it is when these have been measured."""
+    """Returns the command with these all-reduces measured."""
     command = AllReduce([], [], 1)
     command.cases, command.job = cases, Job(ranks)
     return command
@@ -68,7 +75,7 @@ def test_what_is_measured_so_far_is_reported_and_the_rest_left_out():
     large.skipped = "needs 5120 GB, and 1 GB of memory are free on node1"
     report = all_reduces(done, begun, large, later).report()
     assert [row["bytes"] for row in report.data["rows"]] == [64]
-    assert "skipped: 1024 GB int8: needs 5120 GB, and 1 GB of memory are free on node1" in str(report)
+    assert "skipped: 1024 GB int8: needs 5120 GB, and 1 GB of memory are free on node1" in report.text
     steps = Step(["mlp", "gpt"], None, None, 1)
     steps.cases[0].samples = {"none": [1.0, 2.0], "ddp": [3.0], "hvdlite": []}
     assert [(row["variant"], row["times_none"], row["times_ddp"]) for row in steps.report().data["rows"]] == [
@@ -83,7 +90,7 @@ def test_what_is_measured_so_far_is_reported_and_the_rest_left_out():
     for command in (all_reduces(case_of(4, "int8")), Step([], None, None, 1), Memory(None, None, None, 1)):
         empty = command.report()
         assert empty.data["rows"] == []
-        assert "× " in str(empty)
+        assert "× " in empty.text
 
 
 def test_ranks_that_would_measure_on_different_devices_all_say_so():
@@ -155,10 +162,10 @@ print(in_blocks)
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="needs glibc, whose blocks can be counted")
 def test_every_model_whose_training_is_measured_goes_back_to_the_system_when_it_is_freed():
-    # In a process of its own: glibc does not forget what it was told.
+    # In a process of its own, because glibc keeps its settings.
     command = [sys.executable, "-c", MODELS_IN_BLOCKS_OF_THEIR_OWN]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    # One to know its size, one before, and one that is measured.
+    # One run to learn the size, one before, and the one that is measured.
     assert done.stdout.splitlines()[-1:] == ["[True, True, True]"], done.stderr
 
 
@@ -218,7 +225,7 @@ def test_what_a_cgroup_leaves_counts_too(tmp_path):
 def test_hvdlite_under_the_name_of_horovod_is_not_measured_as_horovod(tmp_path, monkeypatch):
     shim = importlib.util.spec_from_file_location("horovod", hvd.__file__)
     monkeypatch.setattr(variants.importlib.util, "find_spec", lambda name: shim)
-    with pytest.raises(ImportError, match="there is no Horovod here"):
+    with pytest.raises(ImportError, match="Horovod is not installed"):
         horovod_module()
 
 
@@ -232,3 +239,8 @@ def test_a_model_that_cannot_be_had_is_an_error_only_where_it_was_named(monkeypa
     (skipped,) = Step(None, ["none"], None, 1).report().data["skipped"]
     assert skipped["model"] == "resnet50"
     assert "nms does not exist" in skipped["why"]
+    for command in (Memory, Scale):
+        with pytest.raises(
+            UsageError, match=r"^--model: resnet50 needs torchvision, which cannot be imported: operator"
+        ):
+            command(model="resnet50")

@@ -1,4 +1,4 @@
-"""What pictures show, looked for in the figure's own objects: places, labels, colours. No pixel is looked at."""
+"""The benchmark's plots, checked by the figure's objects: positions, labels and colours, but no pixels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAMPLES = {"none": [0.1, 0.1], "ddp": [0.2, 0.2], "hvdlite": [0.14, 0.12], "hvdl
 
 
 def drawn(command: Command):
-    """The figure of a command's report, of a run by `JOB`."""
+    """Returns the figure of a command's report on a run by `JOB`."""
     command.job = JOB
     return figure_of(command.report().chart)
 
@@ -134,10 +134,10 @@ def test_what_was_measured_is_set_apart_from_what_is_predicted_and_that_beyond_i
 
 
 def test_scale_says_first_that_all_ranks_shared_a_host():
-    shared = str(scale.report_of(calibration(Job(2, 1, "shared memory")), 0.5))
+    shared = scale.report_of(calibration(Job(2, 1, "shared memory")), 0.5).text
     assert shared.startswith("All 2 ranks of this run shared one host (shared memory): what follows is about ")
     assert "nothing of a network" in shared.partition("\n\n")[0]
-    spread = str(scale.report_of(calibration(JOB), 0.5))
+    spread = scale.report_of(calibration(JOB), 0.5).text
     assert spread.startswith("The ranks of this run were 4 ranks on 2 hosts, over shared memory and gloo: ")
 
 

@@ -1,4 +1,4 @@
-"""The latency-bandwidth model, against values worked out by hand."""
+"""The latency-bandwidth model gives the values that were computed by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hvdlite.bench.ranks import Job
-from hvdlite.bench.scale import Calibration, Link, Parts, StepModel, fit, read_calibration, report_of
+from hvdlite.bench.scale import Calibration, Link, Parts, Scale, StepModel, fit, read_calibration, report_of
 
 RUN = Calibration(
     setting=Job(2, 1, "shared memory"),
@@ -30,16 +30,15 @@ def test_a_ring_costs_twice_its_neighbours_in_latency_and_nearly_twice_the_bytes
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_the_fit_finds_the_link_that_made_the_times(ranks):
     link = Link(2e-5, 3e-10)
-    points = [(nbytes, link.all_reduce_s(ranks, nbytes)) for nbytes in (1000, 60_000, 4_000_000)]
-    found = fit(points, ranks)
+    found = fit({nbytes: link.all_reduce_s(ranks, nbytes) for nbytes in (1000, 60_000, 4_000_000)}, ranks)
     assert found.alpha_s == pytest.approx(link.alpha_s)
     assert found.beta_s == pytest.approx(link.beta_s)
 
 
 def test_the_fit_never_goes_below_nothing():
-    assert fit([(1000, 1e-6), (1_000_000, 2e-3)], 2).alpha_s == 0
-    assert fit([(1000, 2e-3), (1_000_000, 1e-3)], 2).beta_s == 0
-    only = fit([(1000, 2e-3)], 2)
+    assert fit({1000: 1e-6, 1_000_000: 2e-3}, 2).alpha_s == 0
+    assert fit({1000: 2e-3, 1_000_000: 1e-3}, 2).beta_s == 0
+    only = fit({1000: 2e-3}, 2)
     assert (only.alpha_s, only.beta_s) == (pytest.approx(1e-3), 0.0)
 
 
@@ -76,5 +75,14 @@ def test_a_calibration_is_read_as_it_was_written_and_tells_the_same(tmp_path):
     found = read_calibration(path)
     assert json.dumps(report_of(found, 0.5).data["calibration"]) == json.dumps(report.data["calibration"])
     assert [row["ranks"] for row in report.data["rows"]] == [2**power for power in range(1, 13)]
-    assert "2(n-1)·α" in str(report)
-    assert "400 ms measured" in str(report)
+    assert "2(n-1)·α" in report.text
+    assert "400 ms measured" in report.text
+
+
+def test_a_run_that_ends_before_its_first_step_reports_the_all_reduces_that_were_measured():
+    command = Scale(model="mlp", rounds=1, steps=1)
+    command._all_reduces.cases[0].samples = {"hvdlite resident": [2e-3]}
+    report = command.report()
+    assert [(row["bytes"], row["median_s"]) for row in report.data["rows"]] == [(1024, 2e-3)]
+    assert "2.00 ms" in report.text
+    assert report.text.endswith("no step was measured")

@@ -1,4 +1,4 @@
-"""What every engine does alike: reduce-scatter, and coming to an end by revocation or quiescence."""
+"""What all engines have in common: reduce-scatter, and ending by revocation or quiescence."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ranks import ENGINES, attempt_ranks, attempt_threads, generation_of, run_ra
 
 from hvdlite.comm import hierarchy
 from hvdlite.comm.engine import SingleRankFactory
-from hvdlite.comm.engine_selection import HierarchicalEngineFactory
 from hvdlite.comm.engine_state import RevokedError
 from hvdlite.comm.group import Group
+from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory
 from hvdlite.comm.host_groups import host_groups_of
 from hvdlite.comm.reduce_op import Max, Min, Product, ReduceOp, Sum
 from hvdlite.signing import Signer
@@ -45,7 +45,7 @@ def _small_tensors_take_two_levels_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_kind(kind: str, size: int, function: Callable[[Group], Any], attempt: bool = False) -> list[Any]:
-    """As `run_ranks`, also over two levels: hosts of two ranks each."""
+    """Does what `run_ranks` does, also over two levels: hosts of two ranks each."""
 
     def rank(group: Group) -> Any:
         if kind == "two levels":
@@ -139,7 +139,7 @@ def test_a_revoked_group_ends_every_wait_with_the_first_reason_given(kind: str, 
 
     def rank(group: Group) -> list[str]:
         if group.rank > 0:
-            # Never comes.
+            # This rank never comes.
             assert is_over.wait(60)
             return []
         works = [begin(group, numel) for _ in range(2)]
@@ -155,10 +155,10 @@ def test_a_revoked_group_ends_every_wait_with_the_first_reason_given(kind: str, 
         try:
             while len(generation_of(group).watch.blocked()) < 3:
                 time.sleep(0.001)
-            for reason in ("rank 7 has gone", "something else"):
+            for reason in ("rank 7 has crashed", "something else"):
                 group.revoke(reason)
             waiting.join(60)
-            # What was under way is over, and what comes now is refused.
+            # Operations in progress have ended, and new ones are refused.
             wait(0)
             with pytest.raises(RevokedError) as caught:
                 begin(group).wait()
@@ -168,7 +168,7 @@ def test_a_revoked_group_ends_every_wait_with_the_first_reason_given(kind: str, 
         return said
 
     said, *_ = run_kind(kind, size, rank)
-    assert said == ["an all-reduce failed on rank 0 (node0): rank 7 has gone"] * 5
+    assert said == ["an all-reduce failed on rank 0 (node0): rank 7 has crashed"] * 5
 
 
 def test_the_other_ranks_of_shared_memory_end_with_the_same_reason() -> None:
@@ -197,7 +197,7 @@ def test_a_quiesced_group_ends_what_is_under_way_and_begins_nothing_more(kind: s
         tensors = [torch.ones(numel) for numel in (8, 300_000)]
         works = [group.all_reduce(tensor, "an all-reduce") for tensor in tensors]
         group.quiesce("a new world comes")
-        # Nobody has waited for them.
+        # No rank has waited for them.
         assert all(bool(tensor.eq(size).all()) for tensor in tensors)
         with pytest.raises(RevokedError, match=r"an all-reduce failed on .*: a new world comes"):
             begin(group)

@@ -1,4 +1,4 @@
-"""All-reduces within hosts and between them: the same as flat ones, with less over the network."""
+"""All-reduces in two levels: the results of flat ones, with less traffic over the network."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 from ranks import CountingEngine, run_ranks
 
-from hvdlite.comm import engine_selection, hierarchy
+from hvdlite.comm import hierarchy, hierarchy_selection
 from hvdlite.comm.engine import Engine, SingleRankEngine
-from hvdlite.comm.engine_selection import HierarchicalEngineFactory, choose_levels, fastest
 from hvdlite.comm.group import Group
+from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory, choose_levels, fastest
 from hvdlite.comm.host_groups import HostGroups, host_groups_of
 from hvdlite.comm.reduce_op import Max, Min, Product, Sum
 
@@ -35,14 +35,14 @@ def hierarchical(group: Group, nodes: str) -> HierarchicalEngineFactory:
 
 
 def over(engine: Engine, group: Group) -> Group:
-    """The ranks of a group, over another engine."""
+    """Returns a group of the same ranks over another engine."""
     levels = group.duplicate()
     levels.change_engines(group._engine_factory, engine)
     return levels
 
 
 def small_integers(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Whose sums and products are exact in every dtype, in whatever order."""
+    """Makes integers whose sums and products are exact in every dtype, in any order."""
     return ((torch.arange(numel) + rank) % 3 + 1).to(dtype)
 
 
@@ -99,7 +99,7 @@ def test_any_shape_goes_and_other_collectives_are_the_flat_engines(monkeypatch):
         assert levels.all_gather_json(group.rank, "objects") == [0, 1, 2, 3]
         return flat.calls
 
-    # Of the square the one element that two ranks cannot share; of what is small, all.
+    # Of the square, the one element that two ranks cannot share; of small tensors, all elements.
     for calls in run_ranks(4, rank):
         assert calls[:3] == [("allreduce", 1), ("allreduce", 3), ("broadcast", 20)]
         assert {name for name, _ in calls[3:]} == {"allgather"}
@@ -122,7 +122,7 @@ def test_shards_use_the_memory_of_those_before_them_whatever_their_sizes_and_dty
     monkeypatch.setattr(hierarchy, "LEAST_BYTES", 16)
 
     class Keeping(CountingEngine):
-        """Keeps the shards that it is given: no two have the same memory by chance."""
+        """Keeps the shards that it is given, so that no two have the same memory by chance."""
 
         def allreduce(self, tensors: list[torch.Tensor], opts: object) -> object:
             kept.append(tensors[0])
@@ -157,7 +157,7 @@ def test_as_many_shards_are_kept_as_were_under_way_at_once_and_no_more_than_is_w
     assert shards.take(150, like).data_ptr() == under_way[2].data_ptr()
     larger = shards.take(900, like)
     assert larger.data_ptr() not in pointers
-    # The one of 300 has gone for it.
+    # The shard of 300 elements was dropped for it.
     assert [piece.numel() for piece in shards._free] == [100]
     shards.give_back(larger)
     shards.give_back(torch.empty(1, dtype=torch.uint8))
@@ -178,7 +178,7 @@ def test_of_a_reduce_scatter_a_host_sends_what_its_ranks_get_elsewhere_once(monk
         assert output.eq(4).all()
         return sum(numel for _, numel in across.calls)
 
-    # What the ranks of the same place on both hosts get, already summed within each host.
+    # What the ranks with the same local rank on both hosts get: already summed within each host.
     assert run_ranks(4, rank) == [40, 60, 40, 60]
 
 
@@ -202,7 +202,7 @@ def test_what_fails_on_the_way_is_raised_where_it_is_waited_for(monkeypatch):
 
 
 class Slow(SingleRankEngine):
-    """An engine that takes its time, by a clock of its own."""
+    """An engine whose operations take time on a simulated clock."""
 
     def __init__(self, clock: Clock, seconds_of_large: float) -> None:
         super().__init__()
@@ -220,11 +220,11 @@ class Clock:
 
 def test_the_engine_is_chosen_that_rank_0_found_the_faster_and_the_log_has_the_times(monkeypatch, caplog):
     clocks = threading.local()
-    monkeypatch.setattr(engine_selection.time, "perf_counter", lambda: clocks.own.now_s)
+    monkeypatch.setattr(hierarchy_selection.time, "perf_counter", lambda: clocks.own.now_s)
 
     def rank(group: Group) -> int:
         clocks.own = Clock()
-        # The others find it the other way round.
+        # The other ranks measure the opposite.
         seconds = (3.0, 2.0) if group.rank == 0 else (2.0, 3.0)
         return fastest([Slow(clocks.own, each) for each in seconds], group, torch.device("cpu"))
 
@@ -232,14 +232,14 @@ def test_the_engine_is_chosen_that_rank_0_found_the_faster_and_the_log_has_the_t
         assert run_ranks(2, rank) == [1, 1]
     (line,) = [record.message for record in caplog.records]
     assert "[1, 16] MiB took [[1000.0, 1000.0], [3000.0, 2000.0]] ms" in line
-    assert line.endswith("number 2 is taken")
+    assert line.endswith("engine 2 is used")
 
 
 @pytest.mark.parametrize(
     ("wanted", "faster", "levels"), [(True, 0, True), (False, 1, False), (None, 0, False), (None, 1, True)]
 )
 def test_levels_are_taken_as_is_wanted_or_as_is_measured(monkeypatch, wanted, faster, levels):
-    monkeypatch.setattr(engine_selection, "fastest", lambda engines, group, device: faster)
+    monkeypatch.setattr(hierarchy_selection, "fastest", lambda engines, group, device: faster)
 
     def rank(group: Group) -> bool:
         flat = group.engine
@@ -255,7 +255,7 @@ def test_levels_are_taken_as_is_wanted_or_as_is_measured(monkeypatch, wanted, fa
 
 
 @pytest.mark.parametrize(
-    ("wanted", "nodes", "said"), [(True, "aa", "these have 2"), (True, "aab", "2, 1"), (None, "aab", "")]
+    ("wanted", "nodes", "said"), [(True, "aa", "these hosts have 2"), (True, "aab", "2, 1"), (None, "aab", "")]
 )
 def test_where_there_are_no_levels_one_line_says_so_to_who_wanted_them(caplog, wanted, nodes, said):
     def rank(group: Group) -> None:
@@ -276,7 +276,7 @@ def test_a_closed_engine_leaves_no_thread_that_would_outlive_its_parts(monkeypat
         engine = hierarchical(group, "aabb").open()
         tensor = torch.ones(64)
         engine.allreduce([tensor], torch.distributed.AllreduceOptions()).wait()
-        threads = engine._follower._threads
+        threads = engine._step_threads._threads
         assert len(threads) == 2
         engine.close()
         assert not any(thread.is_alive() for thread in threads)
@@ -285,7 +285,7 @@ def test_a_closed_engine_leaves_no_thread_that_would_outlive_its_parts(monkeypat
 
 
 def test_a_group_of_two_levels_may_be_closed_again():
-    """As an optimizer's is that outlives the world."""
+    """Like the group of an optimizer that outlives its world."""
 
     def rank(group: Group) -> None:
         choose_levels(group, group._engine_factory, None, "aabb", True, None)

@@ -1,4 +1,4 @@
-"""What a rank sends of its own reaches the others with a signature, which is checked before it is believed."""
+"""Data that a rank sends about itself is signed, and other ranks check the signature before they use it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ranks import attempt_ranks, run_ranks
 from worlds import attempt_worlds
 
 from hvdlite.errors import CommunicationError
+from hvdlite.ops.api import barrier
 from hvdlite.ops.broadcast import allgather_object, broadcast_object
-from hvdlite.ops.operations import barrier
 
 
 class Tampering:
-    """An engine by which the second rank, once ``is_on``, sends other bytes than it was given: one bit is changed."""
+    """An engine by which the second rank, once ``is_on``, sends data in which one bit is changed."""
 
     def __init__(self, engine, is_on, place, least_bytes):
         self._engine, self._is_on, self._place, self._least_bytes = engine, is_on, place, least_bytes
@@ -39,7 +39,7 @@ class Tampering:
 
 
 def tampering(*, place, least_bytes, is_on):
-    """For `attempt_ranks`: what wraps each of a rank's engines."""
+    """Makes the wrapper of each of a rank's engines, for `attempt_ranks`."""
     return lambda: lambda engine: Tampering(engine, is_on, place, least_bytes)
 
 
@@ -65,7 +65,7 @@ def test_what_is_changed_on_its_way_is_refused_with_the_rank_whose_it_was_to_be(
         tampering(place=place, least_bytes=least_bytes, is_on=is_on),
     )
     assert isinstance(outcome, CommunicationError)
-    assert "in the name of rank 1 (node1) is not signed" in str(outcome)
+    assert "the data received from rank 1 (node1) are not signed" in str(outcome)
 
 
 def test_what_was_signed_for_an_earlier_call_does_not_count():
@@ -82,13 +82,13 @@ def test_what_was_signed_for_an_earlier_call_does_not_count():
         return [group.all_gather_signed(b"same", "test") for _ in range(2)]
 
     outcome, _ = attempt_ranks(2, run)
-    assert "in the name of rank 1 (node1) is not signed" in str(outcome)
+    assert "the data received from rank 1 (node1) are not signed" in str(outcome)
 
 
 def test_more_json_than_there_may_be_is_refused_on_all_ranks(monkeypatch):
     monkeypatch.setattr("hvdlite.comm.group.MAX_JSON_BYTES", 10)
     outcomes = attempt_ranks(2, lambda group: group.all_gather_json("long" * group.rank * 10, "test"))
-    assert all("rank 1 (node1) has 42 bytes to tell, more than the 10" in str(outcome) for outcome in outcomes)
+    assert all("rank 1 (node1) sends 42 bytes, more than the limit of 10" in str(outcome) for outcome in outcomes)
 
 
 @pytest.mark.parametrize("share", [allgather_object, lambda obj: broadcast_object(obj, 1)])
@@ -103,6 +103,6 @@ def test_an_object_that_was_exchanged_on_its_way_is_never_unpickled(share, monke
         return share(obj)
 
     outcome, _ = attempt_worlds(2, rank, make_wrapper=tampering(place=30, least_bytes=150, is_on=is_on))
-    assert "is not signed" in str(outcome)
-    # Rank 1 may have got its own.
+    assert "are not signed" in str(outcome)
+    # Rank 1 may have received its own data.
     assert all(pickle.dumps(obj) == data for data in loaded)

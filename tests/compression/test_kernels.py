@@ -1,4 +1,4 @@
-"""Scaling and casting whole tensors: rounded as if in two steps of PyTorch's, on every way that a bucket may take."""
+"""Scaling and casting in one pass gives the same bits as PyTorch's two steps, in every case that a bucket can be in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import hvdlite as hvd
 from hvdlite.comm.group import Group
 from hvdlite.compression import casts, kernels
 from hvdlite.compression.kernels import divide, divide_by, gives_what_torch_gives, scale_by, scale_cast
-from hvdlite.optim import exchanges
+from hvdlite.optim import builtin_exchanges
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NARROWER = {frozenset((torch.float16, torch.bfloat16))}
@@ -57,14 +57,14 @@ def test_the_kernels_compile_where_cupy_is_installed_and_flush_no_tiny_number_to
     nvrtc = pytest.importorskip("cupy").cuda.nvrtc
     for source, out in itertools.product(DTYPES, DTYPES):
         program = nvrtc.createProgram(kernels.source_of(source, out), "kernels.cu", (), ())
-        # As cupy compiles them, to what does not need a GPU.
+        # With the options that cupy uses; this needs no GPU.
         nvrtc.compileProgram(program, ("--gpu-architecture=compute_75", "-ftz=true"))
         ptx = nvrtc.getPTX(program)
         ptx = ptx.decode() if isinstance(ptx, bytes) else ptx
         nvrtc.destroyProgram(program)
         assert re.search(r"mul\.rn\.f(32|64)", ptx)
         assert not re.search(r"(mul|cvt|fma|add)\S*\.ftz", ptx)
-        # Sixteen bytes of the wider at a time.
+        # Sixteen bytes of the wider dtype at a time.
         assert re.search(r"[ls][dt]\.global\.v(2\.f64|4\.f32|4\.u32)", ptx)
 
 
@@ -77,7 +77,7 @@ def test_without_cupy_or_a_driver_pytorch_does_it_and_the_log_says_why_once(monk
         assert kernels._cupy_kernels(*asked) is None
     kernels._cupy_kernels.cache_clear()
     (line,) = [record.message for record in caplog.records]
-    assert line.startswith("scaling torch.float32 to torch.float16 on cuda:0 by PyTorch, since cupy cannot: Module")
+    assert line.startswith("scaling torch.float32 to torch.float16 on cuda:0 with PyTorch, because cupy failed: Module")
 
 
 def test_scaling_by_a_scalar_of_the_device_is_a_product():
@@ -120,7 +120,7 @@ def test_scaled_on_the_way_to_the_wire_or_before_gradients_have_the_same_bits(mo
 
     before = run_ranks(2, rank)[0]
     # As on a GPU.
-    monkeypatch.setattr(exchanges, "SCALES_ON_THE_WAY", {"cpu"})
+    monkeypatch.setattr(builtin_exchanges, "SCALES_ON_THE_WAY", {"cpu"})
     scales = []
     monkeypatch.setattr(casts, "scale_cast", lambda *args: scales.append(args[1]) or scale_cast(*args))
     on_the_way = run_ranks(2, rank)[0]

@@ -1,4 +1,4 @@
-"""Where threads are in a program, as who waits for them is told."""
+"""The line of the program at which a thread is, as warnings about waiting ranks report it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ PLACES = {
 
 
 def is_within(ident: int, name: str) -> bool:
-    """Whether the thread has come to the function of that name, or what it calls."""
+    """Whether the thread is in the function of that name, or in one that it calls."""
     frame = frames_of_threads().get(ident)
     while frame is not None:
         if frame.f_code.co_name == name:
@@ -61,7 +61,7 @@ def is_within(ident: int, name: str) -> bool:
 
 @pytest.fixture
 def started():
-    """Starts a thread and returns its ident; it ends with the test."""
+    """Starts a thread and returns its ident; the thread ends with the test."""
     threads = []
     _over.clear()
     _lock.acquire()
@@ -80,7 +80,7 @@ def started():
 
 
 def place_once(holds: Callable[[str], bool], *idents: int) -> str:
-    """The place as soon as it is that: a thread takes a moment to come there."""
+    """Returns the thread's line once it is the expected one, since a thread takes a moment to get there."""
     give_up_at_s = time.monotonic() + 60
     while not holds(place := places_of_threads(idents)) and time.monotonic() < give_up_at_s:
         time.sleep(0.01)
@@ -115,7 +115,7 @@ def test_where_no_thread_is_known_or_all_have_ended_it_is_where_the_main_thread_
 
 
 def test_of_a_program_that_is_installed_it_is_its_innermost_line(started):
-    # As if the standard library had it: no frame of the thread is the user's own.
+    # As if the standard library contained it: no frame of the thread is in the user's code.
     names = {"over": _over, "__name__": "installed"}
     exec(
         compile("def serve():\n    over.wait()\n", threading.__file__.replace("threading", "installed"), "exec"), names
@@ -133,7 +133,7 @@ def test_a_place_needs_no_file_of_the_program(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("collects", [True, False])
 def test_no_garbage_is_collected_while_the_interpreter_lists_its_threads(monkeypatch, collects):
-    """A finalizer that lets a beginning thread have its turn there would be a deadlock."""
+    """A finalizer that lets a starting thread run there would be a deadlock."""
     list_frames = sys._current_frames
     seen: list[bool] = []
 

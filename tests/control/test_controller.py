@@ -20,8 +20,8 @@ import torch
 from worlds import attempt_worlds, run_worlds
 
 import hvdlite as hvd
-from hvdlite.comm.work import Watch, Work
-from hvdlite.control import control_client, coordinator, frames, handle, heartbeat, mailbox, negotiation
+from hvdlite.comm.work import CollectiveWatch, Work
+from hvdlite.control import coordinator, frames, handle, heartbeat, mailbox, negotiation, rank0_connection, stall
 from hvdlite.control.handle import Handle
 from hvdlite.control.operation import Execution, Kind, Operation
 from hvdlite.environment import Environment
@@ -32,7 +32,7 @@ from hvdlite.signing import Signer
 
 @pytest.fixture
 def launched() -> Callable[[str], list[str]]:
-    """What each of two processes of a job printed, in order."""
+    """Returns the lines that each of two processes of a job printed, in order."""
 
     def launch(program: str) -> list[str]:
         job = subprocess.run(
@@ -49,7 +49,7 @@ def launched() -> Callable[[str], list[str]]:
 
 
 def total(value: int, execution: Execution) -> int:
-    """A body that adds up the values of all ranks; which operation they belong to can be told from the sum."""
+    """The body of an operation that sums the values of all ranks; the sum shows which ranks were paired."""
     tensor = torch.tensor([value])
     execution.group.all_reduce(tensor, execution.what).wait()
     return int(tensor)
@@ -115,10 +115,10 @@ def test_a_name_that_is_under_way_already_is_refused_in_horovods_words():
         return first.wait()
 
     def alone(own: int) -> int:
-        # Rank 1 has not called it yet: rank 0's is under way for sure.
+        # Rank 1 has not called it yet, so rank 0's must still be in progress.
         return rank(own) if own == 0 else (hvd.barrier(), add_up("a", 1).wait())[1]
 
-    # The barrier of rank 0 comes after its first call, which rank 1 answers after the barrier.
+    # Rank 0 calls the barrier after its first operation, which rank 1 joins only after the barrier.
     assert run_worlds(2, alone) == [2, 2]
 
 
@@ -132,13 +132,13 @@ def test_ranks_that_differ_get_one_error_and_can_go_on():
 
 
 def calls() -> dict[str, object]:
-    """Ways to do something together that do not fit together."""
+    """Returns functions for something that ranks do together; no two of them fit together."""
     return {
         "barrier": hvd.barrier,
         "broadcast_object": lambda: hvd.broadcast_object(1),
         "allgather_object": lambda: hvd.allgather_object(1),
         "broadcast_parameters": lambda: hvd.broadcast_parameters([torch.zeros(1)]),
-        "DistributedOptimizer": lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1)),
+        "DistributedOptimizer": lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.zeros(1)], lr=0.1)).step(),
         "add_up": lambda: add_up("a", 1).wait(),
         "another": lambda: add_up("b", 1).wait(),
     }
@@ -148,12 +148,14 @@ def calls() -> dict[str, object]:
 @pytest.mark.parametrize("other", list(calls())[1:])
 def test_ranks_that_call_different_functions_all_get_an_error_that_names_both(other):
     over = threading.Barrier(3)
+    # The first optimizer of a process imports much of torch, for longer than the stall time on a busy machine.
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
 
     def call(rank: int) -> object:
         try:
             return calls()[other]() if rank == 1 else hvd.barrier()
         finally:
-            # Two are enough for a difference, and the third would be told that they have ended, if they had.
+            # Two ranks suffice for a difference; a third would be told that these have ended, if they had.
             over.wait(60)
 
     outcomes = attempt_worlds(3, call)
@@ -182,10 +184,12 @@ def test_a_rank_whose_connection_breaks_is_lost_to_the_others(lost):
     def rank(own: int) -> None:
         hvd.barrier()
         if own == lost:
-            # As when its process is killed: the connection closes without a word.
-            current_world().controller._mailbox.hang_up()
+            # As when its process is killed: the connection is closed without a message.
+            current_world().controller._connection._mailbox.hang_up()
             return
-        with pytest.raises(hvd.PeerLostError, match=rf"rank {lost} \(node{lost}\) has gone"):
+        with pytest.raises(
+            hvd.PeerLostError, match=rf"rank {lost} \(node{lost}\) has crashed or was killed: look for that"
+        ):
             hvd.barrier()
 
     run_worlds(3, rank)
@@ -196,7 +200,7 @@ def test_nothing_can_be_asked_for_after_the_end():
         world = current_world()
         hvd.barrier()
         world.controller.close()
-        # Unless the other rank was faster, and its end was heard of first.
+        # Unless the other rank was faster, so that its end was received first.
         with pytest.raises(hvd.CommunicationError, match=r"hvd.shutdown\(\) was called|has ended"):
             add_up("a", 1).wait()
 
@@ -217,17 +221,23 @@ def test_who_waits_for_an_operation_when_shutdown_is_called_is_let_go():
 
 
 def test_waiting_burns_no_core():
+    # A collection that happens to begin in the waiting thread takes part of a second.
+    gc.disable()
     come = threading.Event()
 
     def rank(own: int) -> float:
+        hvd.barrier()
         if own == 1:
-            come.wait(0.4)
+            come.wait(3)
         before_s = time.thread_time()
         hvd.barrier()
         return time.thread_time() - before_s
 
-    # The waiting thread's share of a core, whatever the time that it waited.
-    assert run_worlds(2, rank)[0] < 0.1
+    try:
+        # A thread that is busy takes at least this of three seconds, with ten others beside it on two cores.
+        assert run_worlds(2, rank)[0] < 0.5
+    finally:
+        gc.enable()
 
 
 def test_many_operations_under_way_at_once_are_looked_through_now_and_then_and_not_with_every_message(monkeypatch):
@@ -246,24 +256,27 @@ def test_many_operations_under_way_at_once_are_looked_through_now_and_then_and_n
 def test_a_rank_whose_other_thread_may_still_call_is_not_stuck(monkeypatch):
     for module, seconds in ((handle, "_PATIENCE_S"), (negotiation, "SETTLING_S"), (coordinator, "_TICK_S")):
         monkeypatch.setattr(module, seconds, 0.02)
-    # Each rank's first thread waits for what the other's second one calls only when it is told to.
+    # Each rank's first thread waits for an operation that the other's second thread calls only when it is told to.
     go = threading.Event()
 
     def rank(own: int) -> list[int]:
         names = ["a", "b"] if own == 0 else ["b", "a"]
         world = current_world().here
+        has_called = threading.Event()
 
         def second() -> None:
             add_up(f"warm up {own}", 0, world)
+            has_called.set()
             go.wait()
             results.append(add_up(names[1], 1, world).wait())
 
         results: list[int] = []
         thread = threading.Thread(target=second)
         thread.start()
+        assert has_called.wait(60)
         waiting = add_up(names[0], 1)
         if own == 1:
-            # Long enough for an error to come, if one were to.
+            # Long enough for an error to arrive, if there were one.
             waiting.ended_within(0.3)
             go.set()
         results.append(waiting.wait())
@@ -275,12 +288,17 @@ def test_a_rank_whose_other_thread_may_still_call_is_not_stuck(monkeypatch):
 
 @pytest.mark.slow
 def test_a_rank_all_of_whose_threads_wait_is_stuck():
+    all_have_called = threading.Barrier(4)
+
     def rank(own: int) -> list[type]:
         world = current_world().here
 
         def wait_for(name: str) -> None:
+            handle = add_up(name, 1, world)
+            # An error of those that have called is no error of one that calls later.
+            all_have_called.wait(60)
             with pytest.raises(hvd.MismatchError):
-                add_up(name, 1, world).wait()
+                handle.wait()
             seen.append(name)
 
         seen: list[str] = []
@@ -304,7 +322,9 @@ def test_a_handle_is_a_number_unlike_any_other_and_gives_its_result_as_often_as_
     assert run_worlds(2, rank) == [(4, 4)] * 2
 
 
-def test_a_stalled_operation_is_told_of_and_ended_where_that_is_asked_for(caplog):
+def test_a_stalled_operation_is_told_of_and_ended_where_that_is_asked_for(caplog, monkeypatch):
+    # On a busy machine rank 0 may not answer in so short a time, which would end this process.
+    monkeypatch.setattr(heartbeat.Heartbeat, "silence", lambda self, now_s: None)
     environment = Environment(stall_warning_s=0.1, stall_shutdown_s=0.3)
     come = threading.Event()
 
@@ -355,10 +375,9 @@ MANY = int(os.environ.get("TEST_HVDLITE_OUTSTANDING", "10000"))
 
 
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.timeout(600)
 def test_any_number_of_operations_may_be_outstanding(named):
     def rank(own: int) -> int:
-        # Long enough words to fill any socket's buffer many times over.
+        # Names long enough to fill any socket's buffer many times over.
         names = [f"{number} {'x' * 300}" if named else None for number in range(MANY)]
         if own == 0 and named:
             names.reverse()
@@ -369,7 +388,7 @@ def test_any_number_of_operations_may_be_outstanding(named):
 
 @pytest.mark.parametrize("holder", [0, 1])
 def test_an_interpreter_that_is_held_while_operations_are_asked_for_loses_none(launched, holder):
-    # The whole process stands still, also the threads that listen, for longer than any of them used to wait.
+    # The whole process is stopped, with the threads that listen, for longer than any of their timeouts once was.
     program = f"""
         import ctypes, torch, hvdlite as hvd
         hvd.init()
@@ -391,19 +410,19 @@ def test_a_rank_hears_of_others_while_it_is_blocked_in_an_operation():
     def rank(own: int) -> None:
         world = current_world()
         if own == 2:
-            both_are_in_it.wait(20)
-            # Ends while the others are in an operation that it is not in.
+            both_are_in_it.wait(60)
+            # It ends while the others are in an operation in which it has no part.
             return
         member = world.group.among([0, 1], set_id=1, token="a set of the test's")
-        world.controller.open_channel(member)
-        handle = world.controller.submit(member, Operation(Kind("blocked"), lambda execution: may_end.wait(20)))
+        world.controller.open_group(member)
+        handle = world.controller.submit(member, Operation(Kind("blocked"), lambda execution: may_end.wait(60)))
         while world.controller._executor.current is None:
             time.sleep(0.01)
-        both_are_in_it.wait(20)
+        both_are_in_it.wait(60)
         with pytest.raises(hvd.CommunicationError, match=r"rank 2 \(node2\) has ended"):
             hvd.barrier()
         assert not handle.is_ended()
-        both_have_heard.wait(20)
+        both_have_heard.wait(60)
         may_end.set()
         assert handle.wait() is True
 
@@ -411,24 +430,28 @@ def test_a_rank_hears_of_others_while_it_is_blocked_in_an_operation():
 
 
 def test_a_peer_that_hangs_in_what_all_have_begun_is_told_of(caplog, monkeypatch):
-    monkeypatch.setattr(control_client, "LOOK_S", 0.05)
+    monkeypatch.setattr(rank0_connection, "LOOK_S", 0.05)
     monkeypatch.setattr(heartbeat, "LOOK_S", 0.05)
-    told = threading.Event()
+    # What may take long on a busy machine: both ranks come to the operation, and rank 0 answers.
+    monkeypatch.setattr(stall.StallWatch, "find_stalled", lambda self, scene, now_s: ([], []))
+    monkeypatch.setattr(heartbeat.Heartbeat, "silence", lambda self, now_s: None)
+    told, both_are_in_it = threading.Event(), threading.Barrier(2)
     ended: list[str] = []
 
     def end(self, words: str) -> None:
         ended.append(words)
         told.set()
 
-    monkeypatch.setattr(control_client.ControlClient, "_end_process", end)
+    monkeypatch.setattr(heartbeat.WaitReports, "end_process", end)
 
     def rank(own: int) -> None:
         world = current_world()
 
         def body(execution: Execution) -> None:
-            # Rank 1 does not come to the collective within the operation.
+            both_are_in_it.wait(60)
+            # Rank 1 does not enter the collective within the operation.
             if own == 1:
-                told.wait(20)
+                told.wait(60)
             execution.group.all_reduce(torch.ones(1), execution.what).wait()
 
         world.controller.submit(world.group, Operation(Kind("halves"), body, "a")).wait()
@@ -448,15 +471,15 @@ def test_a_rank_in_an_operation_while_another_is_in_a_bucket_gets_its_error(monk
         if own == 0:
             with pytest.raises(hvd.MismatchError, match=r"rank 0 .*: add_up of .*; rank 1 .*: a bucket"):
                 add_up("a", 1).wait()
-        # What rank 1 waits for comes only then.
+        # The operation for which rank 1 waits is called only then.
         buckets.all_reduce(torch.ones(1), "a bucket").wait()
 
     run_worlds(2, rank, Environment())
 
 
 def test_a_bucket_that_is_slow_on_its_way_is_no_mismatch(monkeypatch):
-    # Times pass quickly here: ranks look and rank 0 judges many times while the bucket travels.
-    monkeypatch.setattr(control_client, "LOOK_S", 0.02)
+    # The intervals are short here: ranks report and rank 0 checks many times while the bucket is reduced.
+    monkeypatch.setattr(rank0_connection, "LOOK_S", 0.02)
     monkeypatch.setattr(heartbeat, "LOOK_S", 0.02)
     monkeypatch.setattr(coordinator, "_TICK_S", 0.02)
     monkeypatch.setattr(negotiation, "SETTLING_S", 0.1)
@@ -464,7 +487,7 @@ def test_a_bucket_that_is_slow_on_its_way_is_no_mismatch(monkeypatch):
     tick = negotiation.Negotiation.tick
 
     class Slow:
-        """A collective that rank 0's judge has looked at fifty times before it is done."""
+        """A collective that ends only after rank 0 has checked fifty times for stalls."""
 
         def __init__(self, work) -> None:
             self.work = work
@@ -493,13 +516,13 @@ def test_a_bucket_that_is_slow_on_its_way_is_no_mismatch(monkeypatch):
 
 
 def test_what_each_thread_is_blocked_in_is_known_apart():
-    watch = Watch()
+    watch = CollectiveWatch()
     release, inside = threading.Event(), threading.Barrier(3)
 
     class Engines:
         def wait(self) -> None:
-            inside.wait(20)
-            release.wait(20)
+            inside.wait(60)
+            release.wait(60)
 
     def wait_in(what: str) -> None:
         Work(Engines(), what, watch, lambda what, error: AssertionError()).wait()
@@ -507,7 +530,7 @@ def test_what_each_thread_is_blocked_in_is_known_apart():
     threads = [threading.Thread(target=wait_in, args=(what,)) for what in ("one", "another")]
     for thread in threads:
         thread.start()
-    inside.wait(20)
+    inside.wait(60)
     blocked = watch.blocked()
     assert {blocked[thread.ident][0] for thread in threads} == {"one", "another"}
     release.set()
@@ -517,12 +540,16 @@ def test_what_each_thread_is_blocked_in_is_known_apart():
 
 
 def test_a_message_that_cannot_be_sent_is_its_operations_error_alone(monkeypatch):
+    both = threading.Barrier(2)
+
     def rank(own: int) -> int:
         hvd.barrier()
-        with monkeypatch.context() as shorter:
-            shorter.setattr(frames, "MAX_BYTES", 2000)
-            with pytest.raises(hvd.CommunicationError, match=r"add_up of 'x+' cannot be asked for: a message of"):
-                add_up("x" * 2000, 1).wait()
+        # For both ranks, as they are in one process.
+        if own == 0:
+            monkeypatch.setattr(frames, "MAX_BYTES", 2000)
+        both.wait(60)
+        with pytest.raises(hvd.CommunicationError, match=r"add_up of 'x+' cannot be sent to rank 0: a message of"):
+            add_up("x" * 2000, 1).wait()
         hvd.barrier()
         return add_up("a", 1).wait()
 
@@ -539,6 +566,36 @@ def test_without_the_check_operations_are_carried_out_at_once():
         return [add_up("a", own).wait(), hvd.barrier()]
 
     assert run_worlds(3, rank, Environment(check=False)) == [[3, None]] * 3
+
+
+@pytest.mark.parametrize("answer", ["go", "no"])
+def test_an_answer_that_comes_after_a_rank_was_revoked_is_ignored(answer):
+    """Its requests have failed, but rank 0 may have answered them before it heard of that."""
+    messages = {"go": [[True, True], 2], "no": ["MismatchError", "they differ"]}
+
+    def rank(own: int) -> None:
+        hvd.barrier()
+        if own == 0:
+            return
+        client = current_world().controller
+        request = add_up("a", 1)
+        joining = client.join(average_of_active=False, stand_in=lambda *_: lambda _: None, sit_out=lambda *_: None)
+        client.revoke("this world is over")
+        for handle_ in (request, joining):
+            with pytest.raises(hvd.PeerLostError, match="this world is over"):
+                handle_.wait()
+        client._take([answer, int(request), *messages[answer]])
+        for about_its_join in (
+            ["stand_in", 0, [True, None], 1, "allreduce", "'b'", {}],
+            ["sit_out", 0, [1]],
+            ["joined", 0],
+            ["not_joined", "CommunicationError", "a rank has ended"],
+        ):
+            client._take(about_its_join)
+        with pytest.raises(KeyError):
+            client._take([answer, int(request) + 1000, *messages[answer]])
+
+    run_worlds(2, rank)
 
 
 def test_connections_that_come_and_go_leave_no_hook_and_are_not_remembered(monkeypatch):
@@ -562,7 +619,7 @@ def test_connections_that_come_and_go_leave_no_hook_and_are_not_remembered(monke
 def test_a_forked_child_does_not_hold_the_connections():
     def rank(own: int) -> None:
         hvd.barrier()
-        mailbox = current_world().controller._mailbox
+        mailbox = current_world().controller._connection._mailbox
         child = os.fork()
         if child == 0:
             os._exit(0 if mailbox.fileno() == -1 else 1)

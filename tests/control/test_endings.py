@@ -1,4 +1,4 @@
-"""Which rank's end is told as the first, in whatever order ends and words of losses come."""
+"""Which rank's end is reported as the first, in whatever order ends and reports of lost ranks arrive."""
 
 from __future__ import annotations
 

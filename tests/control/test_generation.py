@@ -1,4 +1,4 @@
-"""What there is one of in a generation of the world, however many groups and process sets it has."""
+"""What exists once per generation of the world, however many groups and process sets it has."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ def test_the_numbers_of_optimizers_are_counted_for_each_process_set_alone():
         for process_set in (hvd.global_process_set, few, hvd.global_process_set):
             param = torch.nn.Parameter(torch.ones(1))
             made.append(hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.1), process_set=process_set))
+        for optimizer in made:
+            optimizer.step()
         groups = [process_set.membership().group for process_set in (hvd.global_process_set, few)]
         return [list(reducers.pin(group)) for group in groups if group is not None]
 

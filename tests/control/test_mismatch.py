@@ -1,4 +1,4 @@
-"""Ranks that do not do the same all get one error that says which rank did what, whatever the difference."""
+"""If ranks call different operations, all get the same error, which names each rank's call, whatever the difference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from worlds import attempt_worlds
 import hvdlite as hvd
 from hvdlite.control import coordinator, handle, negotiation
 
-# Ways to call something that differ from each other in one thing, or in several; all with the same name but for one.
+# Calls that differ from each other in one respect, or in several; all but one have the same name.
 CALLS = {
     "plain": lambda: hvd.allreduce(torch.ones(2), name="a"),
     "other dtype": lambda: hvd.allreduce(torch.ones(2, dtype=torch.float64), name="a"),
@@ -64,7 +64,7 @@ def test_a_difference_in_what_is_called_under_one_name_is_told_in_horovods_words
         try:
             return CALLS[another if rank == odd else one]()
         finally:
-            # Two are enough for a difference, and the third would be told that they have ended, if they had.
+            # Two ranks suffice for a difference; a third would be told that these have ended, if they had.
             over.wait(60)
 
     text = one_error(attempt_worlds(3, call))
@@ -76,7 +76,7 @@ def test_a_difference_in_what_is_called_under_one_name_is_told_in_horovods_words
 @pytest.mark.slow
 @pytest.mark.parametrize(("one", "another"), list(itertools.combinations(CALLS, 2)))
 def test_every_two_calls_that_differ_end_in_one_error_on_every_rank(one, another, monkeypatch):
-    # There is nothing on its way here that would have to arrive first.
+    # There are no gradients in flight that would have to arrive first.
     for module, seconds in ((handle, "_PATIENCE_S"), (negotiation, "SETTLING_S"), (coordinator, "_TICK_S")):
         monkeypatch.setattr(module, seconds, 0.02)
     text = one_error(attempt_worlds(2, lambda rank: CALLS[[one, another][rank]]()))

@@ -1,4 +1,4 @@
-"""The rules by which operations begin or are refused, played without connections and without time passing."""
+"""The rules by which operations start or are refused, tested without connections and with simulated time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hvdlite.control.operation import ALLREDUCE, kind_named
 from hvdlite.control.pending import Ask, Pending
 from hvdlite.control.stall import Blocked, StallRules
 
-CAUSES = ("`if hvd.rank() == 0:`", "unequal numbers of batches (see hvd.join())")
+CAUSES = ("`if hvd.rank() == 0:`", "different numbers of batches (see hvd.join())")
 
 HOSTS = ("node1", "node1", "node2", "node2")
 
 
 class Play:
-    """Ranks that say things to a negotiation, at times that the test chooses."""
+    """Ranks that send messages to a negotiation, at times that the test chooses."""
 
     def __init__(self, size: int = 3, **stall: float) -> None:
         self.size = size
@@ -31,7 +31,7 @@ class Play:
     def ask(
         self, rank: int, name: str | None, kind: str = "allreduce", *, members=None, own=None, set_id=0, **same
     ) -> int:
-        """The ticket."""
+        """Asks for an operation and returns the ticket."""
         ranks = tuple(range(self.size)) if members is None else members
         ticket = next(self._tickets)
         ask = Ask(ticket, set_id, kind_named(kind), name, f"{kind} of {name!r}", ranks, same, own)
@@ -40,13 +40,13 @@ class Play:
         return ticket
 
     def call(self, rank: int, name: str, kind: str = "allreduce", *, begun=0, **more) -> None:
-        """Ask and wait, having begun so many buckets."""
+        """Asks for an operation and waits for it, after this many buckets were begun."""
         self.negotiation.wait(rank, self.ask(rank, name, kind, **more), {"buckets": begun})
 
     def busy(
         self, rank: int, what: str | None, since_s: float, *, is_operation=False, is_stuck=True, bucket=None
     ) -> None:
-        """It has been blocked in one thing, or no more is in anything; ``bucket`` is the number of what it is."""
+        """Reports the operation in which the rank has been blocked, or None; ``bucket`` is the number of its bucket."""
         place = None if bucket is None else ("buckets", bucket, tuple(range(self.size)))
         blocked = [] if what is None else [Blocked(what, since_s, is_operation, place)]
         self.negotiation.busy(rank, blocked, is_stuck=is_stuck, begun={"buckets": bucket or 0})
@@ -57,18 +57,18 @@ class Play:
         return self.said()
 
     def begun(self) -> list[list[str | None]]:
-        """By rank, the names of what has begun, in order."""
+        """Returns the names of the operations that have started, in order, by rank."""
         said = self.said()
         return [[self.what_of[rank, message[1]] for to, message in said if to == rank] for rank in range(self.size)]
 
     def asked_where(self) -> list[int]:
-        """The ranks that were asked since the last time where they are; each is to answer."""
+        """Returns the ranks that were asked for their program's line since the last call; each is to answer."""
         asked = [rank for rank, message in self.negotiation.outbox if message == ["where"]]
         self.negotiation.outbox = [each for each in self.negotiation.outbox if each[1] != ["where"]]
         return asked
 
     def said(self) -> list[tuple[int, list]]:
-        """What has been answered since the last time that one asked."""
+        """Returns what was answered since the last call."""
         said = [(rank, message) for rank, message in self.negotiation.outbox if message[0] not in ("left", "where")]
         self.negotiation.outbox.clear()
         return said
@@ -79,13 +79,13 @@ def kinds(said) -> list[tuple[int, str]]:
 
 
 def refusals(said) -> dict[int, tuple[str, str]]:
-    """By rank the error's class and words."""
+    """Returns the error's class and words, by rank."""
     assert all(message[0] in ("no", "not_joined") for _, message in said), said
     return {rank: (message[-2], message[-1]) for rank, message in said}
 
 
 def one_error(said, ranks) -> tuple[str, str]:
-    """The error that exactly these ranks were told, all in the same words."""
+    """Returns the error that exactly these ranks got, all in the same words."""
     told = refusals(said)
     assert sorted(told) == sorted(ranks)
     assert len(set(told.values())) == 1
@@ -111,6 +111,25 @@ def test_operations_begin_in_one_order_on_all_ranks_whatever_the_order_of_their_
     for name in "cab":
         play.ask(1, name)
     assert play.begun() == [["c", "a", "b"]] * 2
+
+
+def test_a_rank_can_be_told_who_has_not_asked_for_what_it_has():
+    play = Play(size=4)
+    missing = play.negotiation.missing
+    first, second = play.ask(0, "a"), play.ask(0, "b", members=(0, 3), set_id=1)
+    assert missing(0) == [[first, [1, 2, 3], 3], [second, [3], 1]]
+    assert missing(1) == []
+    of_rank_1 = play.ask(1, "a")
+    play.negotiation.join(2, average_of_active=False, now_s=0.0)
+    assert (missing(0)[0], missing(1)) == ([first, [3], 1], [[of_rank_1, [3], 1]])
+    play.ask(3, "a")
+    assert (missing(0), missing(1)) == ([[second, [3], 1]], [])
+
+
+def test_of_many_that_have_not_asked_the_first_are_told_and_how_many_there_are():
+    negotiation = Negotiation(("node1",) * 100, StallRules())
+    negotiation.ask(7, Ask(1, 0, ALLREDUCE, "a", "allreduce of 'a'", tuple(range(100)), {}, None), 0.0)
+    assert negotiation.missing(7) == [[1, [0, 1, 2, 3, 4, 5, 6, 8], 99]]
 
 
 @pytest.mark.parametrize(
@@ -225,7 +244,7 @@ def test_a_rank_that_comes_later_to_what_others_were_refused_gets_their_error():
 
 def test_operations_without_a_name_pair_up_by_what_ranks_still_have_to_call_and_not_by_how_often_they_have():
     play = Play(2)
-    # One rank has called it once too often for the other, and both were told.
+    # One rank has called it once more than the other, and both got the error.
     play.call(0, None, "barrier")
     play.call(1, None, "allgather")
     play.after(0.0)
@@ -271,7 +290,7 @@ def test_a_circle_through_a_bucket_that_who_waits_elsewhere_has_not_begun_is_an_
     play = Play(3, warn_after_s=60.0)
     play.busy(0, BUCKET, 0.0, bucket=5)
     for _ in range(20):
-        assert play.after(1.0) == []  # the others compute
+        assert play.after(1.0) == []  # the other ranks compute
     for rank in (1, 2):
         play.call(rank, "a", "allgather", begun=4)
     play.after(0.0)
@@ -311,7 +330,7 @@ def test_the_first_end_is_told_to_all_others():
     play.negotiation.end(2, False, 0.0)
     assert [each for each in play.negotiation.outbox if each[1][0] == "left"] == [
         (2, ["left", 1, True]),
-        # The last: it may end of this itself.
+        # The last rank: its program may end in this way.
         (0, ["left", 1, True]),
     ]
 
@@ -340,7 +359,7 @@ def test_a_rank_that_waits_for_several_operations_is_told_of_each():
 
 
 def test_waiting_in_a_chain_is_no_circle():
-    # 0 waits for 1, 1 for 2; 2 computes.
+    # Rank 0 waits for 1, and 1 for 2; 2 computes.
     play = Play(3)
     play.call(0, "a", members=(0, 1), set_id=1)
     play.call(1, "b", members=(1, 2), set_id=2)
@@ -358,11 +377,11 @@ def test_a_circle_over_three_process_sets_is_one_error_for_all_three_ranks():
     one_error(play.after(SETTLING_S), [0, 1, 2])
 
 
-@pytest.mark.parametrize(("by_itself", "error"), [(True, "CommunicationError"), (False, "PeerLostError")])
-def test_a_rank_that_ends_is_named_to_those_that_wait_for_it_and_to_those_that_come_later(by_itself, error):
+@pytest.mark.parametrize(("ended_normally", "error"), [(True, "CommunicationError"), (False, "PeerLostError")])
+def test_a_rank_that_ends_is_named_to_those_that_wait_for_it_and_to_those_that_come_later(ended_normally, error):
     play = Play(3)
     play.call(0, "a")
-    play.negotiation.end(2, by_itself, 0.0)
+    play.negotiation.end(2, ended_normally, 0.0)
     told, text = one_error(play.said(), [0])
     assert told == error
     assert text.startswith("Horovod has been shut down.")
@@ -461,7 +480,7 @@ def test_only_what_lives_on_all_members_is_sat_out_and_who_joins_later_is_told_t
     assert play.said() == [(0, ["sit_out", 7, [2]])]
     play.negotiation.pinned(1, 0, 0, [2, 4])
     assert play.said() == [(0, ["sit_out", 0, [4]])]
-    # What has been said before counts: an optimizer of a set may be made until a member has joined, and not after.
+    # The order counts: an optimizer of a set may be made until a member has joined, and not after.
     play.negotiation.join(1, False, 0.0, [[0, None, [2, 4]], [8, [1, 2], [1]]])
     assert play.said() == [(1, ["sit_out", 0, [4]]), (2, ["pin", 0, 8])]
     play.negotiation.join(2, False, 0.0, [[0, None, [4]], [7, [0, 2], []], [8, [1, 2], [1, 3]]])
@@ -506,12 +525,12 @@ def test_an_answer_of_a_join_that_failed_is_not_taken_for_that_of_the_next():
     assert play.said() == [(0, ["sit_out", 0, []])]
 
 
-@pytest.mark.parametrize("by_itself", [True, False])
-def test_a_rank_that_ends_instead_of_saying_what_lives_there_leaves_nobody_waiting(by_itself):
+@pytest.mark.parametrize("ended_normally", [True, False])
+def test_a_rank_that_ends_instead_of_saying_what_lives_there_leaves_nobody_waiting(ended_normally):
     play = Play(3)
     play.negotiation.join(0, False, 0.0, [[0, None, [1]]])
     play.said()
-    play.negotiation.end(2, by_itself, 0.0)
+    play.negotiation.end(2, ended_normally, 0.0)
     assert kinds(play.said()) == [(0, "not_joined"), (1, "unpin")]
 
 
@@ -555,12 +574,12 @@ def test_ranks_say_where_they_are_shortly_before_they_are_told_of_and_not_sooner
         for rank in play.asked_where():
             if rank != 2:
                 play.negotiation.heard(rank, play.now_s)
-                play.negotiation.place(rank, f"train.py:4{rank} in load_batch (time.sleep)", play.now_s)
+                play.negotiation.program_line(rank, f"train.py:4{rank} in load_batch (time.sleep)", play.now_s)
         play.now_s += 1.0
     (words,) = of_stalls(play)
     assert "rank 1 (node1, pid 4242), which is at train.py:41 in load_batch (time.sleep)" in words
-    # Who does not answer is told of as silent, though it waits for nothing that it should have told of.
-    assert "rank 2 (node2), which computes or hangs and has not been heard of for 6 s: it is stopped" in words
+    # A rank that does not answer is reported as silent, even if it waits for nothing that it should have reported.
+    assert "rank 2 (node2), which computes or hangs and has sent nothing for 6 s: its process is stopped" in words
 
 
 def test_who_was_stopped_after_it_had_said_where_it_is_is_told_of_with_both():
@@ -571,10 +590,10 @@ def test_who_was_stopped_after_it_had_said_where_it_is_is_told_of_with_both():
         play.negotiation.tick(play.now_s)
         for rank in play.asked_where():
             if seconds < 60:
-                play.negotiation.place(rank, "train.py:7 in save", play.now_s)
+                play.negotiation.program_line(rank, "train.py:7 in save", play.now_s)
     warnings = of_stalls(play)
     assert "rank 1 (node1), which is at train.py:7 in save" in warnings[0]
-    assert "rank 1 (node1), which is at train.py:7 in save and has not been heard of for" in warnings[1]
+    assert "rank 1 (node1), which is at train.py:7 in save and has sent nothing for" in warnings[1]
 
 
 def test_the_end_of_a_wait_says_where_the_others_are():
@@ -587,7 +606,7 @@ def test_the_end_of_a_wait_says_where_the_others_are():
         play.now_s += 1.0
         play.negotiation.tick(play.now_s)
         for rank in play.asked_where():
-            play.negotiation.place(rank, "train.py:7 in save", play.now_s)
+            play.negotiation.program_line(rank, "train.py:7 in save", play.now_s)
         said += play.said()
     assert "rank 1 (node1, pid 71), which is at train.py:7 in save" in next(m[1] for _, m in said if m[0] == "end")
 
@@ -599,7 +618,7 @@ def test_of_a_join_too_it_is_told_where_the_others_are():
         play.now_s += 1.0
         play.negotiation.tick(play.now_s)
         for rank in play.asked_where():
-            play.negotiation.place(rank, "train.py:7 in save", play.now_s)
+            play.negotiation.program_line(rank, "train.py:7 in save", play.now_s)
     (words,) = of_stalls(play)
     assert "Not joined: rank 1 (node1), which is at train.py:7 in save" in words
 
@@ -685,7 +704,7 @@ def test_many_stalled_operations_are_one_warning_with_the_first_eight_and_their_
     assert "20 more operations have been waiting too long: allreduce of '1', " in words
     assert "allreduce of '7' and 13 more" in words
     assert "allreduce of '8'" not in words
-    assert "Set HVDLITE_STALL_SHUTDOWN_S" in words
+    assert "set HVDLITE_STALL_SHUTDOWN_S" in words
     play.after(30.0)
     assert of_stalls(play) == []
     play.after(31.0)
@@ -707,7 +726,7 @@ def test_what_is_told_of_a_stall_names_processes_and_the_way_out():
     play.after(61.0)
     (words,) = of_stalls(play)
     assert "missing: rank 1 (node1, pid 4242), which computes or hangs" in words
-    assert words.endswith("After 300 s (HVDLITE_STALL_SHUTDOWN_S) that ends the job")
+    assert words.endswith("After 300 s (HVDLITE_STALL_SHUTDOWN_S) the job is ended")
 
 
 def test_a_rank_that_hangs_in_what_all_have_begun_is_told_of_though_nothing_is_pending():
@@ -724,8 +743,8 @@ def test_a_rank_that_hangs_in_what_all_have_begun_is_told_of_though_nothing_is_p
         for rank in (0, 2):
             play.negotiation.heard(rank, play.now_s)
     (words,) = of_stalls(play)
-    assert "ranks 0 (node1), 2 (node2) have waited 5 s in allreduce of 'a', for ranks that have not come" in words
-    assert "rank 1 (node1), which is in allreduce of 'a' and has not been heard of for 5 s" in words
+    assert "ranks 0 (node1), 2 (node2) have waited 5 s in allreduce of 'a', for ranks that have not begun it" in words
+    assert "rank 1 (node1), which is in allreduce of 'a' and has sent nothing for 5 s" in words
     assert kinds(play.after(4.0)) == [(0, "end"), (2, "end")]
 
 
@@ -739,7 +758,7 @@ def test_a_rank_that_was_blocked_and_then_fell_silent_is_told_of_as_silent():
         play.negotiation.heard(0, play.now_s)
     (words,) = of_stalls(play)
     assert "rank 0 (node1) has waited 20 s in the bucket" in words
-    assert "rank 1 (node1), which waits in the bucket and has not been heard of for 20 s" in words
+    assert "rank 1 (node1), which waits in the bucket and has sent nothing for 20 s" in words
 
 
 def test_an_operation_is_known_until_it_is_over_on_a_rank():
@@ -760,7 +779,9 @@ def test_where_all_are_in_what_takes_too_long_no_rank_is_blamed():
         play.negotiation.heard(rank, 6.0)
     play.after(6.0)
     (words,) = of_stalls(play)
-    assert "ranks 0 (node1), 1 (node1) have waited 6 s in the bucket, and all that take part in it are there" in words
+    assert (
+        "ranks 0 (node1), 1 (node1) have waited 6 s in the bucket, and all ranks that take part have begun it" in words
+    )
 
 
 def test_ranks_that_wait_in_different_buckets_are_told_with_both():
@@ -792,13 +813,13 @@ def test_a_join_that_others_never_come_to_is_told_of_and_ended_once_nobody_does_
     assert of_stalls(play) == []
     play.after(2.0)
     (words,) = of_stalls(play)
-    assert "rank 0 (node1) called hvd.join(), and for 6 s no rank has asked for anything" in words
+    assert "rank 0 (node1) called hvd.join(), and for 6 s no rank has called any operation" in words
     assert "Not joined: rank 1 (node1), which" in words
     assert one_error(play.after(15.0), [0])[0] == "CommunicationError"
 
 
 def play_of_join_with_an_optimizer(**stall: float) -> Play:
-    """Rank 1 has joined, and sits out the steps of the one optimizer that there is."""
+    """Rank 1 has joined, and takes part in the steps of the one optimizer without gradients."""
     play = Play(2, **stall)
     play.negotiation.join(1, False, 0.0, [(0, None, [1])])
     play.negotiation.pinned(0, 0, 0, [1])
@@ -809,7 +830,7 @@ def play_of_join_with_an_optimizer(**stall: float) -> Play:
 def test_a_join_is_no_stall_while_the_others_take_steps_which_nobody_is_told_of():
     play = play_of_join_with_an_optimizer(warn_after_s=5.0, end_after_s=10.0)
     for _ in range(30):
-        # Its wait for each bucket is too short to be told of.
+        # Its wait for each bucket is too short to be reported.
         assert play.after(1.0) == []
     assert of_stalls(play) == []
 
@@ -821,7 +842,7 @@ def test_a_join_is_no_stall_while_the_others_ask_for_operations_and_take_no_step
         play.ask(0, "metric")
         play.after(1.0)
     assert of_stalls(play) == []
-    # Nor right after it, before the rank has said that it waits there no more.
+    # Nor right after it, before the rank has reported that it no longer waits there.
     play.negotiation.join(0, False, play.now_s, [(0, None, [1])])
     play.after(1.0)
     assert of_stalls(play) == []
@@ -841,7 +862,7 @@ def test_a_joined_rank_that_is_not_heard_of_any_more_is_what_the_others_wait_for
     (words,) = of_stalls(play)
     assert "rank 0 (node1) has waited" in words
     assert "rank 1 (node1), which waits in hvd.join()" in words
-    assert "has not been heard of for" in words
+    assert "has sent nothing for" in words
 
 
 def test_a_rank_one_thread_of_which_can_still_ask_is_in_no_circle():
@@ -856,7 +877,7 @@ def test_a_rank_one_thread_of_which_can_still_ask_is_in_no_circle():
 
 
 class Counted(dict):
-    """A dict that counts how often it is looked through."""
+    """A dict that counts how often it is iterated over."""
 
     looks = 0
 

@@ -1,4 +1,4 @@
-"""What a rank that has joined does in the all-reduces of the others: it changes nothing."""
+"""A rank that has joined takes part in the all-reduces of the others and changes nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_the_others_get_what_they_would_get_among_themselves():
 
 
 class Own:
-    """A compression that a rank which has joined knows nothing of."""
+    """A compression of the other ranks, which the rank that has joined does not have."""
 
     def compress(self, buffer: Tensor) -> Tensor:
         return buffer
@@ -63,7 +63,7 @@ def test_a_compression_of_the_users_own_is_an_error_once_a_rank_has_joined():
         if number == 0:
             assert hvd.allreduce(torch.ones(2), name="before", compression=Own()).tolist() == [1.0, 1.0]
             with pytest.raises(
-                ValueError, match="allreduce of 'loss': a rank that has joined cannot stand in"
+                ValueError, match=r"allreduce of 'loss': a rank that has called .* cannot take part"
             ) as error:
                 hvd.allreduce(torch.ones(2), name="loss", compression=Own())
             join()

@@ -1,4 +1,4 @@
-"""Several threads of a rank that communicate: each gets its own values, or all ranks an error that says what to do."""
+"""Several threads of a rank communicate: each gets its own values, or all ranks get an error that says what to do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CALLS = 10
 
 
 def in_threads(*functions: Callable[[], Any], names: tuple[str, ...] = ("first", "second")) -> list[Any]:
-    """What each function returns or raises, each on a thread of the rank that calls this."""
+    """Runs each function in a thread of the calling rank; returns what each returns or raises."""
     outcomes: list[Any] = [None] * len(functions)
 
     def attempt(number: int) -> None:
@@ -43,7 +43,7 @@ def in_threads(*functions: Callable[[], Any], names: tuple[str, ...] = ("first",
 
 
 def parameters(number: int, own: int) -> list[bool]:
-    # Of equal shapes, under different names.
+    # Equal shapes, different names.
     right = []
     for call in range(CALLS):
         params = {f"model {number}": torch.full((3,), 1000.0 * own + 10 * call + number)}
@@ -81,7 +81,7 @@ def objects(number: int, own: int) -> list[bool]:
 @pytest.mark.parametrize("function", [parameters, optimizer_state, objects])
 def test_threads_that_start_equal_each_get_the_roots_values_of_their_own(function, size):
     def rank(own: int) -> list[Any]:
-        # In different orders on different ranks.
+        # In an order that differs by rank.
         numbers = (0, 1) if own % 2 else (1, 0)
         names = tuple(("first", "second")[number] for number in numbers)
         return in_threads(*(lambda number=number: function(number, own) for number in numbers), names=names)
@@ -130,7 +130,7 @@ def test_calls_without_a_name_from_several_threads_are_right_or_an_error_on_all_
 
 def test_calls_that_cross_are_told_which_threads_they_came_from():
     def rank(own: int) -> list[Any]:
-        # Rank 0 has the first thread call, and then the second; rank 1 the other way round.
+        # On rank 0 the first thread calls first, on rank 1 the second.
         order = ("first", "second") if own == 0 else ("second", "first")
         turn, is_there = threading.Event(), threading.Event()
 
@@ -173,7 +173,7 @@ def test_threads_that_an_error_has_left_over_are_not_taken_for_each_other(names)
             is_over.wait()
             call()
 
-        # Another one on each rank calls first, while the other lives.
+        # Another thread on each rank calls first, while the other one lives.
         first, second = names if own == 0 else names[::-1]
         start = world_module._world.starts
         early, late = start(call, first), start(call_late, second)
@@ -199,7 +199,7 @@ def test_threads_that_come_one_after_the_other_are_one_caller():
     def rank(own: int) -> list[Any]:
         results = []
         for turn in range(3):
-            # Numbers go on differently on different ranks.
+            # The counts of calls differ by rank.
             results += in_threads(lambda: hvd.allgather_object(own), names=(f"Thread-{turn * (own + 1)} (serve)",))
         return results
 
@@ -220,7 +220,7 @@ def test_the_same_parameters_from_two_threads_of_a_rank_are_a_duplicate(monkeypa
 
         def second() -> None:
             controller = current_world().controller
-            while not controller._names:
+            while not controller._requests:
                 threading.Event().wait(0.001)
             try:
                 hvd.broadcast_parameters({"w": torch.zeros(1)})
@@ -265,7 +265,8 @@ def test_what_is_to_be_equal_is_compared_with_and_without_the_check(check):
     assert ours[0].startswith("broadcast_parameters: 'w' is (2,) torch.float32 on cpu on rank 0 (node0) and (3,)")
     for text, kind in zip(ours[1:], ("broadcast_parameters", "broadcast_object"), strict=True):
         assert (
-            text == f"{kind}: root_rank is 0 on rank 0 (node0) and 1 on rank 1 (node1): every rank must pass the same"
+            text
+            == f"{kind}: root_rank is 0 on rank 0 (node0) and 1 on rank 1 (node1): every rank must pass the same value"
         )
 
 
@@ -305,7 +306,7 @@ def test_without_the_check_a_second_thread_is_refused_while_one_is_in_a_call(mon
 
 
 def caller(name: str, *rivals: str, others: tuple[str, ...] = ()) -> CallingThread:
-    """Of a thread, where these others have called, and those live beside it."""
+    """Returns the caller of a thread when these others have called and those others live."""
     label = thread_labels._label_of(name)
     beside = [thread_labels._label_of(each) for each in (*rivals, *others)]
     return CallingThread(label, name, bool(rivals), label in beside, tuple(map(thread_labels._label_of, others)))
@@ -354,7 +355,7 @@ def test_what_a_thread_says_of_itself_is_short_once_it_is_the_only_caller():
     assert second.pack() == ["worker", "worker-3"]
     for each in seen:
         assert incoming._caller(json.loads(json.dumps(each.pack()))) == each
-    # This thread lived beside one that called, and may be meant in its place.
+    # This thread lived when another one called, and may be meant in its place.
     assert known.of_call("key").has_rivals
     assert not known.of_call("another key").has_rivals
 

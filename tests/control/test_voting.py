@@ -1,7 +1,8 @@
-"""Votes of ranks that share memory: when they stand for messages, and that all ranks come to the same in any order."""
+"""Ranks that share memory agree by votes instead of messages, and all reach the same result in any order."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import random
@@ -37,7 +38,7 @@ def all_reduced(name: str | None, value: float) -> float:
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
-    """What is sent by ranks, and by rank 0, from now on."""
+    """Collects the messages that ranks, and rank 0, send from now on."""
     messages: list[list[Any]] = []
     send_all = Mailbox.send_all
 
@@ -59,6 +60,9 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("patient")
 def test_calls_that_all_ranks_make_in_one_order_are_agreed_on_without_a_message(said):
     def rank(own: int) -> list[float]:
+        # A rank that comes before rank 0 has opened the board asks by a message.
+        while current_world().controller._submitter._voter._board.open_round == 0:
+            threading.Event().wait(0.001)
         return [all_reduced(name, own + number) for number, name in enumerate(["a", None, "a", "b"])]
 
     assert run_worlds(3, rank, engine=SHARED) == [[3.0, 6.0, 9.0, 12.0]] * 3
@@ -81,9 +85,8 @@ def test_ranks_that_wait_for_none_of_the_others_agree_by_messages(said, monkeypa
 
     def rank(own: int) -> float:
         if own == 1:
-            # Rank 0 has waited, and gone on to ask.
-            while not any(message[:1] == ["ask"] for message in said):
-                here.wait(60)
+            # Rank 0 has waited, and then asked by a message.
+            _until_asked(said, here)
         else:
             threading.Thread(target=_until_asked, args=(said, here), daemon=True).start()
         return all_reduced("x", 1.0)
@@ -93,11 +96,10 @@ def test_ranks_that_wait_for_none_of_the_others_agree_by_messages(said, monkeypa
 
 
 def _until_asked(said: list[list[Any]], here: threading.Barrier) -> None:
-    while True:
-        asked = any(message[:1] == ["ask"] for message in said)
-        here.wait(60)
-        if asked:
-            return
+    with contextlib.suppress(threading.BrokenBarrierError):
+        while not any(message[:1] == ["ask"] for message in said):
+            here.wait(60)
+    here.abort()
 
 
 @pytest.mark.usefixtures("patient")
@@ -106,7 +108,7 @@ def test_what_a_rank_calls_during_a_vote_follows_it_in_the_order_of_its_calls():
 
     def rank(own: int) -> list[float]:
         if own == 1:
-            # The first call of rank 0 is voted on, and waits for this rank; the others are held.
+            # The first call of rank 0 is voted on and waits for this rank; the other calls are held.
             assert called.wait(60)
         handles = [hvd.allreduce_async(torch.tensor([float(value)]), op=hvd.Sum) for value in (1, 10, 100)]
         called.set()
@@ -136,7 +138,7 @@ def test_a_call_that_another_rank_does_not_make_is_told_to_those_who_make_it_as_
 
 
 def test_a_go_that_rank_0_has_given_before_it_ended_is_carried_out(monkeypatch):
-    """Rank 1 looks at the board only when it has heard that rank 0 is no more."""
+    """Rank 1 looks at the board only after it has learned that rank 0 has ended."""
     is_going = threading.Event()
     wait = Board.wait
 
@@ -163,7 +165,7 @@ def test_a_go_that_rank_0_has_given_before_it_ended_is_carried_out(monkeypatch):
 
 
 def _note_end(controller: Any, ended: threading.Event) -> None:
-    while controller._over is None:
+    while controller._connection.end_reason is None:
         threading.Event().wait(0.01)
     ended.set()
 
@@ -189,7 +191,7 @@ def test_a_thread_that_goes_on_calling_does_not_keep_the_executor_from_what_was_
 
     def say() -> None:
         said.append("held")
-        # As another thread would find it that calls just now.
+        # As another thread finds it that calls at this moment.
         assert not voter.hold(say)
 
     assert voter.hold(say)
@@ -201,7 +203,7 @@ def test_a_thread_that_goes_on_calling_does_not_keep_the_executor_from_what_was_
 
 
 class TwoRanks:
-    """Rank 0's coordinator, which serves when it is told to, with the boards and mailboxes of two ranks."""
+    """Rank 0's coordinator, which runs when the test says so, with the boards and mailboxes of two ranks."""
 
     def __init__(self) -> None:
         segment, rules = Segment(), StallRules()
@@ -218,7 +220,7 @@ class TwoRanks:
         self.coordinator._serve()
 
     def vote(self) -> int:
-        """Both vote for the same call; the number of their round."""
+        """Both ranks vote for the same call; returns the number of the round."""
         number = self.boards[0].open_round
         for board in self.boards:
             board.vote(number, b"1" * DIGEST_BYTES)
@@ -266,7 +268,7 @@ def test_a_round_is_closed_once_though_both_ranks_ask_for_it(two_ranks):
 
 
 def test_nothing_is_a_go_while_a_message_is_unsettled(two_ranks, monkeypatch):
-    """Before the coordinator has come to close the round."""
+    """This is before the coordinator has come to close the round."""
     monkeypatch.setattr(two_ranks.coordinator, "_pause_votes", lambda: None)
     two_ranks.say(1, ask_of(1, "y"))
     assert two_ranks.decide(two_ranks.vote()) == [False, False]
@@ -286,7 +288,7 @@ def test_a_message_closes_the_open_round_and_votes_go_on_when_it_is_settled(two_
 
 
 class Turns:
-    """Threads of which one runs at a time, up to its next access to shared memory; which goes on is drawn by lot."""
+    """Threads of which one runs at a time, up to its next access to shared memory; the next one is chosen at random."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -296,9 +298,9 @@ class Turns:
         self.is_over = False
 
     def run(self, ranks: list[Callable[[], None]], others: list[Callable[[], None]]) -> None:
-        """Until all ``ranks`` have returned; ``others`` are to end when ``is_over`` is set."""
+        """Runs until all ``ranks`` have returned; ``others`` must end when ``is_over`` is set."""
         threads = [threading.Thread(target=self._run, args=(each,), daemon=True) for each in [*ranks, *others]]
-        # Some go on a hundred times as often as others.
+        # Some are chosen a hundred times as often as others.
         weight_of = {thread: 10 ** self._random.uniform(0, 2) for thread in threads}
         self._waiting = {thread: threading.Semaphore(0) for thread in threads}
         for thread in threads:
@@ -316,7 +318,7 @@ class Turns:
             raise error
 
     def step(self) -> None:
-        """Let others go on first, or not."""
+        """Lets other threads run first, or not."""
         own = self._waiting[threading.current_thread()]
         self._taken.release()
         own.acquire()
@@ -333,7 +335,7 @@ class Turns:
 
 
 class Memory:
-    """Words that other threads may change before each access."""
+    """Words of shared memory that other threads may change before each access."""
 
     def __init__(self, words: Any, turns: Turns) -> None:
         self._words, self._turns = words, turns
@@ -353,7 +355,7 @@ class Memory:
 
 
 class Lock:
-    """A lock for threads that take turns."""
+    """A lock for threads of which one runs at a time."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns, self._is_held = turns, False
@@ -376,7 +378,7 @@ def board_of(rank: int, blocks: list[ControlBlock], turns: Turns, lots: random.R
     board._own_digest = board._digests[rank]
 
     def wait(is_over: Callable[[], bool], timeout_s: float) -> bool:
-        # Now and then it is too late at once.
+        # Sometimes it is too late at once.
         return any(is_over() for _ in range(lots.choice([1, 3, 30])))
 
     board.wait = wait  # type: ignore[method-assign]
@@ -384,7 +386,7 @@ def board_of(rank: int, blocks: list[ControlBlock], turns: Turns, lots: random.R
 
 
 def windows_of(rank: int, seed: int) -> Iterator[list[str]]:
-    """What a rank calls: the calls of a window at once, in an order that differs by rank now and then."""
+    """Returns a rank's calls: those of a window are made at once, in an order that sometimes differs by rank."""
     lots = random.Random(seed)
     for window in range(6):
         calls = [f"{window}.{number}" for number in range(lots.choice([1, 1, 1, 2, 3]))]

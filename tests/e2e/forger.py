@@ -1,8 +1,9 @@
-"""Somebody who can write to the store in which a job's ranks meet, and knows no secret of theirs.
+"""An attacker that can write to a job's store but does not know the job's secret.
 
     python forger.py ADDRESS PORT KIND MARKER
 
-Waits for what rank 0 tells of itself, and answers in rank 1's name before that does; then until stdin is closed.
+It waits for rank 0's info in the store and stores a forged info of rank 1 before rank 1 does. For KIND
+"shared memory" it forges rank 1's control block instead, and then waits until stdin is closed.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ SHARED_MEMORY = "shared memory"
 
 def main() -> None:
     address, port, kind, marker = sys.argv[1:]
-    store = dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    store = dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=100))
     if kind == SHARED_MEMORY:
-        # A file of this user's that is too short for what ranks look for in it.
+        # A file of this user's that is too short for a control block.
         with tempfile.TemporaryFile() as short:
             where = {"host": "a", "pid": os.getpid(), "fd": short.fileno(), "file": short.fileno(), "token": 0}
-            # Wherever that is: rank 0 has told of its own there.
+            # Take the key's prefix from that of rank 0's control block.
             key_of_control_block = _key(store, "control block0")[:-1] + "1"
             store.set(key_of_control_block.replace("control block", "seen"), "{}")
             store.set(key_of_control_block, json.dumps(where))

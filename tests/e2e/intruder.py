@@ -1,12 +1,14 @@
-"""Somebody on the machine, or on its network, who is none of a job's ranks and knows nothing of it but open ports.
+"""An attacker on a machine or its network that is no rank of the job and knows only its open ports.
 
-Run as a program of its own, in a machine's network and with a user's number that has no rights:
+It runs as a separate program, in a machine's network and under an unprivileged user id:
 
-    python -IS intruder.py UID    reads lines of JSON from stdin, {"attack", "family", "address", "port", ...}; each
-                                  is carried out in a thread, which tells on stdout when all has been sent, {"begun",
-                                  "connected"}, and what came of it at the end, {"attack", "connected", "heard", ...}
+    python -IS intruder.py UID
 
-`Intruder` starts it, tells it what to attack, and ends it. Every attack is bounded in count and in time.
+It reads orders from stdin as lines of JSON: {"attack", "family", "address", "port", ...}. A thread carries out each
+order and prints {"begun", "connected"} when it has sent everything. When stdin is closed, the program prints a line
+{"attack", "connected", "heard", ...} for each attack.
+
+`Intruder` starts the program, sends it orders, and ends it. Every attack is limited in number and time.
 """
 
 from __future__ import annotations
@@ -27,20 +29,20 @@ import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-HOLD_S = 20.0  # how long what is open stays so
+HOLD_S = 20.0  # how long an attack keeps its connections open
 SEQUENCES = range(64)
 FLOOD = 1300
 BRACKETS = 60_000
 
-# What gloo's processes say to each other over TCP (gloo/transport/tcp/pair.h): after eight bytes that say which pair
-# a connection is for, frames with six words of eight bytes before them.
+# Gloo's protocol over TCP (gloo/transport/tcp/pair.h): eight bytes with the number of the pair that the connection is
+# for, then frames, each with a header of six 8-byte words.
 _PAIR = struct.Struct("<q")
-_FRAME = struct.Struct("<6Q")  # bytes in all, opcode, slot, offset, length, offset there
+_FRAME = struct.Struct("<6Q")  # total bytes, opcode, slot, offset, length, offset at the receiver
 _SEND_BUFFER, _SEND, _SEND_READY, _RECEIVE_READY = range(4)
 
 
 class Attack:
-    """What is done to one listening socket; how often that was let in, and how many bytes came back."""
+    """One attack on a listening socket; counts the connections that were accepted and the bytes that were received."""
 
     def __init__(self, order: dict[str, object]) -> None:
         self.connected = self.heard = self.frames = self.given = 0
@@ -64,7 +66,7 @@ class Attack:
             for each in self._sockets:
                 each.close()
 
-    # ------------------------------------------------------------ what is said
+    # ----------------------------------------- attacks without gloo's protocol
 
     def _knock(self) -> None:
         self._open_and_send(b"")
@@ -115,7 +117,7 @@ class Attack:
             if self._connect() is None:
                 return
 
-    # ------------------------------------------------------- in a peer's place
+    # ------------------------------------- attacks in the place of a gloo peer
 
     def _place_silence(self) -> None:
         self._take_places(b"")
@@ -124,19 +126,19 @@ class Attack:
         self._take_places(self.dice.randbytes(4096))
 
     def _place_truncated(self) -> None:
-        """A frame that ends too early, and with it the connection."""
+        """Sends a part of a frame and closes the sending side of the connection."""
         self._take_places(_FRAME.pack(_FRAME.size + 8, _SEND, 0, 0, 8, 0)[: self.dice.randrange(1, _FRAME.size)])
         for each in self._sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_WR)
 
     def _place_frame(self) -> None:
-        """A frame of gloo's form that means nothing, with a length that nobody has."""
+        """Sends a frame in gloo's format with a meaningless opcode and a length that no rank expects."""
         opcode = self.dice.choice([_SEND_BUFFER, _SEND_READY, _RECEIVE_READY, 4, 1 << 40])
         self._take_places(self._frame_of(opcode) + bytes(64))
 
     def _place_data(self) -> None:
-        """A frame with data for a buffer that is not there."""
+        """Sends a frame with data for a buffer that does not exist."""
         self._take_places(self._frame_of(_SEND) + bytes(64))
 
     def _frame_of(self, opcode: int) -> bytes:
@@ -145,14 +147,14 @@ class Attack:
         return _FRAME.pack(self.dice.choice([0, length, _FRAME.size + length]), opcode, slot, 0, length, 0)
 
     def _place_replay(self) -> None:
-        """What true ranks have sent in an earlier job, each time as a whole."""
+        """Sends the complete streams that real ranks sent in an earlier job."""
         for recorded in self.order.get("recorded", []):  # type: ignore[attr-defined]  # JSON
             said = bytes.fromhex(recorded)
             (pair,) = _PAIR.unpack_from(said)
             self._take_places(said[_PAIR.size :], sorted({pair, *range(8)}))
 
     def _place_pickle(self) -> Callable[[], None]:
-        """Do what a rank would do, and give a pickle that runs a command where it is loaded."""
+        """Follows the protocol as a rank would, and sends a pickle that runs a command when it is loaded."""
         said = pickle.dumps(Touch(str(self.order["marker"])))
         self._take_places(b"")
         received = {each: bytearray() for each in self._sockets}
@@ -168,7 +170,7 @@ class Attack:
         return converse
 
     def _answers(self, received: bytearray, said: bytes) -> Iterator[bytes]:
-        """What a peer is waiting for, to the pickle's purpose; ``received`` loses what has been read."""
+        """Yields the frames that the peer waits for, with the pickle as data; removes read frames from ``received``."""
         while len(received) >= _FRAME.size:
             whole, opcode, slot, _, length, _ = _FRAME.unpack_from(received)
             if len(received) < whole or whole < _FRAME.size:
@@ -178,7 +180,7 @@ class Attack:
             if opcode == _SEND_READY:
                 yield _FRAME.pack(_FRAME.size, _RECEIVE_READY, slot, 0, length, 0)
             elif opcode == _RECEIVE_READY:
-                # Eight bytes are how long is what follows; each may be asked for in two halves.
+                # The peer first receives eight bytes, the length, and then the data; each may be requested in halves.
                 whole_answer = len(said).to_bytes(8, "little") if length in (4, 8) else said
                 data = whole_answer[self.given : self.given + length].ljust(length, b"\0")
                 self.given = self.given + length if self.given + length < len(whole_answer) else 0
@@ -188,10 +190,10 @@ class Attack:
         for pair in sequences:
             self._open_and_send(_PAIR.pack(pair) + said)
 
-    # ------------------------------------------------------------ how it is said
+    # ------------------------------------------------------------- connections
 
     def _connect(self) -> socket.socket | None:
-        # Where one was not let in none is, and each would take its time.
+        # Once a connection has failed, further ones would fail too, and each attempt takes time.
         if self._is_shut_out:
             return None
         family = {"unix": socket.AF_UNIX, "tcp6": socket.AF_INET6}.get(str(self.order["family"]), socket.AF_INET)
@@ -230,7 +232,7 @@ class Attack:
             self._heard_of(by_number[number])
 
     def _heard_of(self, connection: socket.socket) -> bytes:
-        """What has come; a connection that has ended is none of ours any more."""
+        """Reads from a connection and returns the data; closes the connection at its end."""
         data = b""
         with contextlib.suppress(OSError):
             data = connection.recv(1 << 16)
@@ -242,7 +244,7 @@ class Attack:
 
 
 def _bind_away(connection: socket.socket) -> None:
-    """Take no port that the system might give to the job's ranks: there may be few of them."""
+    """Binds to a local port outside the ephemeral range, so that the job's ranks do not run out of ephemeral ports."""
     for port in random.sample(range(20_000, 32_000), 1000):
         with contextlib.suppress(OSError):
             connection.bind(("", port))
@@ -250,7 +252,7 @@ def _bind_away(connection: socket.socket) -> None:
 
 
 class Touch:
-    """Pickled, a command that makes a file; nobody is to run it."""
+    """An object whose pickle creates a file when it is loaded; tests check that no rank loads it."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -259,7 +261,7 @@ class Touch:
         return os.system, (f"touch '{self._path}'",)
 
 
-# Besides these, "knock" is one connection and no word, and "place-replay" takes what was recorded.
+# There are two more: "knock" connects and sends nothing, and "place-replay" needs recorded streams.
 ATTACKS = (
     "garbage",
     "truncated",
@@ -279,7 +281,7 @@ ATTACKS = (
 
 
 class Intruder:
-    """The program, running on a machine (``inside``: the words that lead there) until `close`."""
+    """The running program; ``inside`` is the command prefix of the machine it runs on (`Machine.inside`)."""
 
     def __init__(self, inside: list[str], uid: int) -> None:
         self._process = subprocess.Popen(
@@ -292,7 +294,7 @@ class Intruder:
         self._sending = threading.Lock()
         self.orders = self.begun = 0
         self.let_in: dict[tuple[str, int], int] = {}
-        """How many connections to an address and a port have been made so far."""
+        """The number of connections made so far to an address and a port."""
         self.results: list[dict[str, Any]] = []
         assert self._process.stdout is not None
         assert self._process.stdout.readline() == "ready\n", "the intruder could not be started"
@@ -300,7 +302,7 @@ class Intruder:
         self._reader.start()
 
     def attack(self, name: str, family: str, address: str, port: int, **more: object) -> None:
-        """Begin, and return at once."""
+        """Sends an order; does not wait for the attack."""
         order = {"attack": name, "family": family, "address": address, "port": port, **more}
         assert self._process.stdin is not None
         with self._sending:
@@ -308,15 +310,15 @@ class Intruder:
             self._process.stdin.write(json.dumps(order) + "\n")
 
     def has_begun(self) -> bool:
-        """Whether all that has been ordered so far has been sent, as far as it was let in."""
+        """Whether every attack ordered so far has sent all its data, on the connections that were accepted."""
         return self.begun == self.orders
 
     def close(self) -> list[dict[str, Any]]:
-        """End all attacks; what came of each."""
+        """Ends all attacks and returns a result for each."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(20)
+            self._process.wait(100)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -1,7 +1,7 @@
-"""Who listens in a job: every listening socket of machines, as long as it is watched, with the process that has it.
+"""`Watcher` records every listening socket on test machines and its process; `Recorder` records TCP streams.
 
-A thread asks the kernel (sock_diag) about each machine's network again and again. What listened there before the job,
-such as sshd, is not the job's.
+A thread of the watcher asks the kernel (sock_diag) about each machine's network again and again. Sockets that exist
+when it is made, such as sshd's, are left out.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,13 +34,15 @@ _ANY = 0xFFFFFFFF
 _ETH_P_IP = 0x0800
 _SYN, _ACK = 0x02, 0x10
 
+CLOSED_AT_ONCE = "a process unknown, as the socket was closed before it could be looked up"
+
 _POLL_S = 0.001
 _MEMORY_EVERY = 50  # polls
 
 
 @dataclass(frozen=True)
 class Listener:
-    """A socket that takes what strangers send; ``address`` is a path for Unix sockets, and ``port`` 0."""
+    """A listening socket, or an unconnected UDP socket. For Unix sockets, ``address`` is the path and ``port`` is 0."""
 
     machine: str
     family: str  # tcp, tcp6, udp, udp6, unix
@@ -47,7 +50,7 @@ class Listener:
     port: int
     inode: int
     pid: int = field(compare=False)
-    owner: str = field(compare=False)  # "rank 3", or the process's command line
+    owner: str = field(compare=False)  # "rank 3", or the process's command line, or CLOSED_AT_ONCE
 
     @property
     def is_of_rank(self) -> bool:
@@ -63,9 +66,9 @@ class Listener:
 
 
 class Watcher:
-    """Records all that listens on some machines between `start` and `stop`, and how much memory ranks have had.
+    """Records all listening sockets on some machines within its ``with`` block, and the peak memory of ranks.
 
-    ``on_new`` hears of each listener, in the watcher's thread, within milliseconds after it has appeared.
+    It calls ``on_new`` with each new listener, in its own thread, within milliseconds after the socket has appeared.
     """
 
     def __init__(self, machines: Sequence[Machine], on_new: Callable[[Listener], None] = lambda _: None) -> None:
@@ -79,7 +82,7 @@ class Watcher:
         ]
         self._before = {(name, found.inode) for name, found in self._sockets()}
         self.peak_bytes: dict[int, int] = {}
-        """The most resident memory that each rank has had so far."""
+        """The peak resident memory of each rank so far, by pid."""
         self.polls = 0
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -95,11 +98,11 @@ class Watcher:
 
     @property
     def recorded(self) -> list[Listener]:
-        """All that have been seen so far, in the order of their appearance."""
+        """All listeners seen so far, in the order in which they appeared."""
         return list(self._recorded.values())
 
     def now(self) -> list[Listener]:
-        """Those that listen at this moment."""
+        """Returns the listeners that exist now."""
         return [
             self._recorded.get((name, found.inode)) or _owned(found)
             for name, found in list(self._sockets())
@@ -107,7 +110,7 @@ class Watcher:
         ]
 
     def wait_for(self, condition: Callable[[Listener], bool]) -> Listener:
-        """The first one of a kind, once there is one."""
+        """Waits for a listener that fulfils the condition, and returns the first one."""
         wait_until(lambda: any(map(condition, self.recorded)), message=lambda: f"none among {self.recorded}")
         return next(filter(condition, self.recorded))
 
@@ -137,7 +140,7 @@ class Watcher:
 
 
 class Recorder:
-    """Records what is sent over TCP on an interface of a machine, between `with` and its end."""
+    """Records all TCP data that is sent on an interface of a machine within its ``with`` block."""
 
     def __init__(self, machine: Machine, interface: str) -> None:
         self._socket = _socket_in(machine, socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(_ETH_P_IP))
@@ -158,7 +161,7 @@ class Recorder:
         self._socket.close()
 
     def sent_to(self, port: int) -> list[bytes]:
-        """What each connection to a port has carried there."""
+        """Returns the bytes that each connection to this port has sent to it."""
         streams = []
         for flow, begun in self._begun.items():
             if int.from_bytes(flow[-2:], "big") == port:
@@ -175,14 +178,14 @@ class Recorder:
                 packet, address = self._socket.recvfrom(1 << 17)
             except TimeoutError:
                 continue
-            # On loopback each packet is seen twice.
+            # On loopback each packet is received twice, as outgoing and as incoming.
             if address[2] != socket.PACKET_OUTGOING and packet[9] == socket.IPPROTO_TCP:
                 self._take(packet)
 
     def _take(self, packet: bytes) -> None:
         head = (packet[0] & 0xF) * 4
         segment = packet[head : int.from_bytes(packet[2:4], "big") or len(packet)]
-        # From whom to whom; the port that it goes to is last.
+        # Source and destination addresses, source port, destination port.
         flow = packet[12:20] + segment[:4]
         place, flags = int.from_bytes(segment[4:8], "big"), segment[13]
         if flags & _SYN and not flags & _ACK:
@@ -192,12 +195,12 @@ class Recorder:
 
 
 def _socket_in(machine: Machine, *arguments: int) -> socket.socket:
-    """A socket in the machine's network, for whoever uses it: it stays where it was made."""
+    """Makes a socket in the machine's network; any thread can use it, as it stays in the namespace it was made in."""
     made: list[socket.socket] = []
 
     def make() -> None:
         with open(f"/proc/{machine.init_pid}/ns/net") as namespace:
-            # For this thread alone, which then ends.
+            # This changes the namespace of this thread only, which then ends.
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), f"no way into the network of {machine.name}")
         made.append(socket.socket(*arguments))
@@ -209,7 +212,7 @@ def _socket_in(machine: Machine, *arguments: int) -> socket.socket:
 
 
 def _listening(machine: str, questions: socket.socket) -> Iterator[Listener]:
-    # As linux/inet_diag.h and linux/unix_diag.h have them.
+    # The message formats are in linux/inet_diag.h and linux/unix_diag.h.
     for name, protocol, state in (("tcp", socket.IPPROTO_TCP, _LISTENS), ("udp", socket.IPPROTO_UDP, _UNCONNECTED)):
         for family, suffix, length in ((socket.AF_INET, "", 4), (socket.AF_INET6, "6", 16)):
             question = struct.pack("=BBBBI48x", family, protocol, 0, 0, 1 << state)
@@ -241,14 +244,17 @@ def _answers(questions: socket.socket, question: bytes) -> Iterator[bytes]:
 
 
 def _owned(found: Listener) -> Listener:
-    pid = _pid_of(found.inode)
-    return replace(found, pid=pid, owner=_name_of(pid))
+    # A child that has just been forked holds its parent's sockets until its program has replaced the parent's. In that
+    # moment it has no command line, nor has a process that ends; a little later neither has the socket.
+    while not (owner := _name_of(pid := _pid_of(found.inode))):
+        time.sleep(_POLL_S)
+    return replace(found, pid=pid, owner=owner)
 
 
 def _pid_of(inode: int) -> int:
-    """The process that has a socket; 0 if it is closed again."""
+    """Returns the pid of a process that has the socket; 0 if it is closed by now."""
     link = f"socket:[{inode}]"
-    # Those that were made last come first: the job's.
+    # The newest processes first, because these are the job's.
     for pid in sorted((int(name) for name in os.listdir("/proc") if name.isdigit()), reverse=True):
         with contextlib.suppress(OSError):
             for descriptor in os.listdir(f"/proc/{pid}/fd"):
@@ -259,9 +265,10 @@ def _pid_of(inode: int) -> int:
 
 
 def _name_of(pid: int) -> str:
+    """Returns what `Listener.owner` says; an empty string for a process that is being replaced or ends."""
     try:
         process = psutil.Process(pid)
         rank = process.environ().get("RANK")
         return " ".join(process.cmdline()) if rank is None else f"rank {rank}"
     except (psutil.Error, ValueError):
-        return "a process that has ended"
+        return CLOSED_AT_ONCE

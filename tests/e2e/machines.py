@@ -1,8 +1,8 @@
-"""Machines inside this one: a network, processes, a hostname, a home and a /dev/shm of their own, and our files.
+"""Test machines inside this one, made of Linux namespaces, and the `Switch` that connects them.
 
-A machine is a set of Linux namespaces around one process, its init, that reads a pipe of ours. When we close the
-pipe, or die in whatever way, init ends, and with it the kernel ends every process of the machine and takes its
-interfaces away: nothing is left that would have to be found. What listens there, and who may log in, is in `hosts`.
+Each machine has its own network, processes, hostname, home and /dev/shm, and shares the file system with this one. Its
+init process reads a pipe from us. When we close the pipe, or die, init ends, and then the kernel kills every process of
+the machine and removes its interfaces, so nothing is left behind. `ssh_hosts` adds sshd and keys.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin
 _NEW_NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
 
-# The machine's init: $1 is its name, $2 the directory with its files of /etc, $3 a Python. It adopts orphans and lets
-# them go: who ignores SIGCHLD has no zombies.
+# The machine's init: $1 is the machine's name, $2 the directory with its files for /etc, $3 a Python. It adopts
+# orphans, and ignores SIGCHLD so that they do not become zombies.
 _INIT = """
 set -e
 mount -t sysfs none /sys
@@ -42,14 +42,14 @@ sys.stdin.read()'
 
 @lru_cache
 def why_there_are_none() -> str | None:
-    """The reason for which this machine cannot have others inside it, if there is one."""
+    """Returns the reason why no test machines can be made here; None if they can."""
     if sys.platform != "linux":
         return "only Linux has network namespaces"
     if os.geteuid() != 0:
         return "only root makes network namespaces"
     if missing := [name for name in _PROGRAMS if program(name) is None]:
         return f"{', '.join(missing)} not installed (Debian: openssh-server, openssh-client, iproute2)"
-    # What a container may not do, most of all.
+    # Containers often do not allow these.
     tried = subprocess.run(
         ["unshare", *_NEW_NAMESPACES, "sh", "-ec", "mount -t tmpfs none /run; ip link add up type bridge"],
         env={"PATH": _PATH},
@@ -65,46 +65,49 @@ def program(name: str) -> str | None:
 
 
 class Machine:
-    """Starts on construction, with loopback as its whole network. ``home``, ``tmp``: its own, not its neighbours'."""
+    """A test machine; it starts when constructed, with only a loopback interface.
+
+    ``home`` and ``tmp`` are its own directories. All pids are as seen from outside the machine.
+    """
 
     def __init__(self, name: str, state: Path, etc_hosts: str = "") -> None:
         self.name = name
         self.home, self.tmp, etc = (state / name / part for part in ("home", "tmp", "etc"))
         for directory in (self.home / ".ssh", self.tmp, etc):
             directory.mkdir(parents=True, mode=0o700)
-        # OpenSSH looks its user up here, whatever $HOME says.
+        # OpenSSH takes the user's home from here and not from $HOME.
         sshd = "sshd:x:100:65534::/run/sshd:/usr/sbin/nologin"
         (etc / "passwd").write_text(f"root:x:0:0:root:{self.home}:/bin/bash\n{sshd}\n")
         (etc / "shadow").write_text("root:*:20000:0:99999:7:::\n")
-        # As Debian has it: to itself, a machine's name is no address that others could use.
+        # As in Debian: a machine resolves its own name to an address that others cannot use.
         (etc / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {name}\n{etc_hosts}")
         self._holder = subprocess.Popen(
             ["unshare", *_NEW_NAMESPACES, "sh", "-c", _INIT, "init", name, str(etc), sys.executable],
             env={"PATH": _PATH},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the tests, which then end it
+            start_new_session=True,  # a Ctrl-C interrupts the tests, which then end the machine
         )
         assert self._holder.stdout is not None
         if self._holder.stdout.readline() != b"ready\n":
             self.close()
             raise AssertionError(f"machine {name} could not be made")
         (init,) = psutil.Process(self._holder.pid).children()
-        self.init_pid = init.pid  # as seen from outside, like every pid here
+        self.init_pid = init.pid
         self._namespace = self._pid_namespace(self.init_pid)
         self._services: set[int] = {self.init_pid}
 
     def inside(self, cwd: Path | None = None) -> list[str]:
-        """The words that run the command after them in here."""
+        """Returns a command prefix that runs the command after it in this machine."""
         where = f"--wdns={cwd or Path.cwd()}"
         return ["nsenter", f"--target={self.init_pid}", *_NAMESPACES, where, "--"]
 
     def environment(self) -> dict[str, str]:
-        """What differs for one who works here."""
+        """Returns the environment variables that differ on this machine."""
         return {"HOME": str(self.home), "TMPDIR": str(self.tmp), "PATH": _PATH}
 
     def run(self, *command: str, check: bool = True, **options) -> subprocess.CompletedProcess[str]:
-        """Run a command in here and wait for it; its output is text."""
+        """Runs a command on this machine and waits for it; its output is text."""
         return subprocess.run(
             [*self.inside(), *command],
             check=check,
@@ -118,8 +121,8 @@ class Machine:
         )
 
     def serve(self, *command: str) -> psutil.Process:
-        """Start a program that belongs to the machine and not to a job; it has no environment of ours."""
-        # Not as a child of nsenter's, which would stop when it is stopped, and keep it when it has ended.
+        """Starts a program that belongs to the machine and not to a job, without our environment."""
+        # Not as a child of nsenter: that would stop when the program is stopped, and keep it as a zombie when it ends.
         told = self.run(
             "setsid", "--fork", "sh", "-c", 'echo $$; exec "$@" >/dev/null 2>&1', "sh", *command, env={"PATH": _PATH}
         )
@@ -128,13 +131,13 @@ class Machine:
         return process
 
     def processes(self) -> list[psutil.Process]:
-        """All that run here but the machine's own: what a job has here, however it came to be."""
+        """Returns all processes on this machine, except its init and those of `serve`: the jobs' processes."""
         return [process for process in self._all_processes() if process.pid not in self._services]
 
     def runs(self, name: str) -> bool:
-        """Whether a process of that name is among them."""
+        """Whether one of `processes` has this name."""
         for process in self.processes():
-            with contextlib.suppress(psutil.Error):  # it has just ended
+            with contextlib.suppress(psutil.Error):  # the process has just ended
                 if process.name() == name:
                     return True
         return False
@@ -152,46 +155,69 @@ class Machine:
         return os.readlink(f"/proc/{pid}/ns/pid")
 
     def seen(self, path: str) -> Path:
-        """A path as this machine sees it, for us to look at."""
+        """Returns the path by which we can open a file that has ``path`` on this machine."""
         return Path(f"/proc/{self.init_pid}/root") / path.lstrip("/")
 
     def leftovers(self) -> list[Path]:
-        """Files that jobs have left: in the temporary directory (but for torch's caches) and in shared memory."""
+        """Returns files that jobs have left in the temporary directory (except torch's caches) and in shared memory."""
         return [*self.tmp.glob("hvdlite-*"), *self.seen("/dev/shm").iterdir()]
 
     def listening_tcp(self) -> dict[str, int]:
-        """Local addresses with ports on which somebody listens, and whose pid that is, as seen from outside."""
+        """Returns the listening TCP sockets: "address:port", and the pid of the process that has it."""
         while True:
             outside = self._pids_outside()
             sockets = {}
             for line in self.run("ss", "-H", "-l", "-n", "-t", "-p").stdout.splitlines():
                 address, users = line.split()[3], line.partition("pid=")[2]
                 sockets[address] = outside.get(int(users.partition(",")[0] or 0))
-            # A process may be born between the two looks, or end while ss looks for the owner of its socket.
+            # Try again if a process started between the two steps, or ended while ss looked for the socket's owner.
             if None not in sockets.values():
                 return {address: pid for address, pid in sockets.items() if pid is not None}
 
     def _pids_outside(self) -> dict[int, int]:
-        """Pids as seen from outside, by what they are in here."""
+        """Maps each pid inside this machine to the pid outside."""
         pids = {}
         for process in self._all_processes():
             try:
                 status = Path(f"/proc/{process.pid}/status").read_text()
-            except OSError:  # it ended meanwhile
+            except OSError:  # the process has ended
                 continue
             pids[int(status.partition("NSpid:")[2].splitlines()[0].split()[-1])] = process.pid
         return pids
 
     def hide(self, directory: Path) -> None:
-        """Let this machine, and no other, see ``directory`` empty."""
+        """Makes ``directory`` appear empty on this machine only."""
         self.replace(directory, Path("/run/sshd"))
 
+    def drop_connections_to(self, address: str) -> None:
+        """Drops the first packet of each TCP connection to ``address``, except to sshd's port 22, on eth0.
+
+        Connections from there to here are not affected.
+        """
+        to_there = ["match", "ip", "protocol", "6", "0xff", "match", "ip", "dst", address]
+        is_first = ["match", "u8", "0x02", "0x12", "at", "33"]  # SYN is set, and ACK is not
+        to_sshd = ["match", "ip", "dport", "22", "0xffff"]
+        add_filter = ["tc", "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip"]
+        self.run("tc", "qdisc", "add", "dev", "eth0", "root", "handle", "1:", "htb")
+        for number in ("1", "2"):
+            self.run(
+                "tc", "class", "add", "dev", "eth0", "parent", "1:", "classid", f"1:{number}", "htb", "rate", "1gbit"
+            )
+        self.run("tc", "qdisc", "add", "dev", "eth0", "parent", "1:2", "pfifo", "limit", "0")
+        self.run(*add_filter, "prio", "1", "u32", *to_there, *to_sshd, "flowid", "1:1")
+        self.run(*add_filter, "prio", "2", "u32", *to_there, *is_first, "flowid", "1:2")
+
+    def reject_connections_to(self, address: str) -> None:
+        """Makes each TCP connection from here to ``address`` fail at once with "No route to host"; UDP has a route."""
+        self.run("ip", "route", "add", "unreachable", "default", "table", "77")
+        self.run("ip", "rule", "add", "to", address, "ipproto", "tcp", "lookup", "77")
+
     def replace(self, path: Path, other: Path) -> None:
-        """Let this machine, and no other, see ``other`` at ``path``."""
+        """Makes ``other`` appear at ``path`` on this machine only."""
         self.run("mount", "--bind", str(other), str(path))
 
     def close(self) -> None:
-        """End it and everything in it."""
+        """Ends the machine with all its processes."""
         assert self._holder.stdin is not None
         assert self._holder.stdout is not None
         self._holder.stdin.close()
@@ -204,7 +230,7 @@ class Machine:
 
 
 class Switch:
-    """What machines are plugged into: a bridge in a machine of its own, out of everyone's sight."""
+    """The network switch of test machines: a bridge in a machine of its own, where the others cannot see it."""
 
     def __init__(self, state: Path) -> None:
         self._machine = Machine("switch", state)
@@ -213,9 +239,9 @@ class Switch:
         self._ports: dict[str, str] = {}
 
     def plug(self, machine: Machine, interface: str, addresses: Sequence[str]) -> None:
-        """Give the machine an interface with these addresses (with the length of their prefix)."""
+        """Adds an interface with these addresses (each with its prefix length) to the machine and connects it."""
         port = self._ports[machine.name] = f"port{len(self._ports)}"
-        # The network namespace alone: `ip` must understand pids as we do.
+        # Only the network namespace: `ip` must see the pids that we see.
         in_switch = ["nsenter", f"--target={self._machine.init_pid}", "--net", "--"]
         veth = ["ip", "link", "add", port, "type", "veth", "peer", "name", interface, "netns", str(machine.init_pid)]
         subprocess.run([*in_switch, *veth], env={"PATH": _PATH}, check=True)
@@ -226,14 +252,14 @@ class Switch:
         machine.run("ip", "link", "set", interface, "up")
 
     def cut(self, machine: Machine) -> None:
-        """From now on nothing passes, and nobody is told: the machine's interface stays up."""
+        """Drops all packets from and to the machine from now on; its interface stays up, so it is not notified."""
         self._machine.run("ip", "link", "set", self._ports[machine.name], "nomaster")
 
     def restore(self, machine: Machine) -> None:
         self._machine.run("ip", "link", "set", self._ports[machine.name], "master", "br0")
 
     def shape(self, machine: Machine, rate: str) -> None:
-        """Let no more than ``rate`` (``100mbit``) pass to the machine."""
+        """Limits the traffic to the machine to ``rate``, such as ``100mbit``."""
         bucket = ["tbf", "rate", rate, "burst", "128kb", "latency", "200ms"]
         self._machine.run("tc", "qdisc", "replace", "dev", self._ports[machine.name], "root", *bucket)
 
@@ -245,5 +271,5 @@ def kill_all(processes: Sequence[psutil.Process]) -> None:
     for process in processes:
         try:
             process.send_signal(signal.SIGKILL)
-        except psutil.Error:  # it ended by itself
+        except psutil.Error:  # it has already ended
             continue

@@ -1,5 +1,6 @@
-"""Hosts that a launcher reaches over ssh, on one machine: a real sshd each, on an address of its own, with keys made
-on the spot. One more machine, the desk, has no sshd: it is where a user sits who is on none of the hosts.
+"""`Lan`: test machines that hvdlite-run reaches over ssh. Each has a real sshd, its own address, and new keys.
+
+One more machine, the desk, has no sshd: tests start hvdlite-run there as a user who is not on any of the hosts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SetEnv TMPDIR={tmp}
 
 
 class Host(Machine):
-    """A machine with an sshd. Whoever has the user's key logs in as root."""
+    """A machine with an sshd, on which the user's key logs in as root."""
 
     def __init__(self, name: str, state: Path, etc_hosts: str, *, address: str, port: int, user_key: Path) -> None:
         super().__init__(name, state, etc_hosts)
@@ -44,7 +45,7 @@ class Host(Machine):
 
     @property
     def spec(self) -> str:
-        """How -H names it, but for the slots; by its address."""
+        """The host for hvdlite-run's -H, by its address and without the slots."""
         return f"[{self.address}]" if ":" in self.address else self.address
 
     def start_sshd(self) -> None:
@@ -60,13 +61,13 @@ class Host(Machine):
         )
         self.run("mkdir", "-p", "/run/sshd")
         self._sshd = self.serve(str(program("sshd")), "-D", "-e", "-f", str(config))
-        give_up_at = time.monotonic() + 10
+        give_up_at = time.monotonic() + 60
         while self._sshd.pid not in self.listening_tcp().values():
             assert self._sshd.is_running(), f"sshd on {self.name} ended"
             assert time.monotonic() < give_up_at, f"sshd on {self.name} does not listen"
 
     def make_host_key(self) -> None:
-        """A new one, for an sshd that starts after this."""
+        """Makes a new host key; call it before `start_sshd`."""
         make_key(self._host_key)
 
     def change_host_key(self) -> None:
@@ -83,7 +84,7 @@ class Host(Machine):
         self._authorized_keys.write_text("")
 
     def stop_answering(self) -> None:
-        """Connections are still made, by the kernel; nobody says a word on them."""
+        """Stops sshd: the kernel still accepts connections, but nothing answers on them."""
         self._sshd.send_signal(signal.SIGSTOP)
 
     @property
@@ -96,7 +97,10 @@ class Host(Machine):
 
 
 class Lan:
-    """Hosts on one switch, and the desk. ``hosts`` are in the order of their names; ``machines`` are all."""
+    """Hosts and the desk, on one switch.
+
+    ``hosts`` has the hosts in the order of the constructor's ``names``; ``machines`` has the desk too.
+    """
 
     def __init__(
         self,
@@ -106,11 +110,12 @@ class Lan:
         ports: Sequence[int] = (),
         decoy: bool = False,
     ) -> None:
-        """``interfaces`` and ``ports`` (of sshd) are each host's, else eth0 and 22.
+        """Starts the machines.
 
-        ``decoy``: every host has an interface ``docker0`` besides, all with the same address.
+        ``interfaces`` and ``ports`` have the interface's name and sshd's port of each host; the default is eth0 and 22.
+        ``decoy``: every host also has an interface ``docker0``, all with the same address.
         """
-        # Short: a Unix socket's path has 107 bytes.
+        # A short path, because a Unix socket's path has at most 107 bytes.
         self._state = Path(tempfile.mkdtemp(prefix="lan-"))
         self.machines: list[Machine] = []
         self._switch: Switch | None = None
@@ -150,25 +155,25 @@ class Lan:
             host.start_sshd()
 
     def cut(self, machine: Machine) -> None:
-        """Let nothing pass to or from the machine; its interface stays up, and nobody is told."""
+        """Drops all packets from and to the machine; its interface stays up, so nothing is notified."""
         assert self._switch is not None
         self._switch.cut(machine)
 
     def restore(self, machine: Machine) -> None:
         assert self._switch is not None
         self._switch.restore(machine)
-        # Or the others may give up for a moment yet: their last question for its hardware's address was lost.
+        # Otherwise the others may still fail for a moment, because their last ARP request for its address was lost.
         for other in self.machines:
             other.run("ip", "neighbour", "flush", "all")
 
     def shape(self, rate: str) -> None:
-        """Let no more than ``rate`` (``100mbit``) pass to each machine."""
+        """Limits the traffic to each machine to ``rate``, such as ``100mbit``."""
         assert self._switch is not None
         for machine in self.machines:
             self._switch.shape(machine, rate)
 
     def left(self) -> list[str]:
-        """What any job has, or left, on any of the machines."""
+        """Returns the processes and files of jobs that are on any of the machines."""
         return [
             f"{machine.name}: {thing}"
             for machine in self.machines

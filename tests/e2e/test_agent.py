@@ -1,4 +1,4 @@
-"""An agent without its launcher: what it answers to commands, and to what no launcher says."""
+"""An agent without a launcher: its answers to commands, and its errors for messages that no launcher sends."""
 
 import json
 import os
@@ -8,7 +8,17 @@ import sys
 
 import pytest
 from hvdlite_launcher.wire.agent_frames import FROM_AGENT, MARK, Decoder, encode
-from hvdlite_launcher.wire.messages import Exited, Greet, Hello, Input, InputWanted, Output, SignalWorkers, Started
+from hvdlite_launcher.wire.messages import (
+    Exited,
+    Greet,
+    Hello,
+    Input,
+    InputWanted,
+    Output,
+    SignalWorkers,
+    Started,
+    StartWorkers,
+)
 from hvdlite_launcher.wire.store_messages import Answer
 
 pytestmark = pytest.mark.slow
@@ -20,7 +30,7 @@ def frame(kind, payload, length=None):
     return struct.pack(">BII", kind, 0, len(payload) if length is None else length) + payload
 
 
-def start(**changes):
+def start(**changes):  # as `StartJob` is encoded
     job = {
         "token": "0f-1",
         "command": ["sleep", "1000"],
@@ -30,12 +40,11 @@ def start(**changes):
         "peers": [],
         "in_python": False,
         "as_horovod": False,
+        "slots": 2,
         "workers": {},
     }
     return frame(16, json.dumps({**job, **changes}).encode())
 
-
-OWN = {"HVDLITE_RANK": "0", "HVDLITE_SIZE": "1", "HVDLITE_LOCAL_SIZE": "1"}
 
 ODD = {
     "no frame": b"GET / HTTP/1.0\r\n\r\n",
@@ -52,10 +61,10 @@ ODD = {
     "a directory elsewhere": GREET + start(token="../../tmp/x"),
     "half a character": GREET + start(environment={"A": "\ud800"}),
     "a peer that is no address": GREET + start(peers=["a" * 300]),
-    "a worker without a rank": GREET + start(workers={"0": {}}),
-    "a worker of no rank": GREET + start(workers={"0": {**OWN, "HVDLITE_RANK": "first"}}),
-    "a worker without a place": GREET + start(workers={"0": {"HVDLITE_RANK": "0"}}),
-    "a worker in no room": GREET + start(workers={"0": {**OWN, "HVDLITE_LOCAL_SIZE": "0"}}),
+    "a host without slots": GREET + start(slots=0),
+    "a worker without a number": GREET + start(workers={"first": {}}),
+    "more workers before a job": GREET + encode(StartWorkers({0: {}})),
+    "a worker twice": GREET + start(workers={"0": {}}) + encode(StartWorkers({0: {}})),
     "not JSON": GREET + frame(19, b"\xff"),
 }
 
@@ -93,17 +102,22 @@ def test_a_message_that_is_cut_short_is_the_launcher_s_end(tmp_path):
             assert list(tmp_path.glob("hvdlite-*")) == []
 
 
+@pytest.mark.smoke
 def test_an_agent_speaks_of_workers_by_their_numbers_whatever_their_ranks(tmp_path):
-    # The one with rank 0 has a standard input, and leaves a file with its rank in the name.
-    script = 'read line; echo "$HVDLITE_RANK heard $line"; : > "$HVDLITE_JOB_DIR/rank.$HVDLITE_RANK.peer-lost"; exit 3'
-    workers = {"7": {**OWN, "HVDLITE_SIZE": "2"}, "0": {**OWN, "HVDLITE_SIZE": "2", "HVDLITE_RANK": "1"}}
+    # Worker 0 has a standard input; the other, which is started later, leaves a file with its number in the name.
+    script = """
+        read line; echo "$HVDLITE_RANK heard $line"
+        [ "$line" ] || : > "$HVDLITE_JOB_DIR/worker.$HVDLITE_WORKER.peer-lost"; exit 3
+    """
+    own = {0: {"HVDLITE_RANK": "1"}, 7: {"HVDLITE_RANK": "0", "HVDLITE_WORKER": "7"}}
+    begin = start(command=["sh", "-c", script], workers={0: own[0]}), encode(StartWorkers({7: own[7]}))
     with subprocess.Popen(
         [sys.executable, "-m", "hvdlite_launcher.host.agent"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     ) as agent:
-        agent.stdin.write(GREET + start(command=["sh", "-c", script], workers=workers) + encode(SignalWorkers((0,), 9)))
+        agent.stdin.write(GREET + b"".join(begin))
         agent.stdin.flush()
         assert agent.stdout.read(len(MARK)) == MARK
         decoder, heard = Decoder(FROM_AGENT), []
@@ -111,13 +125,13 @@ def test_an_agent_speaks_of_workers_by_their_numbers_whatever_their_ranks(tmp_pa
             data = os.read(agent.stdout.fileno(), 1 << 16)
             assert data, "it ended before its workers"
             came = list(decoder.feed(data))
-            heard += came
-            if InputWanted(7) in came and not any(
-                isinstance(message, Exited) and message.worker == 7 for message in heard
-            ):
-                agent.stdin.write(encode(Input(7, b"a word\n")))
+            if InputWanted(0) in came and InputWanted(0) not in heard:
+                agent.stdin.write(encode(Input(0, b"a word\n")))
                 agent.stdin.flush()
+            heard += came
         agent.stdin.close()
-    assert {message.worker for message in heard if isinstance(message, Started | InputWanted)} == {0, 7}
-    assert b"".join(m.data for m in heard if isinstance(m, Output) and m.worker == 7) == b"0 heard a word\n"
-    assert Exited(7, 3, peer_lost=True) in heard
+    assert {message.worker for message in heard if isinstance(message, Started)} == {0, 7}
+    assert {message.worker for message in heard if isinstance(message, InputWanted)} == {0}
+    wrote = {n: b"".join(m.data for m in heard if isinstance(m, Output) and m.worker == n) for n in (0, 7)}
+    assert wrote == {0: b"1 heard a word\n", 7: b"0 heard \n"}
+    assert {Exited(0, 3), Exited(7, 3, peer_lost=True)} <= set(heard)

@@ -12,16 +12,16 @@ import sys
 import pytest
 from e2e.conftest import assert_clean
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 BENCH = (sys.executable, "-m", "hvdlite.bench")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
-PATIENCE_S = 120
+PATIENCE_S = 400
 
 
 @pytest.fixture
 def bench(launch):
-    """``bench("allreduce", "--rounds", 2)``: exit code, stdout and stderr of 2 ranks."""
+    """Provides ``bench("allreduce", "--rounds", 2)``, which returns exit code, stdout and stderr of 2 ranks."""
 
     def run(*words: object, size: int = 2) -> tuple[int, str, str]:
         job = launch("-np", str(size), *BENCH, *map(str, words), env=ENVIRONMENT)
@@ -32,6 +32,7 @@ def bench(launch):
     return run
 
 
+@pytest.mark.smoke
 def test_allreduce_compares_every_size_and_dtype_and_writes_what_it_shows(bench, tmp_path):
     pytest.importorskip("matplotlib")
     files = ("--json", tmp_path / "a.json", "--plot", tmp_path / "a.png")
@@ -62,7 +63,7 @@ def test_step_compares_all_variants_and_leaves_out_what_is_not_there(bench, tmp_
         ("resnet-small", variant) for variant in variants
     }
     assert all(row["times_none"] > 0 and row["times_ddp"] > 0 for row in found["rows"])
-    assert "left out: horovod cannot be measured: there is no Horovod here" in out
+    assert "left out: horovod cannot be measured: Horovod is not installed" in out
 
 
 def test_memory_finds_that_gradients_take_a_models_size_and_ddp_twice_that(bench, tmp_path):
@@ -79,19 +80,21 @@ def test_scale_predicts_and_another_run_predicts_the_same_of_its_file(bench, tmp
     model = ("--model", "resnet-small", "--batch", 1)
     code, out, err = bench("scale", *model, "--rounds", 2, "--steps", 2, "--json", tmp_path / "c.json")
     assert code == 0, err
-    assert "where the run leaves the model: all-reduces between 2 ranks" in out
+    assert "all-reduces between 2 ranks, measured and by the model" in out
     assert "one more adds" in out
     code, again, err = bench("scale", "--calibration", tmp_path / "c.json")
     assert code == 0, err
     assert again == out
-    # Where nothing is measured either, rank 0 waits for no rank that has ended.
+    # Rank 0 waits for no rank that has ended, even if nothing was measured.
     code, out, err = bench("scale", "--calibration", tmp_path / "c.json", "--json", "/no/such/place.json")
     assert (code, out) == (2, "")
     said = "hvdlite.bench scale: --json: '/no/such/place.json' cannot be written: there is no directory '/no/such'"
     assert [line for line in err.splitlines() if line.startswith("[")] == [f"[0]<stderr>:{said}"]
     code, _, err = bench("scale", size=1)
     assert code == 2
-    assert "hvdlite.bench scale: 1 rank has nobody to communicate with: start 2 at least, or pass --calibration" in err
+    assert (
+        "hvdlite.bench scale: 1 rank has no other to communicate with: start at least 2, or pass --calibration" in err
+    )
 
 
 def test_what_does_not_exist_ends_all_ranks_with_2_and_one_line_of_rank_0(bench):
@@ -104,7 +107,7 @@ def test_what_does_not_exist_ends_all_ranks_with_2_and_one_line_of_rank_0(bench)
     assert "hvdlite.bench step: --json: '/no/such/place.json' cannot be written: there is no directory" in err
     code, _, err = bench("step", "--variants", "horovod")
     assert code == 2
-    assert "hvdlite.bench step: --variants: horovod cannot be measured: there is no Horovod here" in err
+    assert "hvdlite.bench step: --variants: horovod cannot be measured: Horovod is not installed" in err
     assert "Traceback" not in err
 
 
@@ -129,13 +132,13 @@ def test_one_rank_needs_no_launcher():
     done = alone("step", "--models", "vgg")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        "hvdlite.bench step: --models: 'vgg' is not a model: these are mlp, gpt, resnet-small, resnet50\n"
+        "hvdlite.bench step: --models: 'vgg' is not a model: choose from mlp, gpt, resnet-small, resnet50\n"
     )
 
 
 @pytest.fixture
 def calibration(tmp_path):
-    """The file of a run of `scale`, from which another predicts without measuring."""
+    """Provides the file of a run of `scale`, from which another run predicts without measuring."""
     parts = {"forward": 0.03, "backward": 0.05, "update": 0.01}
     run = {"setting": {"ranks": 2, "hosts": 1, "wire": "shared memory"}, "model": "mlp", "batch": 16, "parts": parts}
     run |= {"compression": "none", "points": [[1024, 1e-4]], "bucket_bytes": [2**20], "measured_step_s": 0.1}
@@ -153,7 +156,7 @@ def ended_with_stdout_to(stdout: int, *words: object) -> tuple[int, str]:
 
 
 def to_nobody() -> int:
-    """A pipe that nobody reads any more, as after `| head`."""
+    """Provides a pipe whose reader has closed it, as after `| head`."""
     reading, writing = os.pipe()
     os.close(reading)
     return writing
@@ -197,7 +200,7 @@ def test_ranks_of_two_hosts_share_no_memory_and_are_measured_all_the_same(launch
 def test_ctrl_c_keeps_what_was_measured(launch, tmp_path, to_ranks):
     pytest.importorskip("tqdm")
     files = ("--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png"))
-    # It takes hours.
+    # It would take hours.
     job = launch("-np", "2", *BENCH, "allreduce", "--sizes", "64", "--rounds", "1000000", *files, env=ENVIRONMENT)
     assert job.process.stderr is not None
     for line in job.process.stderr:
@@ -212,7 +215,7 @@ def test_ctrl_c_keeps_what_was_measured(launch, tmp_path, to_ranks):
     assert code == 130, err.decode()
     assert b"Traceback" not in err
     assert b"64 B  float32  hvdlite any" in out
-    assert b"interrupted: this is what was measured by then" in out
+    assert b"interrupted: this was measured so far" in out
     found = json.loads((tmp_path / "a.json").read_text())
     assert not found["complete"]
     assert {row["what"] for row in found["rows"]} == {"hvdlite resident", "hvdlite any", "gloo", "memcpy"}

@@ -1,4 +1,4 @@
-"""A look at hosts before there is a job: this machine, and others that a program in ssh's place makes of it."""
+"""hvdlite-run --check on this machine, and on "other hosts" that a program in place of ssh makes of this machine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.slow
 
-# It is called with options, a host's name and a command, as ssh is.
+# It is called with options, a host's name and a command, like ssh.
 OTHER_HOSTS = """\
 #!/bin/sh
 case $1 in
@@ -24,7 +24,7 @@ exec sh -c "$2"
 
 @pytest.fixture
 def ssh_program(tmp_path: Path) -> str:
-    """Leads to this machine under any name; to one without torch as "bare", and not as "refuses"."""
+    """Provides a program in place of ssh: each host is this machine; "bare" has no torch, "refuses" fails."""
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "torch.py").write_text("raise ImportError('libgomp.so.1: cannot open shared object file')")
@@ -41,11 +41,12 @@ def ended(job):
 
 
 def rows(out):
-    """The first table's, by host."""
+    """Returns the rows of the first table, by host."""
     lines = out.partition("\n\n")[0].splitlines()
     return {line.split()[0]: line for line in lines[1:]}
 
 
+@pytest.mark.smoke
 def test_this_machine_is_well(launch):
     code, out, err = ended(launch("--check"))
     (row,) = rows(out).values()
@@ -55,7 +56,7 @@ def test_this_machine_is_well(launch):
 
 
 def test_a_locale_without_the_marks_gets_words(launch):
-    code, out, _ = ended(launch("--check-build", env={"PYTHONIOENCODING": "ascii"}))
+    code, out, _ = ended(launch("--horovod", "--check-build", env={"PYTHONIOENCODING": "ascii"}))
     assert code == 0
     assert f"localhost  ok {sys.version.split()[0]}" in out
     assert out.isascii()
@@ -74,8 +75,8 @@ def test_each_host_is_looked_at_whatever_the_others_have(launch, ssh_program, tm
     todo = out.partition("what to do\n\n")[2].splitlines()
     assert len(todo) == 2
     assert "bare: torch cannot be imported (ImportError: libgomp.so.1: cannot open shared object file)" in todo[0]
-    assert "refuses: me@refuses: Permission denied (publickey). (your key is not accepted there" in todo[1]
-    # The two that can are measured.
+    assert "refuses: me@refuses: Permission denied (publickey). (the host does not accept your key" in todo[1]
+    # The two hosts that can train are measured.
     assert re.search(r"^d +\d+.* +–$", out, re.MULTILINE)
 
 

@@ -1,4 +1,4 @@
-"""Launcher and library share no code, only the environment of a worker: here the two ends meet."""
+"""Launcher and library share no code: these tests check that they agree on the worker's environment."""
 
 import logging
 import sys
@@ -66,8 +66,9 @@ def test_the_help_of_the_flags_names_the_librarys_own_defaults():
         assert f"({default:g})" in help_of[flag], flag
 
 
-def test_the_help_of_hvdlite_run_has_the_tables_names_and_default_of_its_own_variable():
-    variable = next(each for each in READ_ELSEWHERE if each.name == "START_TIMEOUT")
+@pytest.mark.parametrize("name", ["START_TIMEOUT", "ELASTIC_TIMEOUT"])
+def test_the_help_of_hvdlite_run_has_the_tables_names_and_default_of_its_own_variables(name):
+    variable = next(each for each in READ_ELSEWHERE if each.name == name)
     said = f"({' or '.join(variable.names)} where it is set, else {variable.default})"
     assert said in " ".join(HELP.split())
 
@@ -76,7 +77,7 @@ def test_the_library_reads_the_placement_that_the_launcher_planned():
     slots = plan_slots((Host("a", 2), Host("b", 1)))
     for slot in slots:
         own = slot_environment(slot, len(slots), master_address="a", master_port=1)
-        environment = variables_set({}, own, HostEnvironment("/tmp/a job", 2, None))
+        environment = variables_set({}, own, HostEnvironment("/tmp/a job", 2, None, slot.local_size, is_alone=False))
         placement = read_placement(environment)
         assert (placement.rank, placement.size, placement.local_rank, placement.host) == (
             slot.rank,
@@ -90,7 +91,8 @@ def test_the_library_reads_the_placement_that_the_launcher_planned():
 def test_of_other_launchers_variables_no_other_host_is_sent_any_and_workers_see_no_mpi_rank():
     for launcher in LAUNCHERS:
         names = {launcher.rank, launcher.size, launcher.local_rank, launcher.local_size, launcher.node}
-        theirs = {*names, launcher.node_count, *launcher.signs} - {None} - OWN_VARIABLES
+        names |= {launcher.node_count, launcher.nodelist, launcher.reserved_ports, launcher.own_addresses}
+        theirs = {*names, *launcher.job_id, *launcher.signs} - {None} - OWN_VARIABLES
         chosen = chosen_environment(dict.fromkeys(theirs, "1"), [], inherit=True)
         assert chosen.elsewhere == {}, launcher.name
         if launcher.hidden_from_workers:
@@ -123,7 +125,7 @@ def test_with_verbose_rank_0_says_once_how_ranks_are_connected(launch):
     [
         ("raise ValueError('on purpose')", 1),
         ("os._exit(5)", 5),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137),
+        pytest.param("os.kill(os.getpid(), signal.SIGKILL)", 137, marks=pytest.mark.smoke),
     ],
 )
 def test_of_a_training_the_rank_that_died_is_named_and_not_those_that_lost_it(launch, fault, code):

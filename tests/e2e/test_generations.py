@@ -1,4 +1,4 @@
-"""Worlds one after the other, in processes of hvdlite-run: the same optimizer goes on, and nothing piles up."""
+"""One world after another in the processes of hvdlite-run: the same optimizer goes on, and no memory accumulates."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 
 import pytest
 import torch
+from long_run import trials
 from torch import nn
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
-WORLDS = 100
+WORLDS = trials(40, 100)
 
 PROGRAM = f"""
 import gc, json, os, time
@@ -45,7 +46,7 @@ print(json.dumps(dict(rank=hvd.rank(), seen=seen, weight=param.tolist())), flush
 
 
 @pytest.mark.parametrize("env", [{}, {"HVDLITE_SHM": "0"}], ids=["shared memory", "gloo"])
-def test_the_same_optimizer_goes_on_in_a_hundred_worlds_and_nothing_piles_up(launch, env):
+def test_the_same_optimizer_goes_on_in_many_worlds_and_nothing_piles_up(launch, env):
     job = launch("-np", "2", "python", "-c", PROGRAM, env=env)
     code, out, err = job.ended(350)
     assert code == 0, err.decode()

@@ -4,6 +4,7 @@ How long that is, and that a second signal cuts it short, is tested with a clock
 workers go on as soon as the test has seen what it waits for.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -11,14 +12,15 @@ import textwrap
 import time
 from pathlib import Path
 
+import psutil
 import pytest
-from e2e.conftest import assert_clean, ready, wait_until
-from hvdlite_launcher.job.supervisor import SAME_SIGNAL_S
+from e2e.conftest import assert_clean, is_called, ready, wait_until
+from hvdlite_launcher.job.ending import SAME_SIGNAL_S
 
 pytestmark = pytest.mark.slow
 
-README = Path(__file__).parents[2] / "README.md"
-# What surrounds the recipe: a training that would never end, and a checkpoint that takes until the test lets it go on.
+RECIPES = Path(__file__).parents[2] / "docs" / "recipes.md"
+# The code around the recipe: training that never ends, and a checkpoint that takes until the test lets it go on.
 PROGRAM = """
 import itertools, os, signal, time, torch
 import hvdlite as hvd
@@ -46,7 +48,7 @@ def save_slowly(state, path):
 torch.save = save_slowly
 
 """
-# Rank 0 writes when it is told to, its neighbour ends without a word.
+# Rank 0 writes its checkpoint when the test tells it to, rank 1 ends without an error.
 SAVES = """
 import os, pathlib, signal, sys, time
 def save(signum, frame):
@@ -64,7 +66,7 @@ while True:
 
 
 def told(job, words: str) -> str:
-    """Read what the launcher says until a line with these words."""
+    """Reads the launcher's messages until a line contains these words."""
     while line := job.process.stderr.readline().decode():
         if line.startswith("hvdlite-run: ") and words in line:
             return line.rstrip("\n")
@@ -73,7 +75,7 @@ def told(job, words: str) -> str:
 
 @pytest.fixture
 def saving(launch, tmp_path):
-    """Start two workers of which rank 0 saves when it is signalled, once ``go_on`` is there."""
+    """Starts two workers; rank 0, when it is signalled, writes its checkpoint once ``go_on`` exists."""
     go_on, saved = tmp_path / "go on", tmp_path / "saved"
 
     def start(*flags, **options):
@@ -82,15 +84,16 @@ def saving(launch, tmp_path):
     return start
 
 
-def test_the_recipe_of_the_readme_writes_its_checkpoint_however_long_that_takes(launch, tmp_path):
-    (recipe,) = re.findall(r"\*\*Write a checkpoint on SIGTERM.*?```python\n(.*?)```", README.read_text(), re.DOTALL)
+@pytest.mark.smoke
+def test_the_recipe_of_the_manual_writes_its_checkpoint_however_long_that_takes(launch, tmp_path):
+    (recipe,) = re.findall(r"## Write a checkpoint on SIGTERM.*?```python\n(.*?)```", RECIPES.read_text(), re.DOTALL)
     program = tmp_path / "train.py"
     program.write_text(PROGRAM + textwrap.dedent(recipe))
-    job = ready(launch("-np", "2", "python", str(program), cwd=tmp_path))
+    job = ready(launch("--grace", "600", "-np", "2", "python", str(program), cwd=tmp_path))
     job.process.send_signal(signal.SIGTERM)
     line = told(job, "SIGTERM")
     assert line == (
-        "hvdlite-run: SIGTERM passed on to 2 workers: what still runs in 30 s is killed "
+        "hvdlite-run: SIGTERM passed on to 2 workers: what still runs in 600 s is killed "
         "(a second signal: at once; --grace sets the time)"
     )
     assert not (tmp_path / "checkpoint.pt").exists()
@@ -98,18 +101,17 @@ def test_the_recipe_of_the_readme_writes_its_checkpoint_however_long_that_takes(
     code, _, err = job.ended()
     assert code == 143
     assert b"Traceback" not in err
-    assert b"hvdlite-run:" not in err  # nobody is blamed
+    assert b"hvdlite-run:" not in err  # no rank is named as the cause
     assert (tmp_path / "checkpoint.pt").exists()
     job.assert_gone()
 
 
 def test_a_scheduler_that_signals_every_process_of_the_job_at_once_cuts_nothing_off(saving):
-    job, go_on, saved = saving("-np", "2")
+    job, go_on, saved = saving("--grace", "600", "-np", "2")
     ready(job)
-    for process in job.processes():
-        process.send_signal(signal.SIGTERM)
+    job.signal_all(signal.SIGTERM)
     assert "SIGTERM passed on" in told(job, "SIGTERM")
-    wait_until(lambda: len(job.processes()) == 4)  # but for rank 1: launcher, remote parent, agent, rank 0
+    wait_until(lambda: len(job.processes()) == 4)  # all but rank 1: launcher, remote parent, agent, rank 0
     go_on.touch()
     code, _, err = job.ended()
     assert (code, err) == (143, b"")
@@ -119,13 +121,14 @@ def test_a_scheduler_that_signals_every_process_of_the_job_at_once_cuts_nothing_
 
 def test_so_it_is_on_several_hosts(saving, make_lan, tmp_path):
     lan = make_lan("a", "b")
-    job, go_on, saved = saving("-H", "a,b", on=lan.desk)
+    job, go_on, saved = saving("--grace", "600", "-H", "a,b", on=lan.desk)
     ready(job)
     assert lan.desk.runs("ssh")
     for process in lan.desk.processes():
-        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended because of the others
+            process.send_signal(signal.SIGTERM)
     assert "SIGTERM passed on to 2 workers" in told(job, "SIGTERM")
-    wait_until(lambda: not any("-c" in process.cmdline() for process in lan.hosts[1].processes()))
+    wait_until(lambda: not any(is_called(process, "-c") for process in lan.hosts[1].processes()))
     go_on.touch()
     code, _, err = job.ended()
     assert (code, err) == (143, b"")
@@ -135,37 +138,38 @@ def test_so_it_is_on_several_hosts(saving, make_lan, tmp_path):
 
 def test_a_host_that_is_lost_meanwhile_does_not_cut_off_the_others(saving, make_lan):
     lan = make_lan("a", "b")
-    job, go_on, saved = saving("-H", "a,b", on=lan.desk)
+    job, go_on, saved = saving("--grace", "600", "-H", "a,b", on=lan.desk)
     ready(job)
     job.launcher().send_signal(signal.SIGTERM)
     told(job, "SIGTERM passed on")
     lan.hosts[1].close()
-    wait_until(lambda: not any(process.name() == "ssh" and "b" in process.cmdline() for process in job.processes()))
+    wait_until(lambda: not any(is_called(process, "ssh", "b") for process in job.processes()))
     go_on.touch()
     assert job.ended()[0] == 143
     assert saved.read_text() == "whole"
 
 
-def test_a_signal_that_is_sent_twice_at_once_as_timeout_does_is_one(saving):
-    job, go_on, saved = saving("-np", "2")
+def test_two_signals_that_are_sent_at_once_as_systemd_does_are_one(saving):
+    job, go_on, saved = saving("--grace", "600", "-np", "2")
     ready(job)
-    for _ in range(2):
-        job.process.send_signal(signal.SIGTERM)
-    told(job, "SIGTERM passed on")
+    # It is stopped, so that both are there before it can do anything.
+    for signum in (signal.SIGSTOP, signal.SIGTERM, signal.SIGHUP, signal.SIGCONT):
+        job.process.send_signal(signum)
+    first = told(job, "passed on").split()[1]
     go_on.touch()
     code, _, err = job.ended()
-    assert (code, err) == (143, b"")
+    assert (code, err) == ({"SIGHUP": 129, "SIGTERM": 143}[first], b"")
     assert saved.read_text() == "whole"
 
 
 def test_a_terminal_that_is_gone_leaves_the_workers_their_time(saving, tmp_path):
     master, terminal = os.openpty()
-    job, go_on, saved = saving("-np", "2", stderr=terminal, stdin=terminal)
+    job, go_on, saved = saving("--grace", "600", "-np", "2", stderr=terminal, stdin=terminal)
     os.close(terminal)
     ready(job)
     os.close(master)
     job.process.send_signal(signal.SIGHUP)
-    wait_until(lambda: len(job.processes()) == 4)  # rank 1 is ended by it
+    wait_until(lambda: len(job.processes()) == 4)  # this ends rank 1
     go_on.touch()
     assert job.ended()[0] == 129
     assert saved.read_text() == "whole"
@@ -178,7 +182,7 @@ def test_a_second_signal_kills_at_once_and_says_so(saving, signum):
     ready(job, 1)
     job.process.send_signal(signal.SIGTERM)
     assert "in 86400 s" in told(job, "SIGTERM passed on to 1 worker")
-    time.sleep(2 * SAME_SIGNAL_S)  # what comes sooner counts as the same
+    time.sleep(2 * SAME_SIGNAL_S)  # a signal that comes sooner counts as the same
     job.process.send_signal(signum)
     code, _, err = job.ended()
     assert (code, err.decode()) == (143, f"hvdlite-run: {signum.name}: 1 worker killed at once\n")

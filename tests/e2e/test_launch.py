@@ -1,4 +1,4 @@
-"""hvdlite-run with real processes: what it hands to workers, shows of them, and returns."""
+"""hvdlite-run with real processes: what it gives to workers, shows of their output, and returns."""
 
 import os
 import re
@@ -53,7 +53,7 @@ def test_of_ranks_that_end_alike_the_one_that_said_why_is_quoted_and_not_the_fir
     job = launch("-np", "2", sys.executable, "-c", program, cwd=tmp_path)
     wait_until(lambda: all((tmp_path / f"ready {rank}").exists() for rank in (0, 1)))
     agent, launcher = job.agent(), psutil.Process(job.process.pid)
-    launcher.suspend()  # it hears of both ends at once, of that of rank 1 first
+    launcher.suspend()  # the launcher gets both ends at once, that of rank 1 first
     for rank in (1, 0):
         (tmp_path / f"end {rank}").touch()
         wait_until(lambda left=rank: len(agent.children()) == left)
@@ -80,8 +80,8 @@ def test_death_by_a_signal_is_named_and_gives_128_more(launch):
         ("", 127, "'': command not found"),
         ("./train.py", 126, "./train.py: permission denied; did you mean: python ./train.py?"),
         ("train.py", 127, "train.py: command not found; did you mean: python train.py?"),
-        ("./no-first-line", 126, "./no-first-line: is not a program, nor a script"),
-        ("./no-interpreter", 126, "./no-interpreter: the interpreter that its first line names was not found"),
+        ("./no-first-line", 126, "./no-first-line: is neither a program nor a script"),
+        ("./no-interpreter", 126, "./no-interpreter: the interpreter in its first line was not found"),
         ("/", 126, "/: is a directory"),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_worker_runs_in_the_directory_of_the_launcher(launch, tmp_path):
 
 def test_modules_in_the_users_directory_do_not_replace_those_of_python(launch, tmp_path):
     (tmp_path / "selectors.py").write_text("raise SystemExit('not this one')")
-    # Not `python -m`, which itself looks in the directory first.
+    # Not `python -m`, which itself searches the directory first.
     start = "import sys; sys.path.pop(0); from hvdlite_launcher.cli.hvdlite_run import main; sys.exit(main())"
     run = subprocess.run(
         [sys.executable, "-c", start, "-np", "1", "true"], cwd=tmp_path, capture_output=True, check=False
@@ -140,9 +140,11 @@ def test_each_worker_is_told_its_place_and_where_to_meet(launch):
             "HVDLITE_LOCAL_SIZE": "2",
             "HVDLITE_CROSS_RANK": "0",
             "HVDLITE_CROSS_SIZE": "1",
+            "HVDLITE_WORKER": str(rank),
             "HVDLITE_HOST": "127.0.0.1",
             "HVDLITE_STORE": f"unix://{job_dir}/store",
             "HVDLITE_JOB_DIR": job_dir,
+            "HVDLITE_START_TIMEOUT": environment["HVDLITE_START_TIMEOUT"],  # of these tests, passed on as all are
         }
         loopback = psutil.net_if_addrs()[environment["GLOO_SOCKET_IFNAME"]]
         assert "127.0.0.1" in {address.address for address in loopback}
@@ -292,9 +294,9 @@ def test_what_each_worker_wrote_is_in_its_files_byte_by_byte(launch, tmp_path, s
 @pytest.mark.parametrize(
     ("how", "file", "why"),
     [
-        ("flag", "nowhere/t.json", "there is no directory {tmp}/nowhere: make it"),
-        ("HVDLITE_TIMELINE", "file/t.json", "{tmp}/file is no directory"),
-        ("HOROVOD_TIMELINE", "directory", "there is something that is not a file: name a file"),
+        ("flag", "nowhere/t.json", "the directory {tmp}/nowhere does not exist: create it"),
+        ("HVDLITE_TIMELINE", "file/t.json", "{tmp}/file is not a directory"),
+        ("HOROVOD_TIMELINE", "directory", "it exists and is not a regular file: choose another name"),
     ],
 )
 def test_a_timeline_that_cannot_be_written_is_refused_before_anything_starts(launch, tmp_path, how, file, why):
@@ -357,7 +359,7 @@ def test_verbose_says_what_is_done_but_no_value_of_the_environment(launch):
 def test_a_host_may_take_longer_to_count_its_gpus_than_silence_may_last(launch, tmp_path):
     tools = {
         "nvidia-smi": f"#!/bin/sh\nsleep {SILENCE_S + 1}\necho 'GPU 0: one'; echo 'GPU 1: two'; echo 'GPU 2: three'\n",
-        # What takes ssh's place: the "other host" is this machine with the tool above.
+        # Takes the place of ssh: the "other host" is this machine, with the program above.
         "reach": f'#!/bin/sh\nunset CUDA_VISIBLE_DEVICES\nPATH={tmp_path}:$PATH exec sh -c "$2"\n',
     }
     for name, text in tools.items():

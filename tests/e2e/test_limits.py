@@ -1,4 +1,4 @@
-"""What a machine lacks, or does not allow: one line names it, its cause and the way out, and nothing is left behind."""
+"""What a machine lacks or does not allow: one line names it, its cause and the way out, and nothing is left behind."""
 
 import contextlib
 import os
@@ -10,8 +10,9 @@ from pathlib import Path
 import hvdlite_launcher
 import psutil
 import pytest
+from e2e.conftest import wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 RUN = [sys.executable, "-m", "hvdlite_launcher"]
 NEEDS_ROOT = pytest.mark.skipif(
@@ -20,7 +21,7 @@ NEEDS_ROOT = pytest.mark.skipif(
 
 
 def ended(command, tmp, **options):
-    """Its exit code and what it said, once it has ended; nothing of it is left."""
+    """Returns the exit code and stderr of a command that has ended; asserts that it left nothing behind."""
     done = subprocess.run(
         command,
         capture_output=True,
@@ -34,7 +35,7 @@ def ended(command, tmp, **options):
 
 
 def assert_well_or_one_line(code, said, words):
-    """Where it fails it says why in one line of the launcher's; one more may come of the agent."""
+    """Asserts that a failure is explained in one line by the launcher; one more line may come from the agent."""
     assert "Traceback" not in said, said
     if code == 0:
         assert said == ""
@@ -61,12 +62,12 @@ def _outermost_closed(path):
 
 
 class User:
-    """Somebody to whom no process and no file belongs, in mounts of his own in which he gets at our Python."""
+    """Another user, with no processes or files; in mounts of its own it can use the Python of these tests."""
 
     def __init__(self, tmp):
         self.uid = 60_000 + os.getpid() % 5_000
         self._mounts = ""
-        # In directories that nobody else enters, as root's home, where its Pythons are, or a temporary one.
+        # These may be in directories that other users cannot enter, such as root's home or a temporary directory.
         needed = {sys.base_prefix, sys.prefix, str(Path(hvdlite_launcher.__file__).parents[1])}
         closed = {path: outermost for path in sorted(needed) if (outermost := _outermost_closed(Path(path)))}
         for number, path in enumerate(closed):
@@ -78,14 +79,14 @@ class User:
             self._mounts += f"mkdir -p {path}; mount --bind {tmp}/needed{number} {path}; "
 
     def runs(self, *words, mounts="", limits=()):
-        """The command that is this one, as he would start it where ``mounts`` were made and ``limits`` set."""
+        """Returns a command that runs ``words`` as this user, with these mounts and limits."""
         become = ["setpriv", f"--reuid={self.uid}", f"--regid={self.uid}", "--clear-groups"]
         return ["unshare", "--mount", "sh", "-ec", f'{self._mounts}{mounts}\nexec "$@"', "sh", *become, *limits, *words]
 
     def processes(self):
         found = []
         for process in psutil.process_iter():
-            with contextlib.suppress(psutil.NoSuchProcess):  # others end while they are looked at
+            with contextlib.suppress(psutil.NoSuchProcess):  # other processes may end meanwhile
                 if process.uids().real == self.uid:
                     found.append(process)
         return found
@@ -93,10 +94,11 @@ class User:
 
 @pytest.fixture
 def user(tmp_path):
-    for directory in (tmp_path.parent.parent, tmp_path.parent, tmp_path):
-        directory.chmod(directory.stat().st_mode | 0o111)
+    for directory in (tmp_path, *tmp_path.parents):
+        if directory.is_relative_to(tmp_path.parents[-3]):
+            directory.chmod(directory.stat().st_mode | 0o111)
     user = User(tmp_path)
-    assert user.processes() == []
+    wait_until(lambda: user.processes() == [])
     itself = "import subprocess, sys, hvdlite_launcher; subprocess.run([sys.executable, '-c', ''], check=True)"
     tried = subprocess.run(
         user.runs(sys.executable, "-c", itself), cwd="/", capture_output=True, text=True, check=False
@@ -104,7 +106,7 @@ def user(tmp_path):
     if tried.returncode:
         pytest.skip(f"another user cannot run the Python of these tests: {tried.stderr}")
     yield user
-    assert user.processes() == []
+    wait_until(lambda: user.processes() == [])
 
 
 @NEEDS_ROOT
@@ -116,12 +118,14 @@ def test_few_processes_and_threads_are_enough_or_told_in_one_line(user, tmp_path
     for few in range(1, 14):
         job = user.runs(*RUN, "-np", "2", "true", limits=("prlimit", f"--nproc={few}"))
         codes[few], said = ended(job, tmp, cwd="/")
+        # Those that are about to end count too.
+        wait_until(lambda: user.processes() == [])
         assert_well_or_one_line(codes[few], said, ["ulimit -u"])
     assert codes[1] == 1
     assert codes[13] == 0
 
 
-# A /tmp that is full, or that nobody can write, in a mount namespace of its own; no other directory can be written.
+# A /tmp that is full or read-only, in a mount namespace of its own; no other directory can be written.
 MOUNTS = {
     "without inodes": "mount -t tmpfs -o size=1m,nr_inodes=2,mode=1777 none /tmp; touch /tmp/last",
     "without room": "mount -t tmpfs -o size=4k,mode=1777 none /tmp; head -c 4096 /dev/zero >/tmp/full",
@@ -136,7 +140,7 @@ def test_a_temporary_directory_that_takes_nothing_is_told_in_one_line(mount, wor
     full = tmp_path / "full"
     full.mkdir()
     mounts = "; ".join(mount.replace("/tmp", str(place)) for place in (full, "/var/tmp"))
-    # /tmp itself stays, as the tests' own files lie there, but nothing can be written in it.
+    # /tmp itself remains, because the tests' own files are in it, but nothing can be written in it.
     mounts += "; mount --rbind /tmp /tmp; mount -o remount,bind,ro /tmp"
     code, said = ended(user.runs(*RUN, *words, mounts=mounts), full, cwd="/", env={**os.environ, "TMPDIR": str(full)})
     assert code == 1, said

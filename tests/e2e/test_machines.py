@@ -1,4 +1,4 @@
-"""The hosts that other tests make are what they say: apart from each other, reached over ssh, and gone at the end."""
+"""The test machines of `machines` and `ssh_hosts`: separate networks, reachable over ssh, and gone at the end."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ SSH = ("ssh", *(f"-o{option}" for option in OPTIONS))
 
 
 def ssh(machine, *words, **options):
-    """What ssh said, run on ``machine``, and its exit code."""
+    """Runs ssh on ``machine``; returns its output and exit code."""
     done = machine.run(*SSH, *words, check=False, **options)
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.smoke
 def test_what_is_started_over_ssh_is_seen(make_lan):
     lan = make_lan("a")
     (a,) = lan.hosts

@@ -1,4 +1,4 @@
-"""After shutdown() a process may be another rank of another world, which meets elsewhere."""
+"""After shutdown(), a process can be another rank of another world, which meets at another store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 PROGRAM = """
 import json, os, sys
@@ -36,7 +36,7 @@ print(json.dumps(told), flush=True)
 
 
 def meet_in(worlds: list[tuple[int, dict[int, int]]]) -> dict[int, Any]:
-    """What each process tells of its worlds, which are the number of a store, and the ranks by process.
+    """Returns what each process reports of its worlds, given the number of a store and the ranks of each world.
 
     The stores are served here, as torchrun's agent serves them, on ports that the system chooses.
     """
@@ -78,5 +78,5 @@ def test_ranks_that_come_go_and_change_meet_in_other_stores_and_again_in_the_fir
     averages = {2: 1.5, 3: 2.0}
     for process, each in told.items():
         own = [(ranks[process], len(ranks)) for _, ranks in worlds if process in ranks]
-        # All are on one host, and gloo listens on its loopback interface: while they are in such a world.
+        # All ranks are on one host, and gloo listens on its loopback interface while they are in such a world.
         assert each == [[rank, size, averages[size], "lo", None] for rank, size in own]

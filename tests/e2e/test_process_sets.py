@@ -1,4 +1,4 @@
-"""Process sets in real processes, over the channels that torch.distributed's stores let their members open."""
+"""Process sets of real processes, whose engines connect through the stores of torch.distributed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def train(process_set):
 
 def use_sets():
     outer, inner = hvd.ProcessSet([0, 2]), hvd.ProcessSet([1, 2])
-    hvd.init(process_sets=[outer], timeout_s=20)
+    hvd.init(process_sets=[outer], timeout_s=60)
     for _ in range(3):
         hvd.add_process_set(inner)
         for each in (outer, inner):
@@ -52,8 +52,9 @@ def _run(launch, tmp_path, body: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_sets_overlap_train_come_and_go_and_a_program_ends_in_peace_with_some_registered(launch, tmp_path):
-    # Their channels and optimizers are alive when the interpreter goes.
+    # Their engines and optimizers still exist when the interpreter ends.
     _run(launch, tmp_path, "kept = use_sets(); print('done')")
 
 

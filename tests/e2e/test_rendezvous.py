@@ -1,4 +1,4 @@
-"""Workers meet through the launcher: real processes, real sockets."""
+"""Workers connect to each other through the launcher: real processes, real sockets."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ pytestmark = pytest.mark.slow
 
 PRELUDE = """
 import os, signal, socket, sys, threading
-from hvdlite.rendezvous.store_client import StoreCommand, StoreClient
+from hvdlite.rendezvous.store_client import StoreRequest, StoreClient
 rank, size = int(os.environ["HVDLITE_RANK"]), int(os.environ["HVDLITE_SIZE"])
 store = StoreClient.from_url(os.environ["HVDLITE_STORE"])
 def all_are_here(what):
     store.set({b"%b %d" % (what, rank): b""})
-    store.get([b"%b %d" % (what, other) for other in range(size)], 60)
+    store.get([b"%b %d" % (what, other) for other in range(size)], 120)
 """
 
 
@@ -45,6 +45,7 @@ def test_eight_ranks_meet_again_and_again(launch):
     assert sorted(out.splitlines()) == [f"[{rank}]<stdout>:28.0" for rank in range(8)]
 
 
+@pytest.mark.smoke
 def test_verbose_tells_who_is_connected(launch):
     job = launch("--verbose", "-np", "2", *_python("import hvdlite as hvd; hvd.init()"))
     exit_code, _, err = job.ended()
@@ -106,7 +107,7 @@ def test_garbage_on_the_socket_disturbs_nobody(launch):
         "        except OSError:\n"
         "            pass\n"
         "all_are_here(b'end')\n"
-        "print(store.request(StoreCommand.COUNT)[0].decode())"
+        "print(store.request(StoreRequest.COUNT)[0].decode())"
     )
     out = _ended_well(launch("-np", "3", *_python(program)))
     assert sorted(out.splitlines()) == [f"[{rank}]<stdout>:3" for rank in range(3)]
@@ -116,9 +117,9 @@ def test_fifty_megabytes_reach_every_worker_and_come_back(launch):
     program = PRELUDE + (
         "if rank == 0:\n"
         "    store.set_large(b'down', bytes(range(256)) * (50 << 12))\n"
-        "data = store.get_large(b'down', 60)\n"
+        "data = store.get_large(b'down', 120)\n"
         "store.set_large(b'up %d' % rank, data[:10 << 20])\n"
-        "print(len(store.get_large(b'up %d' % (size - 1 - rank), 60)), data == bytes(range(256)) * (50 << 12))"
+        "print(len(store.get_large(b'up %d' % (size - 1 - rank), 120)), data == bytes(range(256)) * (50 << 12))"
     )
     out = _ended_well(launch("-np", "2", *_python(program)))
     assert sorted(out.splitlines()) == [f"[{rank}]<stdout>:{10 << 20} True" for rank in range(2)]

@@ -1,4 +1,4 @@
-"""The standard input of hvdlite-run, with real processes: who gets it, and whom it never holds up."""
+"""The standard input of hvdlite-run, with real processes: which rank gets it, and that no process is blocked by it."""
 
 import os
 import pty
@@ -10,10 +10,11 @@ import time
 
 import psutil
 import pytest
+from e2e.conftest import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
-# A shell's part: a session with a terminal, the job in its background, and in front once told so on stdin.
+# Plays a shell: a session with a terminal, with the job in its background until stdin says to bring it forward.
 SHELL = """
 import os, signal, subprocess, sys
 terminal = os.open(sys.argv[1], os.O_RDWR)
@@ -26,10 +27,11 @@ sys.exit(job.wait())
 """
 
 
+@pytest.mark.smoke
 def test_rank_0_reads_it_to_its_end_and_the_others_read_nothing(launch, tmp_path):
     data = os.urandom(3_000_000)
     job = launch("-np", "3", "sh", "-c", 'exec cat >"read.$HVDLITE_RANK"', stdin=subprocess.PIPE, cwd=tmp_path)
-    job.process.communicate(data, timeout=30)
+    job.process.communicate(data, timeout=PATIENCE_S)
     assert job.process.returncode == 0
     assert [(tmp_path / f"read.{rank}").read_bytes() for rank in range(3)] == [data, b"", b""]
 
@@ -73,12 +75,12 @@ def test_what_rank_0_does_not_read_stays_with_who_writes_it(launch, tmp_path):
     writer = threading.Thread(target=write)
     writer.start()
     before = -1
-    while written[0] != before:  # until it stands still
+    while written[0] != before:  # until it no longer runs
         before = written[0]
         time.sleep(0.5)
     assert before < 1 << 20
     (tmp_path / "go").write_text("now\n")
-    writer.join(30)
+    writer.join(PATIENCE_S)
     code, out, _ = job.ended()
     assert (code, out) == (0, b"[0]<stdout>:%d\n" % total)
 
@@ -123,7 +125,7 @@ def test_on_a_terminal_prompts_show_before_their_answer_and_a_debugger_can_be_us
         assert until(b"(Pdb) ") == b"p 6 * 7\r\n[0]<stdout>:42\r\n[0]<stdout>:(Pdb) "
         os.write(terminal, b"c\n")
         assert until(b"the end\r\n") == b"c\r\n[0]<stdout>:the end\r\n"
-        assert job.process.wait(30) == 0
+        assert job.process.wait(PATIENCE_S) == 0
     finally:
         os.close(terminal)
     kept = (tmp_path / "kept" / "rank.0" / "stdout").read_bytes()
@@ -153,7 +155,7 @@ def test_in_the_background_of_a_shell_it_is_not_stopped_and_reads_once_it_is_in_
         os.write(terminal, b"typed\n")
         assert shell.stdout.readline() == b"[0]<stdout>:ready\n"
         assert launcher.status() != psutil.STATUS_STOPPED
-        out, _ = shell.communicate(b"in front\n", timeout=30)
+        out, _ = shell.communicate(b"in front\n", timeout=PATIENCE_S)
         assert out == b"[0]<stdout>:got typed\n"
         assert shell.returncode == 0
     finally:

@@ -1,6 +1,6 @@
 """Whatever dies, and however: soon nothing of the job is left, and the exit code is right.
 
-Those of the launcher's promise are tried several times.
+Those of the launcher's promise are tried several times with TEST_HVDLITE_LONG=1.
 """
 
 import contextlib
@@ -12,18 +12,19 @@ import time
 import psutil
 import pytest
 from e2e.conftest import PATIENCE_S, ready, wait_until
+from long_run import trials
 
 LINUX_ONLY = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process adopt orphans")
 
 pytestmark = pytest.mark.slow
 
-TIMES = pytest.mark.parametrize("time", range(3), ids="try{}".format)
+TIMES = pytest.mark.parametrize("time", range(trials(1, 3)), ids="try{}".format)
 
 SLEEP = "echo ready; exec sleep 1000"
-# Each worker with a child in its group and one in a session of its own.
+# Each worker has a child in its process group, and one in a session of its own.
 WITH_CHILDREN = "sleep 1000 & setsid sleep 1000 & echo ready; wait"
 DEAF = "trap '' TERM INT; echo ready; while :; do sleep 1000; done"
-# A child of init, if nobody adopts it: forked twice, in its own session, its streams its own.
+# A daemon: forked twice, in its own session, with its own streams; a child of init, if nobody adopts it.
 DAEMON = """
 import os, time
 if os.fork() == 0:
@@ -39,7 +40,7 @@ print('ready', flush=True)
 
 
 def _worker(job, rank):
-    """The process of this rank, found by its environment among the agent's children, when it has been started."""
+    """Returns the process of this rank, once it has started, found by its environment among the agent's children."""
     until = time.monotonic() + PATIENCE_S
     while time.monotonic() < until:
         for process in job.agent().children():
@@ -51,6 +52,7 @@ def _worker(job, rank):
 
 
 @TIMES
+@pytest.mark.smoke
 def test_a_worker_killed_with_9_ends_the_others_and_is_named(launch, time):
     job = ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
     worker = _worker(job, 1)
@@ -78,6 +80,7 @@ def test_a_worker_that_ignores_sigterm_and_floods_the_screen_is_killed(launch):
 
 
 @TIMES
+@pytest.mark.smoke
 def test_ctrl_c_ends_the_job(launch, time):
     job = ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
     job.process.send_signal(signal.SIGINT)
@@ -86,6 +89,7 @@ def test_ctrl_c_ends_the_job(launch, time):
 
 
 @TIMES
+@pytest.mark.smoke
 def test_a_launcher_killed_with_9_takes_all_along(launch, time):
     job = ready(launch("-np", "2", "sh", "-c", WITH_CHILDREN))
     job.process.kill()
@@ -99,7 +103,7 @@ def test_an_agent_killed_with_9_is_named_and_takes_all_along(launch, time):
     job.agent().kill()
     code, _, err = job.ended()
     assert code == 1
-    assert err.splitlines()[-1].startswith(b"hvdlite-run: lost localhost: its agent was killed by SIGKILL")
+    assert err.splitlines()[-1].startswith(b"hvdlite-run: lost localhost: its hvdlite agent was killed by SIGKILL")
     job.assert_gone()
 
 
@@ -128,7 +132,7 @@ def test_a_remote_parent_killed_with_9_takes_all_along(launch, and_launcher):
 def test_what_is_left_when_all_that_could_clear_up_is_killed_at_once_the_next_job_clears(launch):
     job = ready(launch("-np", "2", "sh", "-c", SLEEP))
     others = [job.agent(), job.remote_parent()]
-    # All stand still before the first of them is killed: none sees another's end.
+    # All are stopped before the first one is killed, so that none reacts to another's end.
     for process in (*others, psutil.Process(job.process.pid)):
         process.suspend()
     for process in (*others, psutil.Process(job.process.pid)):
@@ -138,7 +142,7 @@ def test_what_is_left_when_all_that_could_clear_up_is_killed_at_once_the_next_jo
     living = ready(launch("-np", "1", "sh", "-c", SLEEP, env={"TMPDIR": str(job.tmp)}), 1)
     assert not left.exists()
     (held,) = job.leftovers()
-    # Nor does another job take that for nobody's.
+    # Another job does not remove the directory either.
     assert launch("-np", "1", "true", env={"TMPDIR": str(job.tmp)}).ended()[0] == 0
     assert job.leftovers() == [held]
     living.process.send_signal(signal.SIGTERM)
@@ -175,7 +179,7 @@ def test_ctrl_c_lets_workers_end_their_own_way(launch):
 def test_an_ignored_hangup_stays_ignored(launch, tmp_path):
     go_on = tmp_path / "go-on"
     os.mkfifo(go_on)
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # like nohup
     try:
         job = launch("-np", "1", "sh", "-c", 'echo ready; read line <"$0"; exit 6', str(go_on))
     finally:
@@ -186,19 +190,26 @@ def test_an_ignored_hangup_stays_ignored(launch, tmp_path):
 
 
 def test_a_screen_that_stands_still_does_not_keep_the_job(launch):
-    # After its first lines nobody reads: all pipes fill up.
+    # Its output is read up to its first lines only: all pipes fill up.
     job = ready(launch("--grace", "1", "-np", "2", "sh", "-c", "echo ready; exec yes"))
     job.process.send_signal(signal.SIGINT)
     job.assert_gone()
-    assert job.process.wait(5) == 130
+    assert job.process.wait(PATIENCE_S) == 130
 
 
-def test_who_says_it_lost_a_peer_is_not_the_cause(launch):
+def test_who_says_it_lost_a_peer_is_not_the_cause(launch, tmp_path):
     program = (
-        'if [ $HVDLITE_RANK = 0 ]; then touch "$HVDLITE_JOB_DIR/rank.0.peer-lost"; exit 9; fi;'
-        'while [ ! -e "$HVDLITE_JOB_DIR/rank.0.peer-lost" ]; do sleep 0.01; done; sleep 0.2; exit 3'
+        "if [ $HVDLITE_RANK = 0 ]; then echo $$ >0.new; mv 0.new 0; else until [ -e 0 ]; do sleep 0.01; done; fi;"
+        "echo ready; until [ -e go ]; do sleep 0.01; done;"
+        'if [ $HVDLITE_RANK = 0 ]; then touch "$HVDLITE_JOB_DIR/worker.0.peer-lost"; exit 9; fi;'
+        "while kill -0 $(cat 0); do sleep 0.01; done; exit 3"
     )
-    job = launch("-np", "2", "sh", "-c", program)
+    job = ready(launch("-np", "2", "sh", "-c", program, cwd=tmp_path))
+    # It waits for another failure, but not for long. While it is stopped, its agent tells of both, rank 0 first.
+    job.process.send_signal(signal.SIGSTOP)
+    (tmp_path / "go").touch()
+    wait_until(lambda: not job.agent().children())
+    job.process.send_signal(signal.SIGCONT)
     code, _, err = job.ended()
     assert code == 3
     assert b"rank 1 on localhost" in err
@@ -206,7 +217,7 @@ def test_who_says_it_lost_a_peer_is_not_the_cause(launch):
 
 
 def test_who_lost_a_peer_that_does_not_fail_is_the_cause(launch):
-    program = 'if [ $HVDLITE_RANK = 0 ]; then touch "$HVDLITE_JOB_DIR/rank.0.peer-lost"; exit 9; fi; sleep 1000'
+    program = 'if [ $HVDLITE_RANK = 0 ]; then touch "$HVDLITE_JOB_DIR/worker.0.peer-lost"; exit 9; fi; sleep 1000'
     job = launch("-np", "2", "sh", "-c", program)
     code, _, err = job.ended()
     assert code == 9

@@ -1,4 +1,4 @@
-"""Timelines of real processes, begun by hvdlite-run, and what is left of one where a rank ends badly."""
+"""Timelines of real processes started by hvdlite-run, and what is left of one if a rank fails."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import hvdlite as hvd
 from hvdlite.comm import recorder
 recorder._FLUSH_S = 1000  # what steps do not bring into the file comes too late
-hvd.init(timeout_s=20)
+hvd.init(timeout_s=60)
 path, end = sys.argv[1:]
 torch.manual_seed(0)
 model = torch.nn.Linear(64, 64)
@@ -66,6 +66,6 @@ def test_however_a_rank_ends_it_is_told_what_all_of_them_did(launch, tmp_path, e
 
 
 def events_of(path: Path, rank: int) -> list[Span]:
-    """From the whole, or from the rank's part: rank 0 may have been ended before it joined them."""
+    """Returns the events of the timeline, or of the rank's part if rank 0 has ended before it joined the parts."""
     part = path.with_name(f"{path.name}.rank.{rank}.part")
     return read_part(part) if part.exists() else read_events(path)

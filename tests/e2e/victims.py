@@ -1,4 +1,7 @@
-"""Jobs of plain processes, without a launcher that would end the others, in which one rank is killed at some moment."""
+"""Runs jobs as plain processes, without a launcher, and kills one rank at a random point.
+
+Without a launcher, nothing ends the other ranks: they must notice the loss themselves.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Each survivor says what it was told, and ends as a program does whose error nobody catches.
+# Each survivor prints the error that its call raised, and then ends as a program with an uncaught error does.
 PROGRAM = """
 import os, signal, sys, threading, torch
 import hvdlite as hvd
@@ -72,22 +75,29 @@ KINDS = ("sums", "steps", "barriers", "two threads")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended: its exit code, and all that it wrote."""
+    """One rank's exit code and output."""
 
     exit_code: int
     output: str
 
     @property
     def told(self) -> list[str]:
-        """The errors that its calls have raised."""
+        """The messages of the errors that its calls raised."""
         return re.findall(r"^TOLD (.*)$", self.output, re.MULTILINE)
 
 
-def run_plainly(size: int, command: Sequence[str], tmp: Path, timeout_s: float = 60, **env: str) -> list[Outcome]:
-    """Each rank as a process that knows its place by RANK and WORLD_SIZE; how they ended, by rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def run_plainly(size: int, command: Sequence[str], tmp: Path, timeout_s: float = 200, **env: str) -> list[Outcome]:
+    """Runs each rank as a process with RANK and WORLD_SIZE in its environment; returns the outcomes by rank."""
+    with socket.socket() as kept:
+        # Bound until all ranks have ended, so that no other process gets the port; rank 0 can still listen there.
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        return _run_at(kept.getsockname()[1], size, command, tmp, timeout_s, env)
+
+
+def _run_at(
+    port: int, size: int, command: Sequence[str], tmp: Path, timeout_s: float, env: dict[str, str]
+) -> list[Outcome]:
     place = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     outputs = [tmp / f"rank{rank}" for rank in range(size)]
     processes = []
@@ -106,9 +116,12 @@ def run_plainly(size: int, command: Sequence[str], tmp: Path, timeout_s: float =
 
 
 def kill_one(number: int, tmp: Path, **env: str) -> tuple[str, int, list[Outcome]]:
-    """What is done in trial ``number``, whose seed that is; the victim, and how all ranks ended."""
+    """Runs trial ``number``, which is also the random seed; kills one rank.
+
+    Returns a description of the trial, the rank that was killed, and the outcomes of all ranks.
+    """
     dice = random.Random(number)
-    # Two threads have no order in common unless ranks agree on one.
+    # Without the check, the collectives of two threads could be in a different order on each rank.
     kinds = KINDS if env.get("HVDLITE_CHECK") != "0" else KINDS[:-1]
     size, kind = dice.choice([2, 3, 4]), kinds[number % len(kinds)]
     victim, moment = dice.randrange(size), dice.randrange(2, 60)

@@ -1,4 +1,4 @@
-"""The examples, run as their users run them; what they print is read."""
+"""The examples run as their users run them, and print what they should."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from pathlib import Path
 from types import ModuleType
 
 import numpy as np
+import psutil
 import pytest
+from long_run import chosen
 
 pytest.importorskip("tqdm")
 datasets = pytest.importorskip("sklearn.datasets")
@@ -24,17 +26,33 @@ Done = subprocess.CompletedProcess
 
 
 def run(example: str, *args: object, ranks: int | None = None) -> Done[str]:
-    """The example under hvdlite-run with so many ranks, or without it."""
+    """Returns the output of the example, under hvdlite-run with this many ranks, or without it."""
     launcher = [] if ranks is None else ["-m", "hvdlite_launcher", "-np", str(ranks), sys.executable]
     return run_words(*launcher, f"examples/{example}", *map(str, args))
 
 
 def run_words(*words: str) -> Done[str]:
-    """Python, in the directory of the project."""
-    # One thread per rank: more would wait for each other where the machine has other work.
+    """Runs Python with these arguments in the directory of the project."""
+    # One thread per rank, since more would compete for the cores of a busy machine.
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     argv = [sys.executable, *words]
-    return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250, check=False)
+
+
+def start_words(*words: str) -> subprocess.Popen[str]:
+    """Python, in the directory of the project, with its output to be read while it runs."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, *words]
+    return subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_line(job: subprocess.Popen[str], pattern: str, *, stream: str = "stdout") -> re.Match[str]:
+    """Reads lines until one matches; what was read is gone."""
+    lines = getattr(job, stream)
+    for line in lines:
+        if match := re.match(pattern, line):
+            return match
+    raise AssertionError(f"the job ended before it printed {pattern}: {job.communicate()}")
 
 
 def load(example: str) -> ModuleType:
@@ -42,13 +60,13 @@ def load(example: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
 
 def lines_of(rank: int, output: str) -> list[str]:
-    """What the rank printed on stdout, without the launcher's prefix."""
+    """Returns the lines that the rank printed on stdout, without the launcher's prefix."""
     prefix = f"[{rank}]<stdout>:"
     return [line.removeprefix(prefix) for line in output.splitlines() if line.startswith(prefix)]
 
@@ -69,6 +87,7 @@ def accuracy_of(done: Done[str]) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.smoke
 def test_digits_are_learned_on_two_ranks_and_plotted(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "digits.png"
@@ -117,12 +136,34 @@ def test_digits_refuse_a_plot_where_there_is_no_directory(tmp_path: Path) -> Non
     assert done.stderr.splitlines()[-1].endswith(f"argument --plot: there is no directory {tmp_path / 'nowhere'}")
 
 
+# -- elastic.py
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_first", [True, False])
+def test_digits_are_learned_though_a_worker_is_killed(is_first: bool) -> None:
+    program = [sys.executable, "examples/elastic.py", "--min-accuracy", "0.97"]
+    with start_words("-m", "hvdlite_launcher", "--min-np", "1", "--max-np", "2", *program) as job:
+        bar = wait_for_line(job, r"\[0\]<stderr>:training on 2 ranks \(pid (\d+)\).* 5/20", stream="stderr")
+        shows = int(bar[1])
+        workers = psutil.Process(shows).parent().children()
+        victim = next(worker for worker in workers if (worker.pid == shows) == is_first)
+        victim.kill()
+        out, err = job.communicate(timeout=300)
+    assert job.returncode == 0, err
+    assert "training on 1 rank (pid" in err
+    assert re.search(
+        r"hvdlite-run: generation 2: 1 rank; worker \d \(rank \d on localhost\) was killed by SIGKILL", err
+    )
+    assert re.search(r"\[0\]<stdout>:test accuracy 9[7-9]\.\d+% on 359 images", out)
+
+
 # -- mnist.py
 
 
 @pytest.fixture
 def mnist_dir(tmp_path: Path) -> Path:
-    """Scikit-learn's digits at MNIST's size, in MNIST's files."""
+    """Provides scikit-learn's digits at MNIST's size, in files of MNIST's format."""
     raw = tmp_path / "MNIST" / "raw"
     raw.mkdir(parents=True)
     digits = datasets.load_digits()
@@ -136,13 +177,19 @@ def mnist_dir(tmp_path: Path) -> Path:
 
 
 def idx(array: np.ndarray) -> bytes:
-    """The array in the format of the MNIST files: unsigned bytes, big-endian sizes."""
+    """Returns the array in the format of the MNIST files: unsigned bytes, big-endian sizes."""
     header = np.array([0x0800 + array.ndim, *array.shape], dtype=">i4")
     return header.tobytes() + array.tobytes()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "flags"), [(2, []), (2, ["--amp", "--fp16-allreduce"]), (3, []), (None, [])])
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    chosen(
+        [(2, []), (2, ["--amp", "--fp16-allreduce"]), (3, []), (None, [])],
+        few=[(2, ["--amp", "--fp16-allreduce"]), (None, [])],
+    ),
+)
 def test_mnist_is_learned_from_its_files(mnist_dir: Path, ranks: int | None, flags: list[str]) -> None:
     pytest.importorskip("torchvision")
     done = run("mnist.py", "--data-dir", mnist_dir, "--epochs", 4, "--batch-size", 16, *flags, ranks=ranks)
@@ -176,7 +223,7 @@ def test_mnist_says_in_one_line_what_to_do_without_data(tmp_path: Path, ranks: i
 
 
 def read_table(lines: list[str]) -> tuple[dict[tuple[int, int], list[float]], list[float]]:
-    """The losses by (epoch, rank), and the milliseconds per step; each a list of the five ways."""
+    """Returns the losses by (epoch, rank), and the milliseconds per step; each a list for the five ways."""
     header = next(line for line in lines if line.startswith("loss of"))
     assert re.split(r"\s{2,}", header.removeprefix("loss of").strip()) == WAYS
     losses = {}
@@ -188,7 +235,8 @@ def read_table(lines: list[str]) -> tuple[dict[tuple[int, int], list[float]], li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [None, 2, 3])
+@pytest.mark.parametrize("ranks", chosen([None, 2, 3], few=[2]))
+@pytest.mark.smoke
 def test_five_ways_agree(ranks: int | None) -> None:
     done = run("five_ways.py", "--epochs", 2, "--batch-size", 48, "--lr", 0.1, "--seed", 3, ranks=ranks)
     require_clean(done)

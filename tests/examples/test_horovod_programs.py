@@ -1,14 +1,16 @@
-"""Programs as people wrote them for Horovod, none of which names hvdlite: under the shim they run and learn."""
+"""Programs as people wrote them for Horovod, which do not mention hvdlite: with the shim they run and learn."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+import signal
 import sys
 from pathlib import Path
 
 import pytest
-from examples.test_examples import ROOT, Done, lines_of, require_clean, run_words
+from examples.test_examples import ROOT, Done, lines_of, require_clean, run_words, start_words, wait_for_line
+from long_run import chosen
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +19,7 @@ TOLERANCE = 1e-4
 
 
 def run(program: str, *args: object, ranks: int | None = None, by_flag: bool = False) -> list[str]:
-    """What rank 0 prints, in so many workers or in one process; ``by_flag`` it is hvdlite-run that brings the shim."""
+    """Returns rank 0's output, with this many workers or in one process; ``by_flag``: hvdlite-run has the shim."""
     launcher = [] if ranks is None else ["-m", "hvdlite_launcher", "-np", str(ranks), sys.executable]
     shim = ["-m", "hvdlite.horovod"]
     if by_flag:
@@ -34,9 +36,27 @@ def numbers(lines: list[str]) -> list[float]:
     return [float(number) for line in lines for number in re.findall(r"-?\d+\.\d+", line)]
 
 
+def test_workers_of_an_elastic_program_come_and_go_as_a_file_says(tmp_path: Path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("localhost:1\n")
+    flags = ["--horovod", "--min-np", "1", "--host-discovery-script", f"cat {hosts}"]
+    program = [sys.executable, "examples/horovod/elastic.py", "--epochs", "1000000"]
+    with start_words("-m", "hvdlite_launcher", *flags, *program) as job:
+        for slots in (2, 1):
+            wait_for_line(job, rf"\[0\]<stdout>:Epoch \d+: loss .* on {3 - slots} workers")
+            hosts.write_text(f"localhost:{slots}\n")
+        wait_for_line(job, r"\[0\]<stdout>:Epoch \d+: loss .* on 1 workers")
+        job.send_signal(signal.SIGINT)
+        _, err = job.communicate(timeout=200)
+    assert job.returncode == 130, err
+    assert "hvdlite-run: generation 3: 1 rank" in err
+
+
 def test_the_programs_name_horovod_alone():
     programs = sorted(PROGRAMS.glob("*.py"))
-    assert [program.name for program in programs] == ["gan.py", "mnist.py", "resume.py", "synthetic_benchmark.py"]
+    assert [program.name for program in programs] == [
+        *("elastic.py", "gan.py", "mnist.py", "resume.py", "synthetic_benchmark.py")
+    ]
     for program in programs:
         text = program.read_text()
         code = text.split('"""', 2)[2]
@@ -61,12 +81,19 @@ def test_digits_are_learned_in_mixed_precision_with_gradients_in_half_precision(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="scikit-learn is not installed")
-@pytest.mark.parametrize("flags", [["--use-adasum"], ["--use-adasum", "--batches-per-allreduce", 2], []])
+@pytest.mark.parametrize(
+    "flags",
+    chosen(
+        [["--use-adasum"], ["--use-adasum", "--batches-per-allreduce", 2], []],
+        few=[["--use-adasum", "--batches-per-allreduce", 2]],
+    ),
+)
 def test_digits_are_learned_with_adasum_and_without_a_warm_up(flags: list[object]):
     lines = run("mnist.py", "--warmup-epochs", 0, *flags, ranks=2)
     assert numbers(lines)[-1] > 80, lines
 
 
+@pytest.mark.smoke
 def test_a_gan_on_two_ranks_comes_to_what_it_comes_to_in_one_process():
     one = run("gan.py", "--double", "--steps", 300)
     two = run("gan.py", "--double", "--steps", 300, ranks=2, by_flag=True)
@@ -90,7 +117,10 @@ def test_training_goes_on_where_it_was_stopped_as_if_it_had_not_been(tmp_path: P
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is not installed")
-@pytest.mark.parametrize(("ranks", "flags"), [(None, []), (2, ["--fp16-allreduce"]), (2, ["--use-adasum"])])
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    chosen([(None, []), (2, ["--fp16-allreduce"]), (2, ["--use-adasum"])], few=[(None, []), (2, ["--fp16-allreduce"])]),
+)
 def test_the_benchmark_has_the_command_line_and_the_last_lines_that_are_known(ranks: int | None, flags: list[str]):
     size = ranks or 1
     known = ["--model", "resnet18", "--batch-size", 2, "--num-warmup-batches", 1, "--num-batches-per-iter", 1]

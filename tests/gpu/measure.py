@@ -26,7 +26,7 @@ COPY = "copy of a bucket"
 
 
 def milliseconds(action: Callable[[], object], repeats: int) -> float:
-    """Of the GPU's time, for one of several repeats."""
+    """Returns the GPU's milliseconds for one of several repeats."""
     began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     began.record()
     for _ in range(repeats):
@@ -37,7 +37,7 @@ def milliseconds(action: Callable[[], object], repeats: int) -> float:
 
 
 def take_turns(rivals: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Each one's times, by name."""
+    """Runs the candidates in turns; returns the times of each, by name."""
     for action in rivals.values():
         milliseconds(action, 3)
     times: dict[str, list[float]] = {name: [] for name in rivals}
@@ -53,7 +53,7 @@ def show(name: str, times: list[float], what: str) -> None:
 
 
 class Rotating:
-    """Enough copies of a tensor that no cache holds what comes next."""
+    """As many copies of a tensor as it takes that no cache holds the next one."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._copies = [tensor.clone() for _ in range(6)]
@@ -71,7 +71,7 @@ def kernel() -> None:
     rivals: dict[str, Callable[[], object]] = {COPY: lambda: other.next().copy_(bucket.next())}
 
     def compare(name: str, source: Rotating, factor: float, out: Rotating) -> None:
-        """By cupy, where it works, by PyTorch in one pass, and in two."""
+        """Compares cupy's kernel, if it works, with PyTorch in one pass and in two."""
         compiled = kernels._cupy_kernels(GPU, source.dtype, out.dtype)
         if compiled is not None:
             rivals[f"{name}, cupy"] = lambda: compiled.scale_cast(source.next(), factor, out.next())
@@ -83,7 +83,7 @@ def kernel() -> None:
         compare(f"bucket to {dtype}", bucket, 1 / 3, wire)
         compare(f"{dtype} to bucket", wire, 3 / 2, bucket)
     times = take_turns(rivals, repeats=20)
-    # Bytes that must be read and written, in a millisecond.
+    # Bytes that must be read and written, per millisecond.
     copy_rate = 8 * numel / median(times[COPY])
     for name, own in times.items():
         rate = (8 if name == COPY else 6) * numel / median(own)
@@ -94,7 +94,7 @@ def kernel() -> None:
 
 
 def many_tensors() -> nn.Module:
-    """Like ResNet-50 in size and number of parameters: 23 million in 162."""
+    """Makes tensors like ResNet-50's parameters: 23 million elements in 162 tensors."""
     torch.manual_seed(0)
     layers = []
     for _ in range(53):

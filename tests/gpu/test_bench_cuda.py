@@ -13,13 +13,12 @@ import torch
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
 ]
 
 
 def bench(tmp_path: Path, *words: str) -> dict[str, object]:
-    """What a command writes as JSON."""
+    """Returns what a command writes as JSON."""
     ranks = min(2, torch.cuda.device_count())
     launcher = [sys.executable, "-m", "hvdlite_launcher", "-np", str(ranks), sys.executable]
     argv = [*launcher, "-m", "hvdlite.bench", *words, "--device", "cuda", "--json", str(tmp_path / "found.json")]

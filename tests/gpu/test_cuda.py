@@ -1,4 +1,4 @@
-"""The CUDA part: NCCL with one rank, and two ranks that share a GPU over gloo. Needs a GPU."""
+"""hvdlite with CUDA tensors: NCCL with one rank, and two ranks that share a GPU over gloo. Needs a GPU."""
 
 from __future__ import annotations
 

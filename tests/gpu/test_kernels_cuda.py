@@ -1,4 +1,4 @@
-"""The kernels of cupy's give PyTorch's bits: for all numbers, sizes and places in memory, in whatever stream."""
+"""Cupy's kernels compute the same bits as PyTorch, for all values, sizes and addresses, in any stream."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_kernel_of_cupys_is_taken_for_each_pair_of_dtypes(source, out):
     found = kernels._cupy_kernels(GPU, source, out)
     assert found is not None
     assert gives_what_torch_gives(found.scale_cast, GPU, source, out)
-    # PyTorch says the same on the CPU.
+    # The same as PyTorch computes on the CPU.
     sample = torch.randn(10_001, dtype=torch.float64).to(source)
     for factor in (1.0, 1.0 / 3.0, 1e-7, 3e4):
         there, here = torch.empty(10_001, dtype=out, device=GPU), torch.empty(10_001, dtype=out)

@@ -1,4 +1,4 @@
-"""Process sets and SyncBatchNorm with CUDA tensors: ranks that share a GPU over gloo, and one over NCCL."""
+"""Process sets and SyncBatchNorm with CUDA tensors: ranks that share a GPU over gloo, and one rank over NCCL."""
 
 from __future__ import annotations
 

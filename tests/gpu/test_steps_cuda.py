@@ -1,4 +1,4 @@
-"""From backward to step nothing waits for the GPU; a CUDA graph captures a whole step. One rank, in this process."""
+"""No call from backward to step waits for the GPU; a CUDA graph captures a whole step. One rank, in this process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 import hvdlite as hvd
 from hvdlite.comm.engine import EngineFactory, SingleRankFactory, SubsetEngineFactory
-from hvdlite.comm.engine_selection import HierarchicalEngineFactory
 from hvdlite.comm.gloo import ConnectingRanks, InitTimeout
 from hvdlite.comm.group import Group
+from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory
 from hvdlite.comm.host_groups import HostGroups
 from hvdlite.signing import Signer
 
@@ -37,7 +37,7 @@ def over_nccl() -> EngineFactory:
 
 
 class OneRankOfEach(SubsetEngineFactory):
-    """NCCL's engines also for the parts of a hierarchy of one host with one rank."""
+    """Makes NCCL engines also for both levels of a hierarchy of one host with one rank."""
 
     def among(self, places: object, place: int, token: str, /) -> EngineFactory:
         return over_nccl()
@@ -52,7 +52,7 @@ CHANNELS = [SingleRankFactory, over_nccl, over_a_hierarchy]
 
 
 class Net(nn.Module):
-    """Many small layers and a large one, which takes the way of the hierarchy; one frozen, and one not used."""
+    """Many small layers, and a large one that is reduced in two levels; one is frozen, and one is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_from_backward_to_step_nothing_waits_for_the_gpu(make_engine_factory, co
     for step in range(6):
         optimizer.zero_grad(set_to_none)
         loss = loss_of(model, x[step], y[step])
-        # In the first ones memory is taken, kernels are compiled, and ranks connect.
+        # The first steps allocate memory, compile kernels and connect the ranks.
         torch.cuda.set_sync_debug_mode("error" if step >= 2 else "default")
         try:
             loss.backward()
@@ -116,7 +116,7 @@ def test_from_backward_to_step_nothing_waits_for_the_gpu(make_engine_factory, co
 
 
 def test_the_program_runs_ahead_of_the_gpu():
-    """Backward and step return while the GPU is still busy with what came before them."""
+    """Backward and step return while the GPU is still busy with earlier work."""
     model, (x, y) = Net().to(GPU, torch.float64), data(4)
     optimizer = wrapped(model, sgd, over_nccl(), hvd.Compression.fp16)
     busy = torch.full((8192, 8192), 1 / 8192, device=GPU)
@@ -151,7 +151,7 @@ def test_a_captured_step_replays_as_training_goes_on(make_engine_factory, make, 
         its_optimizer.step()
         return loss
 
-    # As PyTorch's notes on CUDA graphs have it.
+    # As in PyTorch's notes on CUDA graphs.
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -173,7 +173,7 @@ def test_a_captured_step_replays_as_training_goes_on(make_engine_factory, make, 
     for got, wanted in zip(graphed.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9)
         assert (got.grad is None) == (wanted.grad is None)
-    # And on without the graph.
+    # Goes on without the graph.
     torch.testing.assert_close(step(graphed, optimizer), step(eager, twin), rtol=0, atol=1e-9)
 
 
@@ -206,7 +206,7 @@ def test_the_program_of_a_hierarchical_all_reduce_goes_on_at_once():
     tensor.fill_(2.0)
     work = engine.allreduce([tensor], dist.AllreduceOptions())
     assert not work.is_completed()
-    # Neither the program nor its stream is held up until it waits.
+    # Neither the program nor its stream waits before it is asked to.
     after = torch.full((4,), 3.0, device=GPU)
     work.wait()
     tensor.add_(1.0)

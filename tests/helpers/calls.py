@@ -1,4 +1,4 @@
-"""Calls that ranks make one after the other, each of which ends as it should and leaves the ranks in step."""
+"""Makes the same calls on every rank, checks how each ends, and checks that the ranks stay in step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import hvdlite as hvd
 
 @dataclass
 class Tally:
-    """What went wrong, by call; how many calls there were."""
+    """The number of calls made, and a line for each that ended wrongly."""
 
     calls: int = 0
     wrong: list[str] = field(default_factory=list)
@@ -25,7 +25,10 @@ class Tally:
 
 
 def fault_of(error: BaseException, words: Sequence[str]) -> str | None:
-    """What is wrong with an error that a call has ended in, or None: it names one of the words, and is hvdlite's."""
+    """Returns what is wrong with the error that a call raised, or None.
+
+    It must be a TypeError or ValueError raised by hvdlite, in one sentence that contains one of ``words``.
+    """
     text = str(error)
     if not isinstance(error, TypeError | ValueError):
         return f"ended in {type(error).__name__}: {text}"
@@ -40,7 +43,7 @@ def fault_of(error: BaseException, words: Sequence[str]) -> str | None:
 
 
 class Rank:
-    """One rank that makes the calls, all ranks the same; what they come to is in its tally."""
+    """One rank's caller: every rank makes the same calls, and notes the results in its tally."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -55,11 +58,14 @@ class Rank:
         words: Sequence[str],
         must: bool | None,
     ) -> None:
-        """Make a call. ``must``: whether it has to work; None where it may end either way."""
+        """Makes a call and checks its result.
+
+        ``must``: True if the call must succeed, False if it must raise, None if both are right.
+        """
         self.tally.calls += 1
         try:
             result = call()
-        except Exception as error:  # noqa: BLE001 - it is what is looked at
+        except Exception as error:  # noqa: BLE001 - the error is what is tested
             fault = fault_of(error, words)
             if fault is None and must:
                 fault = f"was refused: {error}"
@@ -77,7 +83,7 @@ class Rank:
 
 
 def bare(value: Tensor) -> Tensor:
-    """The values of a traveller, in plain memory of their own."""
+    """Returns the values as a plain tensor in its own contiguous memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return value.detach().as_subclass(Tensor).contiguous().resolve_conj().resolve_neg().clone()
 

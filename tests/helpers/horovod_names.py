@@ -1,4 +1,4 @@
-"""Every name that Horovod 0.28.1 has for PyTorch programs, its command line's and its environment's included."""
+"""Every name of Horovod 0.28.1 for PyTorch programs: functions, modules, arguments, flags and variables."""
 
 from __future__ import annotations
 
@@ -14,20 +14,27 @@ TORCH = """
     size sparse_allreduce_async start_timeline stop_timeline synchronize
 """.split()  # noqa: SIM905  # a list to be read
 
-# What is not there, by decision.
-NOT_THERE = {"elastic"}
+# Names that hvdlite does not have, by decision.
+NOT_THERE: set[str] = set()
 
-# The modules that programs import, and what they import from them.
+# The modules that programs import, and the names that they import from them.
 MODULES = {
     "horovod": ["run", "__version__"],
     "horovod.common": [],
     "horovod.common.basics": ["HorovodBasics"],
+    "horovod.common.elastic": ["ObjectState", "State", "run_fn"],
     "horovod.common.exceptions": ["HorovodInternalError", "HostsUpdatedInterrupt"],
     "horovod.common.process_sets": ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"],
     "horovod.common.util": ["check_extension", "gpu_available", "num_rank_is_power_2", "split_list"],
     "horovod.runner": ["run"],
     "horovod.torch": TORCH,
     "horovod.torch.compression": ["Compression", "Compressor", "FP16Compressor", "NoneCompressor"],
+    "horovod.torch.elastic": ["ElasticSampler", "TorchState", "run", "sampler", "state"],
+    "horovod.torch.elastic.sampler": ["ElasticSampler"],
+    "horovod.torch.elastic.state": [
+        "ElasticSampler", "ModelStateHandler", "OptimizerStateHandler", "SamplerStateHandler", "StateHandler",
+        "TorchState", "get_handler_registry", "set_handler_registry",
+    ],
     "horovod.torch.functions": [
         "allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters",
     ],
@@ -41,7 +48,6 @@ MODULES = {
 
 NOT_THERE_MODULES = [
     "horovod.data", "horovod.keras", "horovod.mxnet", "horovod.ray", "horovod.spark", "horovod.tensorflow",
-    "horovod.torch.elastic",
 ]  # fmt: skip
 
 OPTIMIZER_ARGUMENTS = """

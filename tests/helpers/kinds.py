@@ -1,4 +1,4 @@
-"""Tensors of every kind that PyTorch has, and what is no tensor: what each is made of, and whether it can travel."""
+"""Tensors of every kind that PyTorch has, and other values: how to make each, and whether collectives accept it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ Call = Callable[[object], Any]
 
 @dataclass(frozen=True)
 class Kind:
-    """``make(rank)`` is the value of a rank, the same one again from the same rank.
+    """A kind of value that is passed to collectives.
 
-    ``moves`` and ``reduces`` are whether functions that only move it, and those that do arithmetic, take it;
-    ``writable`` whether those that overwrite it do. ``around(call, value)`` calls it where it is of this kind;
-    ``is_of_thread`` is False where that is so in one thread at a time.
+    ``make(rank)`` makes the value of a rank; equal ranks give equal values. ``moves``: functions that only send it, as
+    broadcast does, accept it. ``reduces``: functions that do arithmetic accept it. ``writable``: functions that
+    overwrite it accept it. ``around(call, value)`` calls ``call(value)`` in the context that makes the value of this
+    kind; ``is_of_thread`` is False if only one thread at a time can be in that context.
     """
 
     make: Callable[[int], Any]
@@ -41,12 +42,12 @@ class Kind:
 
 
 def base(rank: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Four rows of two, other ones on each rank; small enough for every dtype."""
+    """Makes a (4, 2) tensor of numbers that differ by rank and are small enough for every dtype."""
     return (torch.arange(8) + 8 * rank).view(4, 2).to(dtype)
 
 
 def bits(rank: int, dtype: torch.dtype) -> Tensor:
-    """Bytes that are seen as a dtype which no number can be converted to."""
+    """Makes a (4, 2) tensor of a dtype to which no number can be converted, as a view of bytes."""
     return (torch.arange(8 * dtype.itemsize, dtype=torch.uint8) + 8 * rank).view(dtype).view(4, 2)
 
 
@@ -58,7 +59,7 @@ class Tagged(Tensor):
 
 
 class Mute(Tensor):
-    """A subclass that refuses every function of PyTorch's."""
+    """A subclass that raises in every function of PyTorch's."""
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -66,7 +67,7 @@ class Mute(Tensor):
 
 
 class Counting(Tensor):
-    """A subclass with hooks below autograd."""
+    """A subclass with its own ``__torch_dispatch__``, which raises for every operator."""
 
     @classmethod
     def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
@@ -74,14 +75,14 @@ class Counting(Tensor):
 
 
 def emptied(rank: int) -> Tensor:
-    """A tensor whose storage was given back, as FSDP does it."""
+    """Makes a tensor whose storage was resized to 0, as FSDP does."""
     tensor = base(rank)
     tensor.untyped_storage().resize_(0)
     return tensor
 
 
 def cut(rank: int) -> Tensor:
-    """A tensor that has lost a part of its storage."""
+    """Makes a tensor whose storage is smaller than its values."""
     tensor = base(rank)
     tensor.untyped_storage().resize_(16)
     return tensor
@@ -93,7 +94,7 @@ def under_inference(rank: int) -> Tensor:
 
 
 def of_numpy(rank: int) -> Tensor:
-    """Memory of an array that must not be written, which PyTorch does not know."""
+    """Makes a tensor over the memory of a read-only NumPy array; PyTorch does not know that it is read-only."""
     array = base(rank).numpy()
     array.flags.writeable = False
     with _quiet():
@@ -108,7 +109,7 @@ def _quiet() -> Iterator[None]:
 
 
 def quietly(make: Callable[[int], Any]) -> Callable[[int], Any]:
-    """PyTorch warns of its prototypes when one is made."""
+    """Wraps ``make`` so that PyTorch's warnings about prototype features are not shown."""
 
     def made(rank: int) -> Any:
         with _quiet():
@@ -159,7 +160,7 @@ def inside_functionalize(call: Call, value: Any) -> Any:
 
 
 def inside_jvp(call: Call, value: Any) -> Any:
-    # There is one level in a process, not one in each thread.
+    # The dual level is one per process, not one per thread.
     with _DUAL, forward_ad.dual_level():
         return call(forward_ad.make_dual(value, torch.ones_like(value)))
 
@@ -176,7 +177,7 @@ _MESH: list[DeviceMesh] = []
 
 @contextmanager
 def a_mesh() -> Iterator[None]:
-    """A device mesh, of this process alone if it is in no group, for what is distributed by PyTorch."""
+    """Provides a device mesh for the DTensor kind; if there is no default group, one of this process alone."""
     is_alone = not dist.is_initialized()
     if is_alone:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -313,7 +314,7 @@ NO_TRAVELLERS = {
 }
 
 if torch.__version__.startswith(("2.11.", "2.12.")):
-    # There a FakeTensorMode that was entered in a thread takes the process down later, whoever calls what in it.
+    # In these versions, a FakeTensorMode that was entered in a thread crashes the process later.
     del NO_TRAVELLERS["a fake one"], NO_TRAVELLERS["inside FakeTensorMode"]
 
 KINDS = {**TRAVELLERS, **NO_TRAVELLERS}

@@ -1,4 +1,4 @@
-"""The store of hvdlite-run without processes: each agent's relay is a thread, and hands its messages to the store."""
+"""hvdlite-run's store without processes: each agent runs in a thread and calls the store directly."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from pathlib import Path
 from hvdlite_launcher.store.cache import Cache
 from hvdlite_launcher.store.relay import Relay
 from hvdlite_launcher.store.server import Store
-from hvdlite_launcher.wire.messages import GaveUp, Joined, Joining
+from hvdlite_launcher.wire.messages import InitDone, InitFailed, InitStarted
 
 
 class LocalAgent:
-    """One host's: a loop that waits for its workers, and passes messages on to the store and back."""
+    """One host's agent, as a thread: passes messages between its workers and the store."""
 
     def __init__(self, path: str, store: Store) -> None:
         self.path = path
-        self.sent: list[object] = []  # all that it ever told the launcher
+        self.sent: list[object] = []  # all messages that it has sent to the launcher
         self.store = store
         self._wake, self._woken = os.pipe()
         self._inbox: deque = deque()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wake, selectors.EVENT_READ, self._receive)
-        self.cache = Cache(self._tell, workers={rank: rank for rank in range(4)})
+        self.cache = Cache(self._tell, workers=range(4))
         self.relay = Relay(path, self.cache, self._selector)
         self._over = False
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -42,7 +42,7 @@ class LocalAgent:
             self._over = True
             os.write(self._woken, b"!")
             self._thread.join()
-            # Not by the thread, which may see that it is over before it is woken.
+            # Closed here and not by the thread, which may see `_over` and end before the byte is written.
             os.close(self._wake)
             os.close(self._woken)
 
@@ -60,7 +60,7 @@ class LocalAgent:
 
     def _tell(self, message) -> None:
         self.sent.append(message)
-        if not isinstance(message, Joining | Joined | GaveUp):
+        if not isinstance(message, InitStarted | InitDone | InitFailed):
             self.store.receive(self, message)
 
 

@@ -1,6 +1,6 @@
-"""Small models with the peculiarities that data-parallel training must survive, and a plain training of them.
+"""Small models with features that are hard for data-parallel training, and functions that train them on ranks or alone.
 
-Models are built once, in the main thread: ranks are threads here, and PyTorch's random state is shared.
+Models are built under a lock, because ranks are threads here and share PyTorch's random generator.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tied(nn.Module):
 
 
 class Branches(nn.Module):
-    """Parameters that no rank uses, that only odd parts of the batch use, and that are frozen."""
+    """Has parameters that no rank uses, that only odd parts of the batch use, and that are frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Branches(nn.Module):
 
 
 class MixedTypes(nn.Module):
-    """fp64, fp32 and bf16 parameters side by side."""
+    """Has parameters of fp64, fp32 and bf16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class MixedTypes(nn.Module):
         self.shift = nn.Parameter(torch.zeros(FEATURES, dtype=torch.bfloat16))
         self.head = nn.Linear(FEATURES, CLASSES)
 
-    def double(self) -> MixedTypes:  # the small ones keep their types
+    def double(self) -> MixedTypes:  # scale and shift keep their dtypes
         self.wide.double()
         self.head.double()
         return self
@@ -106,7 +106,7 @@ def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def alike(model: nn.Module) -> nn.Module:
-    """The model with values that are the same on all ranks, which are threads and share a random generator."""
+    """Gives the model values that are equal on all ranks: ranks are threads and share PyTorch's random generator."""
     generator = torch.Generator().manual_seed(0)
     for param in model.parameters():
         nn.init.uniform_(param, -0.5, 0.5, generator=generator)
@@ -117,7 +117,7 @@ _BUILDING = threading.Lock()
 
 
 def build(kind: type[nn.Module], seed: int = 0) -> nn.Module:
-    """A model of this kind; all of one seed are alike, also of ranks that are threads and share a random generator."""
+    """Returns a new model of this kind in fp64. Models of one kind and seed have equal parameters, in all threads."""
     with _BUILDING:
         return copy.deepcopy(_first_of(kind, seed))
 
@@ -129,7 +129,7 @@ def _first_of(kind: type[nn.Module], seed: int) -> nn.Module:
 
 
 def batches(steps: int, passes: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Inputs (steps, passes, rows, FEATURES) and classes (steps, passes, rows)."""
+    """Makes inputs of shape (steps, passes, rows, FEATURES) and classes of shape (steps, passes, rows)."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(steps, passes, rows, FEATURES, generator=generator, dtype=torch.float64)
     y = torch.randint(CLASSES, (steps, passes, rows), generator=generator)
@@ -137,12 +137,12 @@ def batches(steps: int, passes: int, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def part_loss(model: nn.Module, x: Tensor, y: Tensor, part: int, parts: int) -> Tensor:
-    """The mean loss of one rank's part of a batch."""
+    """Computes the mean loss of one rank's part of a batch."""
     return nn.functional.cross_entropy(model(x.chunk(parts)[part], part), y.chunk(parts)[part])
 
 
 def train_alone(model: nn.Module, make: OptimizerMaker, x: Tensor, y: Tensor, parts: int) -> nn.Module:
-    """One process on the whole batch: the average of the parts' losses, which is what ranks together compute."""
+    """Trains in one process on the average of the parts' losses, which is what the ranks compute together."""
     model = copy.deepcopy(model)
     optimizer = make(list(model.parameters()))
     for step in range(len(x)):
@@ -157,7 +157,7 @@ def train_alone(model: nn.Module, make: OptimizerMaker, x: Tensor, y: Tensor, pa
 def train_rank(
     group: Group, model: nn.Module, make: OptimizerMaker, x: Tensor, y: Tensor, **options: object
 ) -> nn.Module:
-    """One rank's share of the same training."""
+    """Trains on one rank's part of each batch, with `hvd.DistributedOptimizer`."""
     model = copy.deepcopy(model)
     if not options.get("autotune"):
         options.setdefault("bucket_cap_mb", 0.0002)
@@ -181,7 +181,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 1e-2}
 
 
 def assert_same_training(models: list[nn.Module], reference: nn.Module) -> None:
-    """Every parameter and gradient as in the reference, a missing gradient included."""
+    """Asserts that every parameter and gradient equals the reference's, and that the same gradients are missing."""
     for rank, model in enumerate(models):
         for (name, got), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
             tolerance = TOLERANCE[expected.dtype]

@@ -1,4 +1,4 @@
-"""Ranks as threads: each has a gloo process group of its own over one store in memory."""
+"""Runs ranks as threads of one process; each has its own gloo or shared-memory engines, over one store in memory."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hvdlite.comm.group import Group
 from hvdlite.comm.torch_engine import TorchEngine
 from hvdlite.control.generation import Generation
 from hvdlite.runtime.process_set import Membership, ProcessSet
-from hvdlite.shm.setup import meet, open_segment
+from hvdlite.shm.setup import exchange_control_blocks, open_segment
 from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.signing import Signer
 
-TIMEOUT = timedelta(seconds=20)
+TIMEOUT = timedelta(seconds=60)
 
 
 class ThreadEngineFactory:
-    """Gloo process groups of one rank, over a store in memory that the other threads share."""
+    """Makes one rank's gloo process groups, over a store in memory that all threads share."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, wrap: Callable[[Any], Any]) -> None:
         self._store, self._rank, self._size, self._wrap = store, rank, size, wrap
@@ -33,7 +33,7 @@ class ThreadEngineFactory:
         store = dist.PrefixStore(f"channel{self._opened}", self._store)
         self._opened += 1
         group = dist.ProcessGroupGloo(store, self._rank, self._size, TIMEOUT)
-        # One that is dropped at once must not be gone before the others have connected to it.
+        # Wait until the others have connected: the group may be dropped right after this.
         group.allreduce([torch.zeros(1)]).wait()
         return self._wrap(TorchEngine(group))
 
@@ -45,12 +45,14 @@ class ThreadEngineFactory:
 
 
 class SharedEngineFactory(ThreadEngineFactory):
-    """The same ranks over engines in shared memory."""
+    """Makes one rank's shared-memory engines."""
 
     def open(self) -> Any:
         store = dist.PrefixStore(f"channel{self._opened}", self._store)
         self._opened += 1
-        context = meet(store, self._rank, self._size, open_segment(), InitTimeout(TIMEOUT), Signer(b"test"))
+        context = exchange_control_blocks(
+            store, self._rank, self._size, open_segment(), InitTimeout(TIMEOUT), Signer(b"test")
+        )
         return self._wrap(ShmEngine(context, "test"))
 
     def close(self, engine: Any, /) -> None:
@@ -64,15 +66,15 @@ ENGINES: dict[str, type[ThreadEngineFactory]] = {"gloo": ThreadEngineFactory, "s
 
 
 def generation_of(group: Group) -> Generation:
-    """What the optimizers and operations of a group share that has no world: the same at each call.
+    """Returns the generation of a group that has no world; the same one at each call.
 
-    It is kept in the group itself: it refers to the group, so that a table would keep both, and the group's threads.
+    It is stored in the group itself: it refers to the group, so a table here would keep the group and its threads.
     """
     return group.__dict__.setdefault("_generation_of_tests", Generation(watch=group._watch))
 
 
 def set_of(group: Group) -> ProcessSet:
-    """The ranks of a group as what the functions that take a ``process_set`` want."""
+    """Makes a registered process set of the group's ranks, for functions that take a ``process_set``."""
     process_set = ProcessSet(group.ranks)
     process_set.register(Membership(group.set_id, group.ranks[group.rank], group, generation_of(group)))
     return process_set
@@ -84,10 +86,10 @@ def run_ranks(
     make_wrapper: Callable[[], Callable[[Any], Any]] | None = None,
     engine: str = "gloo",
 ) -> list[Any]:
-    """``function(group)`` on every rank; results by rank. The first rank's exception, if any, is raised.
+    """Calls ``function(group)`` on every rank and returns the results by rank; raises the first rank's exception.
 
-    ``make_wrapper`` is called once per rank; what it returns wraps each of the rank's engines, which are of the kind
-    ``engine``, one of `ENGINES`.
+    ``make_wrapper`` is called once per rank; the function that it returns wraps each of the rank's engines. ``engine``
+    is the kind of the engines, a key of `ENGINES`.
     """
     outcomes = attempt_ranks(size, function, make_wrapper, engine)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -102,7 +104,7 @@ def attempt_ranks(
     make_wrapper: Callable[[], Callable[[Any], Any]] | None = None,
     engine: str = "gloo",
 ) -> list[Any]:
-    """Like `run_ranks`, but an exception is the rank's outcome."""
+    """Does what `run_ranks` does, but returns a rank's exception instead of raising it."""
     store = dist.HashStore()
 
     def run(rank: int) -> Any:
@@ -115,29 +117,29 @@ def attempt_ranks(
 
 
 def attempt_threads(size: int, function: Callable[[int], Any]) -> list[Any]:
-    """What ``function(rank)`` returns or raises on each of so many threads."""
+    """Calls ``function(rank)`` in ``size`` threads; returns what each returned, or the exception that it raised."""
     outcomes: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
             outcomes[rank] = function(rank)
-        except BaseException as error:  # noqa: BLE001 - it is handed to the test
+        except BaseException as error:  # noqa: BLE001 - the test gets it
             outcomes[rank] = error
 
-    # Of one name, as the main threads of processes are: names tell threads apart that call what has none itself.
-    # Intra-op threads of several ranks would fight over the cores.
+    # The threads have one name, as the main threads of real ranks do: hvdlite distinguishes unnamed collectives by the
+    # name of their thread. One intra-op thread each, because the ranks share the cores.
     torch.set_num_threads(1)
     threads = [threading.Thread(target=run, args=(rank,), name="rank", daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(90)
+        thread.join(250)
         assert not thread.is_alive(), "a rank hangs"
     return outcomes
 
 
 class CountingEngine:
-    """A process group that notes every collective as (operation, elements), in one list per rank."""
+    """Wraps an engine and notes every collective as (operation, elements), in one list per rank."""
 
     def __init__(self, engine: Any, calls: list[tuple[str, int]]) -> None:
         self._engine = engine
@@ -171,6 +173,6 @@ class CountingEngine:
 
 
 def counting() -> Callable[[Any], Any]:
-    """For `run_ranks`: every engine of a rank counts into ``group.engine.calls``."""
+    """A ``make_wrapper`` for `run_ranks`: all engines of a rank note their collectives in ``group.engine.calls``."""
     calls: list[tuple[str, int]] = []
     return lambda engine: CountingEngine(engine, calls)

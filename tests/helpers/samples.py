@@ -1,4 +1,4 @@
-"""Tensors that each rank can make of all ranks', in every dtype and dimension, and what is to come of them."""
+"""Sample tensors in every dtype and shape that any rank can compute for every rank, and the expected reductions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHAPES = [(), (0,), (5,), (4, 0), (3, 2), (2, 1, 3)]
 
 
 def sample(rank: int, dtype: torch.dtype, shape: Sequence[int], *, positive: bool = False) -> Tensor:
-    """Small numbers that differ by rank and place; sums and products of four ranks' are exact in every dtype."""
+    """Makes a rank's tensor of small numbers; sums and products over four ranks are exact in every dtype."""
     numel = torch.Size(shape).numel()
     numbers = (torch.arange(numel) * (rank + 1) + rank) % 3 + 1
     if dtype is torch.bool:
@@ -31,7 +31,7 @@ def sample(rank: int, dtype: torch.dtype, shape: Sequence[int], *, positive: boo
 
 
 def combined(op: hvd.ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
-    """What one process would make of all ranks' tensors."""
+    """Computes the expected result of reducing all ranks' tensors."""
     dtype, size = tensors[0].dtype, len(tensors)
     if op in (hvd.Min, hvd.Max):
         return reduce(torch.minimum if op is hvd.Min else torch.maximum, tensors)
@@ -44,9 +44,9 @@ def combined(op: hvd.ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def close(got: Tensor, expected: Tensor) -> None:
-    """The same dtype, shape and numbers, but for the rounding of an average."""
+    """Asserts equal dtype, shape and numbers, except for the rounding of an average."""
     if got.dtype == expected.dtype and torch.equal(got, expected):
-        # Mostly so, and far sooner known.
+        # The usual case, checked much faster than below.
         return
     rough = got.dtype in (torch.float16, torch.bfloat16)
     torch.testing.assert_close(got, expected, rtol=2e-2 if rough else 1e-6, atol=2e-2 if rough else 1e-6)

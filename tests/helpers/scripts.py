@@ -1,10 +1,10 @@
-"""Events that happen as a test says, in no time."""
+"""`Script`: a queue with a simulated clock, for tests of code that waits for events."""
 
 from queue import Empty
 
 
 class Script:
-    """A queue that gives what it holds, and then lets all the time pass that somebody waits."""
+    """A queue that returns its events first; then each `get` advances ``now`` by its timeout and raises Empty."""
 
     def __init__(self, *events):
         self._events = list(events)

@@ -1,4 +1,4 @@
-"""A timeline read back."""
+"""Reads timeline files, and finds and checks their spans."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ Span = dict[str, Any]
 
 
 def read_events(path: Path) -> list[Span]:
-    """The events of a whole file."""
+    """Returns the events of a complete file."""
     return json.loads(path.read_text())["traceEvents"]
 
 
 def read_part(path: Path) -> list[Span]:
-    """The events of a part, whose last line may be cut short."""
+    """Returns the events of one rank's part file, whose last line may be incomplete."""
     text = path.read_text()
     assert text.startswith("[\n")
     return json.loads(text[: text.rindex("},\n") + 1] + "]")
 
 
 def spans(events: list[Span], rank: int, row: str | None = None, name: str | None = None) -> list[Span]:
-    """A rank's spans, in a row of that name, of that name; by their beginning."""
+    """Returns a rank's spans, sorted by start; ``row`` and ``name`` select those in a row and with a name."""
     rows = {event["tid"]: event["args"]["name"] for event in events if is_about(event, rank, "thread_name")}
     found = [
         event
@@ -39,7 +39,7 @@ def is_about(event: Span, rank: int, what: str) -> bool:
 
 
 def assert_rows_are_tidy(events: list[Span]) -> None:
-    """Spans of a row lie one after the other, or one within the other."""
+    """Asserts that any two spans of a row are either disjoint or nested."""
     rows = defaultdict(list)
     for event in events:
         if event["ph"] == "X":

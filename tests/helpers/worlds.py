@@ -1,4 +1,4 @@
-"""Ranks as threads that each have a world of their own, so that all of hvdlite's functions can be called on them."""
+"""Runs ranks as threads that each have their own world, so that they can call all of hvdlite's public functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN = Environment(stall_check=False)
 
 
 class WorldOfThread:
-    """Stands in the one module variable: the world of whichever thread looks. Other threads have the first one's."""
+    """Replaces the current world in `runtime.world`: each thread sees the world that it has entered."""
 
     def __init__(self) -> None:
         self._here = threading.local()
@@ -34,7 +34,7 @@ class WorldOfThread:
         self._threads.append((own, threading.current_thread()))
 
     def names_beside(self, thread: threading.Thread) -> list[str]:
-        """Of the other threads of the rank whose thread it is, which here are not all of the process."""
+        """Returns the names of the live threads that belong to the same rank as ``thread``, without ``thread``."""
         owners = [own for own, other in self._threads if other is thread]
         return [
             other.name for own, other in self._threads if own in owners and other is not thread and other.is_alive()
@@ -42,12 +42,12 @@ class WorldOfThread:
 
     @property
     def here(self) -> World:
-        """For the threads that a rank starts itself."""
+        """The calling thread's world."""
         own: World = self._here.world
         return own
 
     def starts(self, function: Callable[[], Any], name: str) -> threading.Thread:
-        """A thread of the rank's own, which has the rank's world; it is to be started."""
+        """Returns a new thread, not yet started, that has the calling rank's world."""
         own = self.here
 
         def run() -> None:
@@ -69,7 +69,7 @@ def run_worlds(
     make_wrapper: Callable[[], Callable[[Any], Any]] | None = None,
     engine: str = "gloo",
 ) -> list[Any]:
-    """``function(rank)`` on every rank, after an `init`; results by rank. The first rank's exception is raised.
+    """Calls ``function(rank)`` on every rank within a world; returns results by rank, raises the first exception.
 
     ``make_wrapper`` and ``engine`` are as in `run_ranks`.
     """
@@ -87,12 +87,12 @@ def attempt_worlds(
     make_wrapper: Callable[[], Callable[[Any], Any]] | None = None,
     engine: str = "gloo",
 ) -> list[Any]:
-    """Like `run_worlds`, but an exception is the rank's outcome."""
+    """Does what `run_worlds` does, but returns a rank's exception instead of raising it."""
     shared = WorldOfThread()
 
     def run(group: Group) -> Any:
         generation = generation_of(group)
-        controller = make_controller(group, generation, ["here"] * group.size, environment, timeout_s=10.0)
+        controller = make_controller(group, generation, ["here"] * group.size, environment, timeout_s=60.0)
         sets = Registry(group, controller, generation)
         own = World(_topology(group), group, generation, controller, environment, sets, leave=lambda: None, pid=0)
         shared.enter(own)
@@ -109,7 +109,7 @@ def attempt_worlds(
 @contextmanager
 def _instead_of_the_world(shared: WorldOfThread) -> Iterator[None]:
     earlier, names_beside = world._world, thread_labels.names_beside
-    world._world = shared  # type: ignore[assignment]  # it has all that a world has
+    world._world = shared  # type: ignore[assignment]  # it has all attributes of a World
     thread_labels.names_beside = shared.names_beside
     try:
         yield
@@ -119,10 +119,11 @@ def _instead_of_the_world(shared: WorldOfThread) -> Iterator[None]:
 
 
 def run_generations(sizes: Sequence[int], function: Callable[[Iterator[int]], Any], engine: str = "gloo") -> list[Any]:
-    """One world after the other, of so many ranks each, the first ones; what each rank's ``function`` returns.
+    """Runs several worlds in a row, as between `init` and `shutdown`; ``sizes`` has the number of ranks of each.
 
-    It is called once on each of the ranks that the largest world has, with the generations that the rank is in: while
-    it is at one, this is the world.
+    Each world has the first ranks. ``function`` is called once per rank of the largest world, with an iterator over the
+    numbers of the worlds that the rank is in; while the iterator is at a number, that world is the current one. Returns
+    the results by rank.
     """
     shared = WorldOfThread()
 
@@ -146,14 +147,14 @@ def run_generations(sizes: Sequence[int], function: Callable[[Iterator[int]], An
 
 
 def _world_within(base: Group, size: int, token: str) -> World:
-    """A world of the first ranks of a group."""
+    """Makes a world of the first ``size`` ranks of a group."""
     engine_factory = base._engine_factory.among(range(size), base.rank, token)
     signer = base.signer.derive(token)
     generation = Generation()
     group = Group(
         engine_factory, base.rank, size, base.hosts[:size], signer=signer, watch=generation.watch, label=token
     )
-    controller = make_controller(group, generation, ["here"] * size, PLAIN, timeout_s=10.0)
+    controller = make_controller(group, generation, ["here"] * size, PLAIN, timeout_s=60.0)
     sets = Registry(group, controller, generation)
     return World(_topology(group), group, generation, controller, PLAIN, sets, leave=lambda: None, pid=0)
 

@@ -1,4 +1,4 @@
-"""Values that are wrong for an argument, and some that look wrong and are right, by the argument's name."""
+"""Wrong values for the arguments of public functions, and unusual values that are right, by the argument's name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import hvdlite as hvd
 
 NAN, INF = math.nan, math.inf
 HUGE, VAST = 2**63, 10**400
-# More digits than Python makes a text of.
+# More digits than Python converts to text.
 UNPRINTABLE = 10**5000
 
 
 class Rude:
-    """An object whose methods all fail."""
+    """An object whose methods all raise."""
 
     def __repr__(self) -> str:
         raise RuntimeError("Rude has no repr")
@@ -36,7 +36,7 @@ class PathOfBytes:
 
 
 def quantized() -> torch.Tensor:
-    """One that cannot even be shown."""
+    """Makes a tensor whose repr raises."""
     return torch.ones(2, dtype=torch.uint8).view(torch.quint8)
 
 
@@ -100,7 +100,7 @@ WRONG: dict[str, list[Any]] = {
 }  # fmt: skip
 WRONG["postscale_factor"] = WRONG["prescale_factor"]
 
-# What Horovod takes as well, with what it means.
+# Values that Horovod accepts too, each with its meaning.
 RIGHT: dict[str, list[tuple[Any, Any]]] = {
     "name": [("", ""), ("a\0b", "b"), ("ü \N{SNOWMAN}", "b"), ("\ud800", "b"), ("n" * 10_000, "b"),
         (np.str_("n"), "b")],

@@ -1,4 +1,4 @@
-"""The one direction of imports, the names of files, and what the launcher may need."""
+"""The launcher's modules import in one direction only, have distinct names, and need few packages."""
 
 import ast
 import re
@@ -13,13 +13,13 @@ ROOT = Path(hvdlite_launcher.__file__).parent
 
 
 def stated_order(docstring):
-    """The names of ``a < b < c`` in a docstring."""
+    """Returns the names of ``a < b < c`` in a docstring."""
     (block,) = [block for block in docstring.split("\n\n") if " < " in block]
     return block.replace("<", " ").split()
 
 
 def ordered_modules():
-    """Every module by its dotted name, in the order that the docstrings state."""
+    """Returns every module by its dotted name, in the order that the docstrings state."""
     for name in stated_order(hvdlite_launcher.__doc__):
         package = ROOT / name / "__init__.py"
         if package.exists():
@@ -91,7 +91,8 @@ def test_tests_lie_in_the_folder_of_what_they_test():
 
 
 def test_the_launcher_needs_the_standard_library_and_psutil_alone():
-    # Python reads no YAML, and pickles nothing of a notebook's. Both are imported only when that is asked for.
+    # The standard library has no YAML and cannot pickle functions of a notebook; both packages are imported only on
+    # use.
     exceptions = {"cli.config_file": {"yaml"}, "function.caller": {"cloudpickle"}}
     for name in ORDER:
         needed = set(foreign_imports(name))
@@ -103,4 +104,4 @@ def test_a_plain_job_pays_for_neither_yaml_nor_pickling():
         "import sys, hvdlite_launcher.cli.hvdlite_run; "
         "assert not {'yaml', 'cloudpickle', 'pickle'} & sys.modules.keys()"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=200)

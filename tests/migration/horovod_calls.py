@@ -39,7 +39,7 @@ Pair = namedtuple("Pair", "first second")
 
 
 def call(what: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """Enter a call under ``function(argument): what is special``; the function says what comes of it."""
+    """Registers a call under ``function(argument): what is special``; the decorated function returns its outcome."""
 
     def enter(function: Callable[[], Any]) -> Callable[[], Any]:
         assert what not in CALLS, what
@@ -50,7 +50,7 @@ def call(what: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
 
 
 def own(dtype: torch.dtype = torch.float32, rows: int = 4, columns: int = 3) -> torch.Tensor:
-    """Another one on each rank; sums, products and halves of these are exact in all dtypes."""
+    """Returns a value that differs by rank; its sums, products and halves are exact in all dtypes."""
     values = torch.arange(rows * columns).reshape(rows, columns) % 5 - 2 + hvd.rank()
     return values.to(dtype)
 
@@ -60,7 +60,7 @@ def watched(rows: int = 4) -> torch.Tensor:
 
 
 def weights_like(result: torch.Tensor) -> torch.Tensor:
-    """What a rank's loss multiplies a result by: another factor on each rank, and for each element."""
+    """Returns the factors by which a rank's loss multiplies a result: they differ by rank and element."""
     return (torch.arange(result.numel()).reshape(result.shape) + 1.0) * (hvd.rank() + 1)
 
 
@@ -72,12 +72,12 @@ def gradient(function: Callable[..., Any], *tensors: torch.Tensor) -> list[Any]:
 
 
 def members() -> hvd.ProcessSet:
-    """The process set that this rank is in: of even ranks, or of odd ones; all of them where there is one."""
+    """Returns the process set that this rank is in: the even ranks or the odd ones; all ranks if there is one rank."""
     return hvd.global_process_set if hvd.size() == 1 else SETS[hvd.rank() % 2]
 
 
 def strangers() -> hvd.ProcessSet:
-    """One that this rank is not in."""
+    """Returns a process set that this rank is not in."""
     return SETS[1 - hvd.rank() % 2]
 
 
@@ -112,7 +112,7 @@ def watched_one_or_two(name: str) -> list[torch.Tensor]:
 
 
 def apply_to(name: str, function: Callable[..., Any], **named: Any) -> Callable[..., Any]:
-    """The function of as many tensors as it gets, whether it takes one or a list."""
+    """Returns a function of several tensors, whether Horovod's function takes one tensor or a list."""
     grouped = name.startswith("grouped")
     return lambda *tensors: function(list(tensors) if grouped else tensors[0], **named)
 
@@ -203,7 +203,7 @@ for _name, _function in {**REDUCING, **GROUPED}.items():
 
 
 class Halves:
-    """A compression of Horovod's manner: what travels is half of it."""
+    """A compression as programs write it for Horovod: it sends half of each tensor's value."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -562,7 +562,7 @@ call("broadcast_parameters(root_rank): not there")(lambda: hvd.broadcast_paramet
 
 
 def module() -> torch.nn.Module:
-    """Another one on each rank, the same in every run."""
+    """Returns a module whose values differ by rank and are the same in every run."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
     with torch.no_grad():
         for number, param in enumerate(model.parameters()):
@@ -582,7 +582,7 @@ def trained(make: Callable[[Any], torch.optim.Optimizer], steps: int = 2) -> tup
 
 def state_of(optimizer: torch.optim.Optimizer) -> Any:
     state = optimizer.state_dict()
-    # Not the names of options: those are of the version of PyTorch.
+    # Not the names of options: those depend on the version of PyTorch.
     options = [{key: group[key] for key in ("lr", "momentum", "betas", "weight_decay") if key in group}
                for group in state["param_groups"]]  # fmt: skip
     return {"state": {str(key): each for key, each in state["state"].items()}, "options": options}
@@ -632,7 +632,7 @@ def _() -> Any:
         optimizer.param_groups[0]["only_on_0"] = 5
     if hvd.size() == 1:
         return 5
-    # A KeyError on the ranks that do not have it, in Horovod.
+    # In Horovod, a KeyError on the ranks that do not have it.
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     return optimizer.param_groups[0]["only_on_0"]
 
@@ -754,7 +754,7 @@ call("remove_process_set(process_set): one that was never added")(lambda: hvd.re
 
 
 def plain() -> torch.nn.Module:
-    """The same on all ranks; its parameters' names are those of this call alone, in case it leaves something behind."""
+    """Returns an optimizer that is equal on all ranks; its parameters' names are used by this call alone."""
     model = torch.nn.Sequential(torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 1))
     with torch.no_grad():
         for param in model.parameters():
@@ -1217,12 +1217,12 @@ def _() -> Any:
 
 @call("join(device): given")
 def _() -> Any:
-    # Which one it is depends on who comes last.
+    # The result depends on which rank comes last.
     return 0 <= hvd.join(-1) < hvd.size()
 
 
 def encode(value: Any) -> Any:
-    """As JSON that can be compared."""
+    """Converts a value to JSON that can be compared."""
     if isinstance(value, torch.Tensor):
         values = (value.detach().to_dense() if value.is_sparse else value.detach()).flatten().tolist()
         kind = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
@@ -1242,7 +1242,7 @@ def outcome(name: str, function: Callable[[], Any]) -> Any:
             warnings.simplefilter("always")
             value = function()
         told = [str(each.message) for each in caught if each.category is DeprecationWarning]
-        # Of the others, Horovod's own gradients have some, and PyTorch.
+        # Of the other warnings, some come from Horovod's own gradients and from PyTorch.
         return {"gives": encode(value), **({"deprecates": told} if "(average)" in name else {})}
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what the call comes to
         return {
@@ -1262,7 +1262,7 @@ def main() -> None:
     }
     early["allreduce"] = outcome("", lambda: hvd.allreduce(torch.ones(2)))
     early["is_initialized"] = outcome("", hvd.is_initialized)
-    # The size is not known before: the launcher's word for it.
+    # The size is not known before init(): the launcher's variable has it.
     size = int(os.environ["HOROVOD_SIZE"])
     if size > 1:
         SETS.extend([hvd.ProcessSet(range(0, size, 2)), hvd.ProcessSet(range(1, size, 2))])

@@ -28,7 +28,7 @@ FUNCTIONS = [
 
 
 def run(size: int, path: str) -> list[dict[str, Any]]:
-    """By rank, what came of each call."""
+    """Returns the outcome of each call, by rank."""
     command = ["horovodrun", "--gloo", "-np", str(size), sys.executable, str(HERE / "horovod_calls.py"), path]
     subprocess.run(command, check=True, timeout=300)
     return [json.loads(Path(f"{path}.{rank}").read_text()) for rank in range(size)]
@@ -40,7 +40,7 @@ def main() -> None:
     lines = []
     for name in recorded[1][0]:
         of_size = {size: [each[name] for each in ranks] for size, ranks in recorded.items()}
-        # Once, where it is the same on all ranks.
+        # Once, if it is the same on all ranks.
         shared = {size: each[0] if all(other == each[0] for other in each) else each for size, each in of_size.items()}
         lines.append(f"{json.dumps(name)}: {json.dumps(shared, separators=(',', ':'))}")
     signatures = {name: list(inspect.signature(getattr(hvd, name)).parameters) for name in FUNCTIONS}

@@ -18,7 +18,8 @@ from worlds import attempt_worlds, run_worlds
 import hvdlite.torch as hvd
 from hvdlite.communicator import check_comm
 
-# What the pair of ranks calls, by the type that it raises there. `HorovodInternalError` is a RuntimeError.
+# The calls of each of the two ranks, by the type of the error that they raise. `HorovodInternalError` is a
+# RuntimeError.
 Call = Callable[[int], Any]
 
 ONE = torch.ones(1)
@@ -52,7 +53,7 @@ def twice_the_same_name(rank: int) -> None:
 
 
 def outside(call: Callable[..., Any]) -> Call:
-    """On rank 1 alone, which is no member."""
+    """Makes the call on rank 1 alone, which is not a member."""
 
     def on_both(rank: int) -> None:
         process_set = hvd.add_process_set([0])
@@ -96,7 +97,7 @@ RUNTIME: dict[str, Call] = {
     "other rows to exchange": lambda rank: hvd.alltoall(torch.ones(2, rank + 1)),
     "other parameters": lambda rank: hvd.broadcast_parameters([torch.ones(rank + 1)], 0),
     "another optimizer": lambda rank: hvd.broadcast_optimizer_state(torch.optim.SGD([weight(rank + 1)], lr=1.0), 0),
-    "another model": lambda rank: wrap(weight(rank + 1)),
+    "another model": lambda rank: wrap(weight(rank + 1)).step(),
     "allgather beside a join": after_a_join(lambda: hvd.allgather(ONE)),
     "broadcast beside a join": after_a_join(lambda: hvd.broadcast(ONE, 1)),
     "alltoall beside a join": after_a_join(lambda: hvd.alltoall(torch.ones(2))),
@@ -205,7 +206,7 @@ def test_before_init_too(name):
         call()
 
 
-# -- what Horovod takes
+# -- calls that Horovod accepts
 
 
 def test_groups_leave_out_tensors_of_others():

@@ -28,9 +28,8 @@ def test_import_torch_is_pytorch_everywhere_in_the_package():
     assert hvdlite.torch is hvd
 
 
-def test_elastic_is_named_as_what_is_not_there():
-    with pytest.raises(AttributeError, match="elastic training is not in hvdlite yet"):
-        _ = hvd.elastic
+def test_elastic_is_the_same_package_under_both_names():
+    assert hvd.elastic is hvdlite.elastic
     with pytest.raises(AttributeError, match="no attribute 'elastick'"):
         _ = hvd.elastick
 
@@ -48,7 +47,7 @@ def test_what_goes_wrong_between_ranks_is_caught_under_horovods_name():
 
 
 class Communicator:
-    """What is needed of mpi4py's."""
+    """The part of mpi4py's communicators that init() uses."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -65,7 +64,7 @@ def test_a_communicator_of_all_ranks_is_accepted(comm):
 @pytest.mark.parametrize(
     ("comm", "words"),
     [
-        ([0, 2], "for some of them.*ProcessSet"),
+        ([0, 2], "To use some of them.*ProcessSet"),
         ([1, 0, 2], "in this order"),
         (["a"], "not a list of ranks"),
         (7, "not a list of ranks"),
@@ -83,14 +82,14 @@ def test_init_takes_a_communicator_by_place_and_is_not_done_where_it_is_wrong():
     assert not hvd.is_initialized()
     hvd.init([0])
     assert (hvd.rank(), hvd.size()) == (0, 1)
-    hvd.init([0, 1])  # it has been initialised: as in Horovod nothing more is done
+    hvd.init([0, 1])  # it is initialised: as in Horovod, nothing more is done
 
 
 # -- compression
 
 
 class Halved:
-    """As programs write their own for Horovod; only what `decompress` is told makes it right."""
+    """A compression as programs write their own for Horovod; only the context that `decompress` gets makes it right."""
 
     @staticmethod
     def compress(tensor):
@@ -108,7 +107,7 @@ class HalvedObject(hvd.Compression.none):
 
 
 def trained(compression, size: int = 2) -> torch.Tensor:
-    """A model's weights after three steps on ranks that have different data."""
+    """Returns a model's weights after three steps on ranks that have different data."""
 
     def train(rank: int) -> torch.Tensor:
         model = torch.nn.Linear(6, 3, bias=False)
@@ -196,7 +195,7 @@ def test_a_number_of_groups_under_its_older_name_is_served_with_a_warning():
         assert run_worlds(1, lambda rank: wrap(rank, groups=2)) == older
         assert run_worlds(1, lambda rank: wrap(rank, num_groups=0)) == [[]]
     with pytest.warns(DeprecationWarning, match="Parameter `num_groups` has been replaced by `groups`"):
-        # As in Horovod the newer one counts.
+        # As in Horovod, the newer one counts.
         assert run_worlds(1, lambda rank: wrap(rank, num_groups=1, groups=2)) == older
 
 

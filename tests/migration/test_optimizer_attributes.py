@@ -1,4 +1,4 @@
-"""What programs for Horovod read of its optimizer, write to it, and are warned of by it."""
+"""The attributes of Horovod's optimizer that programs read and write, and the warnings about them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_no_handles_may_be_set_where_there_are_none():
         optimizer._handles = {}
         (model.a.sum() * (own + 1)).backward()
         model.b.sum().backward()
-        with pytest.raises(AssertionError, match="on their way between the ranks"):
+        with pytest.raises(AssertionError, match="not while gradients are being averaged"):
             optimizer._handles = {}
         optimizer.synchronize()
         optimizer._handles = {}
@@ -215,7 +215,7 @@ def test_a_pickled_optimizer_has_them():
 
 
 def warned(size: int, use: Any, **options: Any) -> list[str]:
-    """What ranks were warned of while each used an optimizer."""
+    """Returns the warnings that each rank got while it used an optimizer."""
 
     def rank(own: int) -> None:
         model = Model()
@@ -254,7 +254,7 @@ def skipping(model: Model, optimizer: hvd.DistributedOptimizer) -> None:
 
 
 def reading_groups(model: Model, optimizer: hvd.DistributedOptimizer) -> None:
-    """As GradScaler does, which asks nobody to wait."""
+    """Reads the gradients as GradScaler does, which asks no rank to wait."""
     model.backward()
     assert optimizer.param_groups[0]["params"]
     optimizer.step()

@@ -1,4 +1,4 @@
-"""What Horovod's users search for: its errors' words, where the case is the same."""
+"""Errors contain the words of Horovod's errors for which users search, where the case is the same."""
 
 from __future__ import annotations
 

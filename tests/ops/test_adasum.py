@@ -1,4 +1,4 @@
-"""Adasum against its paper's formula (arXiv 2006.02924), written down here a second time, plainly."""
+"""Adasum gives what the formula of its paper (arXiv 2006.02924) gives, which is implemented here a second time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hvdlite.ops.adasum import adasum_all_reduce
 
 
 def pair(a: Tensor, b: Tensor) -> Tensor:
-    """(1 - a.b / 2|a|²) a + (1 - a.b / 2|b|²) b, where a vector of zeros has nothing in common with any other."""
+    """(1 - a.b / 2|a|²) a + (1 - a.b / 2|b|²) b; for a vector of zeros a.b is 0 and the quotient counts as 0."""
     dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
     return (1 - dot / (2 * aa) if aa else 1) * a + (1 - dot / (2 * bb) if bb else 1) * b
 
 
 def reference(vectors: list[Tensor]) -> Tensor:
-    """Along a binary tree; who has no neighbour on a level goes up as it is."""
+    """Combines the vectors along a binary tree; one without a partner on a level goes up unchanged."""
     level = [vector.double() for vector in vectors]
     while len(level) > 1:
         level = [pair(*level[i : i + 2]) if i + 1 < len(level) else level[i] for i in range(0, len(level), 2)]

@@ -1,4 +1,4 @@
-"""allreduce and its grouped, asynchronous and in-place forms: the same as one process that has all ranks' tensors."""
+"""allreduce and its grouped, asynchronous and in-place forms give what one process computes from all ranks' tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = [1, 2, pytest.param(3, marks=pytest.mark.slow), 4]
 
 
 def in_place(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """The tensors, which must have been overwritten and returned."""
+    """Returns the tensors after asserting that they were overwritten and returned."""
 
     def call(tensors: list[Tensor], **options: Any) -> list[Tensor]:
         results = operation(tensors, **options)
@@ -30,7 +30,7 @@ def in_place(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def untouched(operation: Callable[..., Any]) -> Callable[..., Any]:
-    """The results; the tensors must be as they were."""
+    """Returns the results after asserting that the tensors are unchanged."""
 
     def call(tensors: list[Tensor], **options: Any) -> Any:
         kept = [tensor.clone() for tensor in tensors]
@@ -165,7 +165,7 @@ def test_factors_scale_what_goes_in_and_what_comes_out():
             hvd.allreduce_(mine, op=hvd.Min, prescale_factor=-1.0).tolist(),
         ]
 
-    # Whole numbers: 3 * 0.5 and 6 * 0.5 are truncated to 1 and 3 before they are added up.
+    # Integers: 3 * 0.5 and 6 * 0.5 are truncated to 1 and 3 before the sum.
     expected = [[9.0, -27.0], [4.5, -13.5], [6.0, -9.0], [6.0, 54.0], [12, -12], [-4.0, 6.0]]
     assert run_worlds(2, rank) == [expected] * 2
 
@@ -191,7 +191,7 @@ def test_every_rank_has_the_same_bits_and_so_has_the_next_run(size):
 
 def test_compression_is_what_travels_and_the_dtype_stays():
     def rank(number: int) -> tuple[torch.dtype, list[float]]:
-        # Too fine for bfloat16; integers are left as they are.
+        # Too fine for bfloat16; integers are not scaled.
         got = hvd.allreduce(torch.tensor([1.0 + number / 1024]), op=hvd.Sum, compression=hvd.Compression.bf16)
         whole = hvd.allreduce(torch.tensor([2**40 + 1]), op=hvd.Sum, compression=hvd.Compression.fp16)
         pair = hvd.grouped_allreduce([got, whole], op=hvd.Max, compression=hvd.Compression.fp16)
@@ -268,12 +268,16 @@ def test_an_op_may_be_given_as_horovods_number(op):
         (lambda: hvd.allreduce(torch.ones(2), op="mean"), ValueError, "op='mean' is not one of hvd.Average"),
         (lambda: hvd.allreduce(torch.ones(2), prescale_factor="2"), TypeError, "prescale_factor='2' is not a number"),
         (lambda: hvd.allreduce(torch.ones(2), postscale_factor=None), TypeError, "postscale_factor=None is not a"),
-        (lambda: hvd.allreduce(torch.ones(2), postscale_factor=math.nan), ValueError, "postscale_factor is nan"),
+        (
+            lambda: hvd.allreduce(torch.ones(2), postscale_factor=math.nan),
+            ValueError,
+            "postscale_factor=nan is not finite",
+        ),
         (lambda: hvd.allreduce(torch.ones(2, device="meta")), ValueError, "on the meta device and has no values"),
         (lambda: hvd.allreduce(torch.ones(2), name=3), TypeError, "name=3 is not a str"),
         (lambda: hvd.allreduce(torch.ones(2), compression="fp16"), TypeError, "compression='fp16'"),
         (lambda: hvd.allreduce(torch.ones(2, dtype=torch.complex64), op=hvd.Min), ValueError, "have no order"),
-        (lambda: hvd.allreduce(torch.ones(2, dtype=torch.int32), op=hvd.Adasum), ValueError, "Adasum is for floats"),
+        (lambda: hvd.allreduce(torch.ones(2, dtype=torch.int32), op=hvd.Adasum), ValueError, "Adasum needs floats"),
         (lambda: hvd.allreduce(torch.ones(2).to(torch.float8_e5m2)), ValueError, "Tensor type .* is not supported"),
         (lambda: hvd.grouped_allreduce(torch.ones(2)), TypeError, "Tensor is not a list of tensors"),
         (lambda: hvd.grouped_allreduce([torch.ones(2), None]), TypeError, "tensor 1: NoneType is not a tensor"),
@@ -283,3 +287,10 @@ def test_wrong_arguments_are_named(call, error, words):
     (outcome,) = attempt_worlds(1, lambda rank: call())
     with pytest.raises(error, match=words):
         raise outcome
+
+
+def test_a_name_in_the_place_of_horovods_average_is_told_its_keyword(recwarn):
+    hvd.init()
+    with pytest.raises(ValueError, match=r"pass name='loss'$"):
+        hvd.allreduce(torch.tensor(1.0), "loss")
+    assert not recwarn.list

@@ -1,4 +1,4 @@
-"""Averages of integers are truncated, as in Horovod; unlike there, one warning says so."""
+"""Averages of integers are truncated as in Horovod; unlike Horovod, a warning is shown once."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def test_nothing_is_said_of_sums_of_floats_of_booleans_and_of_one_rank(caplog):
 
 
 def test_the_recipe_for_the_accuracy_of_all_ranks_gives_that_of_all_examples():
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (recipe,) = re.findall(r"```python\n(right = .*?)```", readme, re.DOTALL)
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    (recipe,) = re.findall(r"```python\n(right = .*?)```", page, re.DOTALL)
 
     def accuracy_of_all_ranks(_rank):
-        # Rank 0 has four examples, three of them right; rank 1 has one, which is wrong.
+        # Rank 0 has four examples, three of them classified correctly; rank 1 has one, classified wrongly.
         x = torch.eye(4)[[0, 1, 2, 3] if hvd.rank() == 0 else [0]]
         y = torch.tensor([0, 1, 2, 0] if hvd.rank() == 0 else [1])
         names = {"hvd": hvd, "torch": torch, "model": torch.nn.Identity(), "x": x, "y": y}

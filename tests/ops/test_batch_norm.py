@@ -1,4 +1,4 @@
-"""SyncBatchNorm: ranks together are one process on the whole batch, forward, backward and in what they remember."""
+"""SyncBatchNorm on several ranks gives what one process computes on the whole batch: output, gradients and buffers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hvdlite.environment import Environment
 from hvdlite.ops.batch_norm import measure, merge
 
 SHAPES = {2: (), 3: (5,), 4: (3, 4), 5: (2, 3, 2)}
-# How many samples each rank has.
+# The number of samples of each rank.
 BATCHES = {1: [7], 2: [3, 5], 3: [4, 0, 2], 4: [1, 6, 0, 3]}
 PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
 def one_process(layer: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
-    """Output, gradients of input, weight and bias, and buffers of a layer on a whole batch."""
+    """Returns the output, the gradients of input, weight and bias, and the buffers of a layer on a whole batch."""
     x = x.detach().requires_grad_(True)
     y = layer(x)
     y.backward(grad)
@@ -30,7 +30,7 @@ def one_process(layer: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
 
 
 def together(size: int, layer: nn.Module, x: Tensor, grad: Tensor, steps: int = 1) -> list[Tensor]:
-    """The same by ranks that have a part of it each; gradients of parameters are summed."""
+    """Returns the same from ranks that have a part of the batch each; the gradients of parameters are summed."""
 
     def rank(own: int) -> list[Tensor]:
         mine = copy.deepcopy(layer)
@@ -114,7 +114,7 @@ def test_half_inputs_are_computed_in_float32(dtype, half_layer):
     assert got[2].dtype == (dtype if half_layer else torch.float32)
     one_rounding = torch.finfo(dtype).eps
     assert_same(got[:2], wanted[:2], one_rounding)
-    # Sums of halves are rounded once on each rank.
+    # On each rank, a sum of float16 values is rounded once.
     assert_same(got[2:], wanted[2:], 3 * one_rounding if half_layer else 1e-5)
 
 
@@ -159,7 +159,7 @@ def test_frozen_inputs_get_no_gradient_and_cost_no_operation():
         layer = hvd.SyncBatchNorm(3)
         y = layer(torch.randn(2 + own, 3))
         if own == 0:
-            # The other rank has no backward at all.
+            # The other rank has no backward pass at all.
             y.square().sum().backward()
             assert layer.weight.grad is not None
         hvd.barrier()
@@ -201,7 +201,7 @@ def test_a_batch_without_any_sample_changes_nothing_and_one_value_is_not_enough(
 
 
 def test_backward_passes_pair_up_with_their_forwards_in_whatever_order():
-    """One layer, called twice; whose gradients are asked for separately, in another order than the calls'."""
+    """One layer is called twice; gradients are requested separately, in another order than the calls."""
     xs = [torch.randn(6, 3, generator=torch.Generator().manual_seed(n)) for n in range(2)]
     wanted = [one_process(nn.BatchNorm1d(3), x, x.square())[1] for x in xs]
 
@@ -234,7 +234,7 @@ def test_only_the_process_set_synchronizes_and_others_normalize_their_own():
     def rank(own: int) -> Any:
         process_set = hvd.add_process_set([0, 2])
         layer = hvd.SyncBatchNorm(3, process_set=process_set)
-        # A copy uses the same set.
+        # A copy uses the same process set.
         return copy.deepcopy(layer)(x.chunk(3)[own])
 
     outer, middle, last = run_worlds(3, rank)
@@ -285,9 +285,9 @@ def test_layers_that_would_lose_something_are_not_converted():
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input).relu()
 
-    with pytest.raises(ValueError, match="'1' is a WithActivation, which has a forward of its own"):
+    with pytest.raises(ValueError, match="'1' is a WithActivation, which overrides forward"):
         hvd.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Identity(), WithActivation(2)))
-    with pytest.raises(ValueError, match="the module is a LazyBatchNorm1d that has seen no batch"):
+    with pytest.raises(ValueError, match="the module is a LazyBatchNorm1d without initialized parameters"):
         hvd.SyncBatchNorm.convert_sync_batchnorm(nn.LazyBatchNorm1d())
     with pytest.raises(TypeError, match=r"process_set=\[0\] is not a hvd\.ProcessSet"):
         hvd.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(2), [0])

@@ -59,7 +59,7 @@ EXCHANGED: Expected = lambda each, rank: torch.cat([share(t, rank, len(each)) fo
 
 @dataclass(frozen=True)
 class Function:
-    """One that takes a tensor, or several of them."""
+    """A function that takes a tensor or several."""
 
     call: Callable[..., Any]
     expected: Expected
@@ -105,7 +105,7 @@ TENSOR_FUNCTIONS = table()
 
 
 def call_with_kind(rank: Rank, function_name: str, function: Function, kind_name: str) -> None:
-    """One call of a function with a tensor of one kind."""
+    """Calls a function with a tensor of one kind."""
     kind = KINDS[kind_name]
     own = kind.make(rank.rank)
     must = function.takes(kind, own)
@@ -113,7 +113,7 @@ def call_with_kind(rank: Rank, function_name: str, function: Function, kind_name
 
     def check(result: Any) -> str | None:
         everyones = [bare(kind.make(each)) for each in range(hvd.size())]
-        # An alltoall_async gives its splits besides.
+        # alltoall_async returns the received splits too.
         first = result[0] if function.grouped or function_name == "alltoall_async" else result
         if function.in_place and first is not own:
             return "gave another tensor than the one it was given"
@@ -130,7 +130,7 @@ def optimizer_over(value: Any) -> torch.optim.Optimizer:
 
 def close_of(value: Any, **_: Any) -> Any:
     optimizer = hvd.DistributedOptimizer(optimizer_over(value))
-    # The other rank is to have its channel too before this one is gone.
+    # The other rank must have its engine too before this one is closed.
     hvd.barrier()
     optimizer.close()
     return value
@@ -142,7 +142,7 @@ def state_of(value: Any, **_: Any) -> Any:
 
 
 def momentum_of(value: Any, **_: Any) -> Any:
-    """What the state holds for a parameter."""
+    """Returns the value in the optimizer's state for a parameter."""
     param = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
     optimizer.state[param]["momentum_buffer"] = value
@@ -159,7 +159,7 @@ def normalized(value: Any, **_: Any) -> None:
     hvd.SyncBatchNorm(2, name="a layer", device="cpu")(value)
 
 
-# Of these it is enough that they end as they should, where no value is given for it.
+# For these it suffices that they end as they must, if no value is given here.
 OTHER_FUNCTIONS: dict[str, tuple[Callable[..., Any], Sequence[str]]] = {
     "DistributedOptimizer": (close_of, ["hvd.DistributedOptimizer: "]),
     "broadcast_optimizer_state": (state_of, ["broadcast_optimizer_state"]),
@@ -212,7 +212,7 @@ def call_broadcast_parameters(rank: Rank, kind_name: str) -> None:
         words=[
             "broadcast_parameters: 'an entry'",
             "broadcast_parameters: elements of 'an entry'",
-            "broadcast_parameters: this is",
+            "broadcast_parameters: called inside",
         ],
         must=must,
     )
@@ -281,7 +281,7 @@ def weight() -> nn.Parameter:
     return nn.Parameter(torch.ones(2))
 
 
-# What a function is given besides the argument that is looked at.
+# The arguments of a function besides the one that is tested.
 GIVEN: dict[str, Callable[[], Any]] = {
     "tensor": lambda: torch.arange(8.0).view(4, 2) + hvd.rank(),
     "tensors": lambda: [torch.arange(8.0).view(4, 2) + hvd.rank(), torch.ones(2)],
@@ -290,7 +290,7 @@ GIVEN: dict[str, Callable[[], Any]] = {
     "optimizer": lambda: torch.optim.SGD([weight()], lr=0.1),
     "num_features": lambda: 2,
 }
-# Where a function has them without a default, or they are to be so that both ways can be told apart.
+# Where the function has no default for them, or where they must be given to tell two cases apart.
 GIVEN_TO: dict[str, dict[str, Callable[[], Any]]] = {
     "sparse_allreduce_async": {
         "tensor": lambda: torch.ones(2).to_sparse(), "name": lambda: "sparse", "op": lambda: hvd.Sum,
@@ -298,16 +298,16 @@ GIVEN_TO: dict[str, dict[str, Callable[[], Any]]] = {
     "broadcast_object": {"obj": hvd.rank},
     "allgather_object": {"obj": hvd.rank},
 }  # fmt: skip
-# In these the argument means something else, or is PyTorch's own.
+# In these functions the argument means something else, or is PyTorch's own.
 LEFT_OUT = {("SyncBatchNorm", "device"), ("sparse_allreduce_async", "average"), ("broadcast_optimizer_state", "model")}
-# What others call otherwise, or have other wrong values for.
+# The key in `WRONG` where a function's argument has another name there, or other wrong values.
 NAMED_OTHERWISE = {("add_process_set", "process_set"): "ranks_or_comm", ("remove_process_set", "process_set"): "handle"}
-# What these say of themselves.
+# The name that errors of these functions have for them, where it is another.
 OF_THEMSELVES = {"add_process_set": "ProcessSet", "remove_process_set": "remove_process_set"}
 
 
 def functions() -> dict[str, Callable[..., Any]]:
-    """Every public one that takes an argument of those that there are wrong values for."""
+    """Returns all public functions that take an argument for which there are wrong values."""
     apart = {"run", "init", "start_timeline", "join", "Handle", "Compressor"}
     found = {}
     for name in hvd.__all__:
@@ -335,7 +335,7 @@ def given(name: str, function: Callable[..., Any], /, **changed: Any) -> dict[st
 
 
 def finished(result: Any) -> Any:
-    """What comes of a call in the end; of an optimizer, whether it is there."""
+    """Returns the final result of a call; for an optimizer, whether there is one."""
     if isinstance(result, hvd.Handle):
         return finished(hvd.synchronize(result))
     if isinstance(result, hvd.DistributedOptimizer):
@@ -411,7 +411,7 @@ def test_timelines_are_refused_names_that_no_file_can_have_on_every_rank(tmp_pat
 
 
 def refusal(call: Callable[[], Any], words: Sequence[str]) -> str | None:
-    """What is wrong with how a call without other ranks ends, which is to be refused."""
+    """Returns what is wrong with the end of a call without other ranks, which must be refused."""
     try:
         call()
     except Exception as error:  # noqa: BLE001 - it is what is looked at

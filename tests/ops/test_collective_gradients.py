@@ -1,4 +1,4 @@
-"""Gradients of the collectives are Horovod's: each one's formula, written out, from what came back on all ranks."""
+"""The gradients of the collectives are those of Horovod: each formula is written out here, from all ranks' values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start(rank: int, shape: Sequence[int] = SHAPE, dtype: torch.dtype = torch.fl
 
 
 def weights(shape: Sequence[int], rank: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """What comes back on a rank of a result of this shape: other numbers on each rank and at each place."""
+    """Returns the gradient of the loss for a result of this shape: it differs by rank and element."""
     generator = torch.Generator().manual_seed(100 + rank)
     return torch.randn(tuple(shape), generator=generator, dtype=dtype)
 
@@ -55,7 +55,7 @@ def rows_of(tensor: Tensor, counts: Sequence[int], place: int) -> Tensor:
 
 
 def rows_to(sender: int, receiver: int) -> int:
-    """How many rows one place sends to another in an all-to-all: uneven, and some are none."""
+    """Returns how many rows one rank sends to another in an all-to-all: different numbers, some 0."""
     return (2 * sender + receiver) % 3
 
 
@@ -85,7 +85,7 @@ def uneven_alltoall(back: Sequence[Sequence[Tensor]], place: int) -> list[Tensor
     parts = [
         rows_of(grads[0], [rows_to(sender, other) for sender in range(size)], place) for other, grads in enumerate(back)
     ]
-    # One row was left over, and went nowhere.
+    # One row was left over, and was sent to no rank.
     return [torch.cat([*parts, torch.zeros(1, 2, dtype=torch.float64)])]
 
 
@@ -148,7 +148,7 @@ CASES: dict[str, Case] = {
         lambda place, size: [(place, 2), (3 - place % 3,)],
     ),
     "broadcast": Case(
-        # The root is the last of them, by its rank among all.
+        # The root is the last member, by its global rank.
         lambda xs, place, size, **o: hvd.broadcast(xs[0], hvd.size() - 1, **o),
         lambda back, place: [mean([g[0] for g in back]) * (place == len(back) - 1)],
     ),
@@ -182,7 +182,7 @@ def result_of(case: Case, tensors: list[Tensor], place: int, size: int, **option
 
 
 def check_all(size: int, members: Sequence[int]) -> None:
-    """Every case, on these of so many ranks."""
+    """Runs every case on these ranks of this many."""
     count = len(members)
 
     def rank(own: int) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def check_all(size: int, members: Sequence[int]) -> None:
             options["process_set"] = hvd.add_process_set(members)
         outcomes: dict[str, Any] = {}
         if own not in members:
-            # Some rank brings the members together, also where it is none of them.
+            # Every rank makes the set, also one that is no member.
             hvd.barrier()
             return outcomes
         for name, case in CASES.items():
@@ -235,7 +235,7 @@ def test_that_of_adasum_is_the_adasum_of_the_gradients():
 
 
 class Halved:
-    """A compression of one's own."""
+    """A user's compression."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -295,7 +295,7 @@ def test_integers_in_a_group_have_none_and_the_others_have():
     def rank(own: int) -> tuple[Any, ...]:
         x, whole, y = start(own), torch.tensor([own]), start(own + 10)
         results = hvd.grouped_allreduce([x, whole, y], op=hvd.Sum)
-        # What comes back for y alone: zeros count for the others.
+        # The gradient of y only: zeros count for the other results.
         results[2].sum().backward()
         return results[1].tolist(), x.grad, y.grad
 
@@ -318,7 +318,7 @@ def test_gradients_can_be_differentiated_again_by_the_same_rule(name):
     def rank(place: int) -> tuple[list[Tensor], list[Tensor], list[Sequence[int]]]:
         with torch.no_grad():
             shapes = [y.shape for y in result_of(case, [start(0, s) for s in case.shapes(place, size)], place, size)]
-        # The first derivative is a collective of what came back; of that, this is the gradient.
+        # The first derivative is a collective of the incoming gradient; this is the gradient of that collective.
         came_back = [weights(shape, place).requires_grad_() for shape in shapes]
         firsts = gradient(came_back, place)
         once_more = [weights(first.shape, place + 10) for first in firsts]
@@ -333,16 +333,16 @@ def test_gradients_can_be_differentiated_again_by_the_same_rule(name):
 
 
 def second_of(name: str, back: Sequence[Sequence[Tensor]], place: int, shapes: list[Sequence[int]]) -> list[Tensor]:
-    """Of what came back, where the first derivative is another operation than the first one: that one's rule."""
+    """Returns the rule of the first derivative, where that is another operation than the operation itself."""
     size = len(back)
     if name == "broadcast":
-        # An average, of which only the root has made use.
+        # An average, of which only the root has used the result.
         return [back[size - 1][0] / size]
     if "allgather" in name:
-        # A reduce-scatter of an average: joined.
+        # A reduce-scatter of an average: gathered.
         return [torch.cat([g[number].reshape(-1, *shapes[number][1:]) for g in back]) for number in range(len(shapes))]
     if "reducescatter" in name:
-        # Times a factor, and gathered: the average's own rows, times that factor.
+        # Multiplied by a factor and gathered: the average's own rows, times that factor.
         factor = {"reducescatter": 1.5, "reducescatter of a sum": 1.5 * size, "grouped reducescatter": size}[name]
         counts = [spread(len(grad), size) for grad in back[0]]
         return [

@@ -1,4 +1,4 @@
-"""allgather, broadcast, alltoall and barrier: what one rank has, on others, in every dtype and dimension."""
+"""allgather, broadcast, alltoall and barrier give the ranks each other's data, in every dtype and dimension."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = [(5,), (4, 0), (3, 2), (2, 1, 3)]
 
 
 def rows_of(rank, dtype, shape):
-    """A first dimension that differs by rank; rank 0 has no rows."""
+    """Returns a first dimension that differs by rank; rank 0 has no rows."""
     return sample(rank, dtype, (shape[0] * rank, *shape[1:])) if shape else sample(rank, dtype, ())
 
 
@@ -87,7 +87,7 @@ def test_what_broadcast_returns_on_the_root_is_not_the_roots_tensor_itself():
 
 @pytest.mark.parametrize("size", SIZES)
 def test_alltoall_with_splits_gives_each_rank_its_rows_and_how_many_came_from_whom(size):
-    # Rank r sends (r + 2 s) % 3 rows to rank s, and keeps one that goes nowhere.
+    # Rank r sends (r + 2 s) % 3 rows to rank s, and keeps one that is sent to no rank.
     counts = [[(source + 2 * target) % 3 for target in range(size)] for source in range(size)]
 
     def mine(number, dtype, shape):

@@ -1,4 +1,4 @@
-"""Ranks with fewer batches join, and the others go on as if they had nothing more to give."""
+"""Ranks with fewer batches join, and the others continue as if those had only zeros to contribute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import hvdlite as hvd
 from hvdlite.comm import deferred_close
 from hvdlite.comm.group import Group
 from hvdlite.control.reducer_registry import ReducerRegistry, SitsOut
-from hvdlite.optim import optimizer as optimizer_module
 from hvdlite.optim.reducer import Reducer
 from hvdlite.runtime import world as world_module
 
@@ -37,7 +36,7 @@ def test_join_returns_the_last_rank_on_all(size):
 @pytest.mark.parametrize("engine", ["gloo", "shared memory"])
 def test_all_reduces_go_on_without_the_ranks_that_have_joined(size, average, engine):
     def rank(own: int) -> tuple[list[torch.Tensor], int]:
-        # Rank r has r + 1 batches; all of them join in order, each after the others' all-reduce.
+        # Rank r has r + 1 batches; all join in order, each after the others' all-reduce.
         results = []
         for batch in range(own + 1):
             value = torch.full((2,), 1.0 + own)
@@ -182,7 +181,7 @@ def test_other_collectives_raise_where_they_are_called_and_the_join_goes_on(call
                 call()
         return hvd.join()
 
-    # Rank 0 has joined, or does while rank 1 waits.
+    # Rank 0 has joined, or joins while rank 1 waits.
     assert run_worlds(2, rank) == [1, 1]
 
 
@@ -254,7 +253,7 @@ def test_an_optimizer_that_goes_while_others_sit_out_its_steps_still_takes_the_l
         param, optimizer = wrap(torch.zeros(2), **options)
         take_steps(param, optimizer, 1)
         if own == 1:
-            # Rank 0 takes part in it: it has joined, and both have pinned the optimizer.
+            # Rank 0 takes part: it has joined, and both ranks have pinned the optimizer.
             stepped.wait()
             take_steps(param, optimizer, 1)
             if how == "close":
@@ -295,8 +294,10 @@ def test_a_join_that_is_over_keeps_no_optimizer_also_where_it_has_failed(monkeyp
     def rank(own: int) -> tuple[list[int], bool]:
         param, optimizer = wrap(torch.zeros(2))
         reducer = optimizer._reducer
+        # Rank 2 comes to its first step only after the join has ended, and the others wait for that.
+        reducer.connect()
         if own < 2:
-            # Those who are asked what lives there, rank 2 among them, answer when it is over.
+            # The ranks that are asked for their live optimizers, rank 2 among them, answer when the join has ended.
             with pytest.raises(hvd.MismatchError):
                 hvd.join(average=("active", "all")[own])
             has_failed.set()
@@ -328,6 +329,8 @@ def test_after_a_join_that_failed_while_a_step_was_sat_out_the_optimizer_says_so
 
     def rank(own: int) -> str:
         _, optimizer = wrap(torch.zeros(2))
+        # Rank 0's join waits for that.
+        optimizer._reducer.connect()
         if own == 1:
             sitting.wait()
         with pytest.raises(hvd.MismatchError):
@@ -339,7 +342,7 @@ def test_after_a_join_that_failed_while_a_step_was_sat_out_the_optimizer_says_so
         return str(error.value)
 
     told, _ = run_worlds(2, rank)
-    assert told.startswith("this DistributedOptimizer takes no more steps: this rank was sitting out a step")
+    assert told.startswith("this DistributedOptimizer can take no more steps: this rank, which had joined, ")
 
 
 def test_ranks_of_a_process_set_that_have_not_joined_make_optimizers_meanwhile():
@@ -354,7 +357,7 @@ def test_ranks_of_a_process_set_that_have_not_joined_make_optimizers_meanwhile()
             return everyone[0][0].item()
         everyone = wrap(torch.zeros(2))
         made.wait()
-        # Rank 2 sits out a step: it has joined.
+        # Rank 2 contributes zeros to a step: it has joined.
         take_steps(*everyone, 1)
         param, optimizer = wrap(torch.zeros(2), process_set=process_set)
         earlier = wrap(torch.zeros(2), process_set=process_set) if own else None
@@ -369,7 +372,7 @@ def test_ranks_of_a_process_set_that_have_not_joined_make_optimizers_meanwhile()
 
 
 def test_an_optimizer_is_known_to_the_others_before_any_of_them_is_through_with_making_it(monkeypatch):
-    # The last moment at which a rank can be asked while it makes one that the others have made: its channel is open.
+    # The last moment at which a rank can be asked while it makes an optimizer: its engine is open.
     joined = threading.Event()
     asked = threading.Event()
     duplicate, pin = Group.duplicate, ReducerRegistry.pin
@@ -404,15 +407,15 @@ def test_an_optimizer_is_known_to_the_others_before_any_of_them_is_through_with_
 
 def test_two_threads_that_make_optimizers_at_once_are_an_error_that_names_both(monkeypatch):
     inside, refused = threading.Event(), threading.Event()
-    require_equal = optimizer_module.require_equal
+    take_number = ReducerRegistry.take_number
 
-    def compare_slowly(group: Group, *arguments) -> None:
+    def take_number_slowly(reducers: ReducerRegistry, group: Group, *arguments) -> int:
         if group.rank == 0:
             inside.set()
             refused.wait()
-        require_equal(group, *arguments)
+        return take_number(reducers, group, *arguments)
 
-    monkeypatch.setattr(optimizer_module, "require_equal", compare_slowly)
+    monkeypatch.setattr(ReducerRegistry, "take_number", take_number_slowly)
 
     def rank(own: int) -> str:
         told = []

@@ -1,4 +1,4 @@
-"""reducescatter and its grouped and asynchronous forms, and sparse_allreduce_async."""
+"""reducescatter in its grouped and asynchronous forms, and sparse_allreduce_async."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = [(5,), (0,), (4, 0), (3, 2), (6, 1, 3), (1, 2)]
 @pytest.mark.parametrize("compression", [hvd.Compression.none, hvd.Compression.fp16])
 def test_each_dtype_is_one_reduce_scatter_of_the_engine_and_no_all_to_all(compression):
     def rank(number):
-        # Of all engines of this rank.
+        # The calls of all engines of this rank.
         calls = current_world().group.engine.calls
         calls.clear()
         tensors = [torch.ones(5), torch.ones(4, 2), torch.ones(7, dtype=torch.int64)]
@@ -64,7 +64,7 @@ def test_each_rank_gets_its_rows_of_what_one_process_would_sum_up(size, engine):
 
 
 def test_half_precision_is_added_up_in_single():
-    # In float16, 2048 + 1 is 2048 again.
+    # In float16, 2048 + 1 is 2048.
     terms = torch.tensor([2048.0, 1.0, 1.0, 1.0], dtype=torch.float16)
 
     def rank(number):
@@ -111,7 +111,7 @@ def test_sparse_tensors_are_joined_and_averages_divided(size):
             for op in (hvd.Average, hvd.Sum):
                 mine = dense(number, dtype)
                 hybrid = mine.to_sparse(1)
-                # All zeros are left out of one, and whole rows of the other.
+                # Of one all zeros are left out, of the other whole rows of zeros.
                 results = [
                     hvd.sparse_allreduce_async(mine.to_sparse(), f"{dtype}{op}", op)(),
                     hvd.synchronize(hvd.sparse_allreduce_async(hybrid, "hybrid", op)),
@@ -119,7 +119,7 @@ def test_sparse_tensors_are_joined_and_averages_divided(size):
                 assert not results[0].is_coalesced()
                 expected = combined(hvd.Sum, [dense(source, dtype) for source in range(size)])
                 if op is hvd.Average:
-                    # Each value is divided by itself, so that whole numbers lose more than their sum would.
+                    # Each value is divided before the sum, so that integers lose more than their sum would.
                     parts = [dense(source, dtype) for source in range(size)]
                     rounding = "trunc" if dtype is torch.int64 else None
                     expected = sum(torch.div(part, size, rounding_mode=rounding) for part in parts)
@@ -141,7 +141,11 @@ def test_a_rank_without_a_value_takes_part_in_a_sparse_sum():
     ("call", "error", "words"),
     [
         (lambda: hvd.sparse_allreduce_async(torch.ones(2), "x", hvd.Sum), TypeError, r"use hvd\.allreduce"),
-        (lambda: hvd.sparse_allreduce_async(torch.ones(2).to_sparse(), "x", hvd.Min), ValueError, r"hvd\.Min is not"),
+        (
+            lambda: hvd.sparse_allreduce_async(torch.ones(2).to_sparse(), "x", hvd.Min),
+            ValueError,
+            r"hvd\.Min does not work",
+        ),
     ],
 )
 def test_what_is_no_sparse_sum_is_an_error(call, error, words):

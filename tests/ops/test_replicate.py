@@ -1,4 +1,4 @@
-"""Starting equal: parameters, optimizer state and objects of the root, on every rank."""
+"""Broadcasts at the start: parameters, optimizer state and objects of the root, on every rank."""
 
 from __future__ import annotations
 
@@ -135,6 +135,11 @@ def test_roots_that_differ_between_ranks_are_an_error_on_all():
 def test_things_that_hold_no_tensors_are_refused(params):
     with pytest.raises(ValueError, match="invalid params of type"):
         run_ranks(1, lambda group: hvd.broadcast_parameters(params))
+
+
+def test_a_model_in_the_place_of_its_state_is_told_what_to_pass():
+    with pytest.raises(TypeError, match=r"'entry 0' is Linear, not a tensor, .*: pass model.state_dict\(\)$"):
+        run_ranks(1, lambda g: hvd.broadcast_parameters(nn.Sequential(nn.Linear(2, 1)), root_rank=0))
 
 
 def test_an_entry_that_is_no_tensor_is_named_and_none_is_left_out():

@@ -1,4 +1,4 @@
-"""DistributedOptimizer with op=hvd.Adasum: each rank's own step, and the deltas combined as one process would."""
+"""DistributedOptimizer with op=hvd.Adasum: each rank takes its own step, and the changes are combined by Adasum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvdlite.comm.group import Group
 
 
 def adasum(vectors: list[Tensor]) -> Tensor:
-    """The paper's formula for two, up a binary tree; whoever has no neighbour goes up as it is."""
+    """The paper's formula for two vectors, up a binary tree; one without a partner goes up unchanged."""
     if len(vectors) == 1:
         return vectors[0]
     pairs = [vectors[i : i + 2] for i in range(0, len(vectors), 2)]
@@ -33,7 +33,7 @@ def _of_two(a: Tensor, b: Tensor) -> Tensor:
 def train_alone(
     model: nn.Module, make: Callable[..., torch.optim.Optimizer], x: Tensor, y: Tensor, size: int
 ) -> nn.Module:
-    """One process in the place of all ranks: as many copies, each with its own optimizer, combined after each step."""
+    """Does in one process what all ranks do: one copy and optimizer per rank, combined after each step."""
     copies = [copy.deepcopy(model) for _ in range(size)]
     optimizers = [make(list(each.parameters())) for each in copies]
     for step in range(len(x)):
@@ -68,7 +68,7 @@ def train_rank(
         optimizer.zero_grad()
         for micro in range(x.shape[1]):
             part_loss(model, x[step, micro], y[step, micro], group.rank, group.size).backward()
-        optimizer.synchronize()  # which does nothing
+        optimizer.synchronize()  # this call does nothing
         optimizer.step()
     optimizer.close()
     return model
@@ -89,7 +89,7 @@ def test_ranks_together_are_one_process_that_combines_their_deltas(kind, size):
     x, y = batches(steps=3, passes=2, rows=12)
     make = adamw if kind in (Plain, Tied) else sgd
     ranks = run_ranks(size, lambda group: train_rank(group, model, make, x, y))
-    # What is rounded to bfloat16 is in all other gradients, too.
+    # A value that was rounded to bfloat16 affects all other gradients too.
     assert_like(ranks, train_alone(model, make, x, y, size), 0.02 if kind is MixedTypes else 1e-10)
 
 
@@ -171,7 +171,7 @@ def test_a_bucket_that_no_rank_has_gradients_for_does_not_travel():
         optimizer.step()
         assert torch.equal(before["never.weight"], model.never.weight)
         assert torch.equal(before["frozen.weight"], model.frozen.weight)
-        # Only the odd rank has a gradient for it.
+        # Only rank 1 has a gradient for it.
         assert not torch.equal(before["odd.weight"], model.odd.weight)
         with_frozen = sum(1 for operation, _ in group.engine.calls if operation == "alltoall")
         model.frozen.requires_grad_(True)
@@ -250,13 +250,13 @@ def test_state_schedulers_and_more_parameters_are_the_wrapped_optimizers():
 
 def test_ranks_with_different_models_or_operations_are_told():
     def differ(group: Group) -> None:
-        wrap(group, nn.Linear(2 + group.rank, 1))
+        wrap(group, nn.Linear(2 + group.rank, 1)).step()
 
     def half(group: Group) -> None:
         model = nn.Linear(2, 1)
         hvd.DistributedOptimizer(
             sgd(list(model.parameters())), op=hvd.Adasum if group.rank else hvd.Average, process_set=set_of(group)
-        )
+        ).step()
 
     for outcome in attempt_ranks(2, differ):
         assert isinstance(outcome, hvd.MismatchError)
@@ -271,7 +271,7 @@ def test_the_newer_of_two_optimizers_takes_the_parameters_over():
         model = nn.Linear(2, 1)
         earlier = wrap(group, model)
         hvd.DistributedOptimizer(sgd(list(model.parameters())), process_set=set_of(group))
-        with pytest.raises(hvd.GradientError, match="was closed, or another one was made"):
+        with pytest.raises(hvd.GradientError, match="was closed, or a newer one has"):
             earlier.step()
 
     run_ranks(2, train)

@@ -1,11 +1,11 @@
-"""The probe and what comes of it: on engines whose speed is made up, by clocks that only they move."""
+"""Autotune's measurements and their result, with engines of simulated speed on simulated clocks."""
 
 from __future__ import annotations
 
 import json
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,12 +13,13 @@ import torch
 from models import Branches, MixedTypes, assert_same_training, batches, build, sgd, train_alone, train_rank
 from ranks import CountingEngine, attempt_ranks, counting, run_ranks, set_of
 from torch import nn
-from worlds import PLAIN, run_worlds
+from worlds import PLAIN, run_generations, run_worlds
 
 import hvdlite as hvd
 from hvdlite.comm.engine import SingleRankEngine
 from hvdlite.comm.group import Group
 from hvdlite.environment import Environment
+from hvdlite.optim import optimizer as optimizer_module
 from hvdlite.optim.autotune import SIZES, GradientType, Line, candidates, fit, measure, tuned_cap
 from hvdlite.optim.plan import ParamSpec
 from hvdlite.optim.settings import Settings
@@ -28,7 +29,7 @@ DEFAULT = 16 * 2**20
 
 
 class Clock:
-    """Stands still unless an engine moves it; ``rate`` is how fast it goes then."""
+    """A clock that only an engine advances; ``rate`` is how fast it goes then."""
 
     def __init__(self, rate: float) -> None:
         self.rate = rate
@@ -39,7 +40,7 @@ class Clock:
 
 
 class PacedEngine(CountingEngine):
-    """Takes what a line says for gradients, by the rank's clock alone, and does not send them; all else is sent."""
+    """Takes a line's time for gradients, by the rank's clock, without sending them; it sends all else."""
 
     def __init__(self, engine: Any, line: Line, clock: Clock) -> None:
         super().__init__(engine, [])
@@ -55,7 +56,7 @@ class PacedEngine(CountingEngine):
 
 
 def run_paced(size: int, line: Line, function: Callable[[Group, Clock], Any]) -> list[Any]:
-    """``function`` on ranks whose engines take what the line says; rank r's clock goes r + 1 times as fast."""
+    """Runs ``function`` on ranks whose engines take the line's time; rank r's clock goes r + 1 times as fast."""
 
     def make_wrapper() -> Callable[[Any], Any]:
         clock = Clock(1.0)
@@ -82,6 +83,8 @@ def wrap(group: Group, params: Any, **options: Any) -> hvd.DistributedOptimizer:
 
 
 def cap_of(optimizer: hvd.DistributedOptimizer) -> int:
+    # Like the first step.
+    optimizer._reducer.connect()
     return optimizer._reducer.settings.cap_bytes
 
 
@@ -127,11 +130,11 @@ def test_on_a_slow_link_large_sizes_are_left_out_and_two_are_always_measured():
         measured = measure(group, settings(), like, most_bytes=2**30, limit_s=1.0, clock=clock)
         return len(measured), (clock() - begin_s) / clock.rate
 
-    # 1 MB/s: a size more would take a second for each time that it is sent.
+    # 1 MB/s: the next size would take a second each time it is sent.
     for sizes, took_s in run_paced(2, Line(1e-3, 1e-6), rank):
         assert sizes == 2
         assert took_s < 1.0
-    # Ten seconds each: as seldom as there can be a median.
+    # Ten seconds each: with as few measurements as a median needs.
     assert [took_s for _, took_s in run_paced(2, Line(10.0, 0.0), rank)] == [90.0, 90.0]
 
 
@@ -169,7 +172,7 @@ def test_what_was_measured_is_in_the_file_and_what_was_chosen_in_rank_0s_log(tmp
         assert (each["alpha_s"], each["beta_s_per_byte"]) == (line.alpha_s, line.beta_s)
     steps = {each["cap_bytes"]: each["step_s"] for each in first["candidates"]}
     assert steps[caps[0]] == min(steps.values())
-    told = [record.message for record in caplog.records if "autotune: gradients travel in buckets" in record.message]
+    told = [record.message for record in caplog.records if "autotune: buckets of at most" in record.message]
     assert len(told) == 2
     assert f"at most {caps[0] / 2**20:g} MiB" in told[0]
     assert "cpu float32: " in told[0]
@@ -181,17 +184,19 @@ def test_a_rank_alone_has_the_default_and_says_so(caplog):
             DEFAULT
         ]
     assert [record.message for record in caplog.records] == [
-        "autotune: one rank has nothing to measure; gradients travel in buckets of at most 16 MiB"
+        "autotune: a single rank has nothing to measure: buckets of at most 16 MiB"
     ]
 
 
-def test_a_file_that_cannot_be_written_is_one_error_on_all_ranks_and_leaves_no_hook(tmp_path):
+def test_a_file_that_cannot_be_written_is_one_error_on_all_ranks_in_the_first_step(tmp_path):
     path = tmp_path / "nowhere" / "autotune.jsonl"
     params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
 
     def rank(number: int) -> str:
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([params[number]], lr=1.0), autotune=True)
         with pytest.raises(OSError, match="the log of autotune cannot be written on rank 0") as caught:
-            hvd.DistributedOptimizer(torch.optim.SGD([params[number]], lr=1.0), autotune=True)
+            optimizer.step()
+        optimizer.close()
         return str(caught.value)
 
     outcomes = run_worlds(2, rank, Environment(stall_check=False, autotune_log=str(path)))
@@ -202,7 +207,7 @@ def test_a_file_that_cannot_be_written_is_one_error_on_all_ranks_and_leaves_no_h
 
 def test_models_that_differ_are_found_before_anything_is_measured():
     def rank(group: Group) -> None:
-        wrap(group, [nn.Parameter(torch.zeros(2 + group.rank))], autotune=True)
+        wrap(group, [nn.Parameter(torch.zeros(2 + group.rank))], autotune=True).step()
 
     for outcome in attempt_ranks(2, rank):
         assert isinstance(outcome, hvd.MismatchError)
@@ -211,7 +216,9 @@ def test_models_that_differ_are_found_before_anything_is_measured():
 
 def test_a_size_in_the_environment_contradicts_the_argument():
     def rank(_: int) -> None:
-        with pytest.raises(ValueError, match=r"autotune=True: HVDLITE_FUSION_THRESHOLD=4096 says already .* give one"):
+        with pytest.raises(
+            ValueError, match=r"autotune=True: HVDLITE_FUSION_THRESHOLD=4096 already sets .* leave out one"
+        ):
             hvd.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0), autotune=True)
 
     run_worlds(1, rank, Environment(stall_check=False, fusion_threshold_bytes=4096))
@@ -228,22 +235,23 @@ def test_the_environment_asks_for_every_optimizer_and_yields_to_what_one_of_them
     with caplog.at_level(logging.INFO, "hvdlite"):
         for caps in run_worlds(2, rank, Environment(stall_check=False, autotune=True)):
             assert caps == [64 * KIB, 8 * 2**20, DEFAULT]
-    told = [record.message for record in caplog.records if "measures nothing for this optimizer" in record.message]
+    told = [record.message for record in caplog.records if "has no effect on this optimizer" in record.message]
     assert sorted(told)[::2] == [
-        "HVDLITE_AUTOTUNE=1 measures nothing for this optimizer: bucket_cap_mb=8 says already how large buckets are: "
-        "give one of the two",
-        "HVDLITE_AUTOTUNE=1 measures nothing for this optimizer: with op=hvd.Adasum nothing travels during backward, "
-        "so that the size of buckets decides nothing",
+        "HVDLITE_AUTOTUNE=1 has no effect on this optimizer: bucket_cap_mb=8 already sets the size of the buckets: "
+        "leave out one of the two",
+        "HVDLITE_AUTOTUNE=1 has no effect on this optimizer: with op=hvd.Adasum nothing is sent during backward, so "
+        "the size of the buckets makes no difference",
     ]
 
 
 def test_parameters_that_are_added_have_the_same_cap_and_nothing_more_is_measured():
     def rank(group: Group) -> tuple[int, list[int]]:
         optimizer = wrap(group, [nn.Parameter(torch.zeros(2))], autotune=True)
+        optimizer._reducer.connect()
         group.engine.calls.clear()
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(12 * KIB)) for _ in range(2)]})
         reductions = [name for name, _ in group.engine.calls if name == "allreduce"]
-        return len(reductions), [len(bucket.slots) for bucket in optimizer._reducer._layout.buckets]
+        return len(reductions), [len(bucket.states) for bucket in optimizer._reducer._layout.buckets]
 
     # A cap of 64 KiB: 48 KiB each.
     assert run_ranks(2, rank, counting) == [(0, [1, 1, 1])] * 2
@@ -253,8 +261,44 @@ def test_a_pickled_optimizer_keeps_the_cap_and_measures_nothing():
     def rank(_: int) -> tuple[int, int]:
         params = [nn.Parameter(torch.zeros(2))]
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=1.0), autotune=True)
+        optimizer.step()
         again = pickle.loads(pickle.dumps(optimizer))
-        # Nobody but this rank would take part in a probe: it returns because there is none.
-        return cap_of(optimizer), cap_of(again)
+        # No other rank would take part in a measurement: it returns because none is made.
+        return cap_of(optimizer), again._reducer.settings.cap_bytes
 
     assert run_worlds(2, rank, PLAIN) == [(64 * KIB, 64 * KIB)] * 2
+
+
+@pytest.mark.parametrize(("sizes", "measured"), [([2, 2], [1, 1, 0]), ([2, 3, 3], [2, 2, 1]), ([1, 2, 2], [2, 1, 0])])
+def test_what_was_measured_is_kept_in_another_world_of_the_same_ranks_and_measured_anew_where_some_are_new(
+    sizes, measured, monkeypatch
+):
+    counts = [0, 0, 0]
+    tuned = optimizer_module.tuned_cap
+
+    def count(group: Group, *arguments: Any, **more: Any) -> int:
+        counts[group.rank] += 1
+        tuned(group, *arguments, **more)
+        # The cap of a single rank differs from that of several ranks.
+        return group.size * 64 * KIB
+
+    monkeypatch.setattr(optimizer_module, "tuned_cap", count)
+
+    def rank(generations: Iterator[int]) -> list[int]:
+        optimizer, caps = None, []
+        param = nn.Parameter(torch.zeros(2))
+        for _ in generations:
+            if optimizer is None:
+                optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), autotune=True)
+            for _ in range(2):
+                optimizer.zero_grad()
+                param.sum().backward()
+                optimizer.step()
+            with torch.no_grad():
+                param.zero_()
+            caps.append(cap_of(optimizer))
+        return caps
+
+    caps = run_generations(sizes, rank)
+    assert caps[0] == [size * 64 * KIB for size in sizes]
+    assert counts[: len(caps)] == measured[: len(caps)]

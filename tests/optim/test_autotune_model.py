@@ -1,4 +1,4 @@
-"""What a line through measured times is, and which size of buckets follows from it: no ranks, no clock."""
+"""The line fitted to measured times, and the bucket size that follows from it: no ranks, no clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hvdlite.optim.plan import ParamSpec, plan_buckets
 KIB = 2**10
 CPU32 = GradientType("cpu", "float32")
 latencies = st.floats(1e-6, 1e-2)
-# Seconds for a byte: from 100 GB/s to 10 MB/s.
+# Seconds per byte: from 100 GB/s to 10 MB/s.
 paces = st.floats(1e-11, 1e-7)
 
 
@@ -33,7 +33,7 @@ def test_what_lies_on_a_line_gives_that_line(alpha_s, beta_s):
         assert line.time_s(nbytes) == pytest.approx(alpha_s + beta_s * nbytes, rel=1e-3)
 
 
-# The same examples in every run: there is noise, chosen to the purpose, that hides a small latency from any fit.
+# The same examples in every run: some noise, if chosen on purpose, hides a small latency from any fit.
 @settings(derandomize=True)
 @given(latencies, paces, st.lists(st.floats(0.95, 1.05), min_size=6, max_size=6), st.sampled_from(SIZES))
 def test_a_line_is_found_under_noise_though_at_one_size_something_else_took_the_machine(
@@ -80,15 +80,15 @@ def test_the_longer_the_latency_the_fewer_the_buckets():
 
 
 def test_a_step_is_as_long_as_its_buckets_make_it_one_after_the_other():
-    # Of 100 ns a byte, and backward as long as all of them: 96 KiB.
+    # At 100 ns per byte, and with a backward as long as sending all bytes: 96 KiB.
     line, ms_of_kib = Line(1.0, 1e-7), 1024e-7
     specs = [spec("first", 32), spec("second", 32), spec("third", 32)]
     plans = plan_buckets(specs, cap_bytes=32 * KIB)
     tail_s = 1e-7 * (plans[0].nbytes - 32 * KIB)
-    # Each waits for the one before: the latency is longer than backward.
+    # Each bucket waits for the one before: the latency is longer than backward.
     expected = 32 * ms_of_kib + 3 * (1.0 + 32 * ms_of_kib + tail_s)
     assert step_s(specs, plans, {CPU32: line}) == pytest.approx(expected)
-    # Without it each is through before the next is ready.
+    # Without latency, each bucket is done before the next is ready.
     expected = 96 * ms_of_kib + (32 * ms_of_kib + tail_s)
     assert step_s(specs, plans, {CPU32: Line(0.0, 1e-7)}) == pytest.approx(expected, rel=1e-3)
 

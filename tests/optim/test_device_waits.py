@@ -1,4 +1,4 @@
-"""From backward to step nothing waits for the device: on one without memory, every question to it is an error."""
+"""No call from backward to step waits for the device: on one without memory, every access to a value is an error."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ DEVICE = torch.device("meta")
 
 @pytest.fixture(autouse=True)
 def _the_device_may_be_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Users' parameters must have values; these are where every question for one is seen."""
+    """Users' parameters must have values; on the device of this test, every access to one is detected."""
     monkeypatch.setattr(arguments, "check_sendable", lambda *_: None)
 
 
 class Echoes(SingleRankEngine):
-    """The engine of several ranks that all do the same."""
+    """Stands for the engine of several ranks that all do the same."""
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], /) -> EngineWork:
         for output in outputs[0][1:]:
@@ -40,7 +40,7 @@ class EchoChannels(SingleRankFactory):
 
 
 class StaysOnTheDevice(TorchDispatchMode):
-    """Notes what asks the device for a value, and what copies between it and the host."""
+    """Notes operations that ask the device for a value, and copies between it and the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class StaysOnTheDevice(TorchDispatchMode):
 
 
 class Net(nn.Module):
-    """With a layer that is frozen, and one that is not used."""
+    """A model with one layer that is frozen, and one that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ def test_a_step_asks_the_device_for_nothing(size, make, set_to_none, options):
         process_set=set_of(group),
         **options,
     )
-    # What it tells the device is told once.
+    # What is copied to the device is copied once.
     crossings_of_a_step(optimizer, model, set_to_none)
     assert [crossings_of_a_step(optimizer, model, set_to_none) for _ in range(2)] == [[], []]
 

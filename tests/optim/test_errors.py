@@ -1,4 +1,4 @@
-"""Bad input gets a clear error on every rank: it names the thing, the cause and the way out."""
+"""Invalid input gives an error on every rank that names the parameter or argument, the cause and the way out."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ CONSTRUCTION_ERRORS = [
     ({"bucket_cap_mb": 0}, "bucket_cap_mb=0"),
     ({"bucket_cap_mb": "25"}, "bucket_cap_mb='25'"),
     ({"autotune": "yes"}, "autotune=.yes. is neither True nor False"),
-    ({"autotune": True, "bucket_cap_mb": 8}, "autotune=True: bucket_cap_mb=8 says already .* give one of the two"),
-    ({"autotune": True, "op": hvd.Adasum}, "autotune=True: with op=hvd.Adasum nothing travels during backward"),
+    ({"autotune": True, "bucket_cap_mb": 8}, "autotune=True: bucket_cap_mb=8 already sets .* leave out one of the two"),
+    ({"autotune": True, "op": hvd.Adasum}, "autotune=True: with op=hvd.Adasum nothing is sent during backward"),
 ]
 
 
@@ -130,7 +130,7 @@ def test_models_that_differ_name_the_first_difference_both_shapes_and_both_ranks
     def rank(group: Group):
         hidden = 5 if group.rank == size - 1 else 4
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, hidden))
-        wrap(group, model.parameters(), named_parameters=model.named_parameters())
+        wrap(group, model.parameters(), named_parameters=model.named_parameters()).step()
 
     for outcome in attempt_ranks(size, rank):
         assert isinstance(outcome, hvd.MismatchError)
@@ -141,7 +141,7 @@ def test_models_that_differ_name_the_first_difference_both_shapes_and_both_ranks
 def test_a_model_with_one_parameter_more_names_it():
     def rank(group: Group):
         model = nn.Linear(2, 2, bias=group.rank == 1)
-        wrap(group, model.parameters(), named_parameters=model.named_parameters())
+        wrap(group, model.parameters(), named_parameters=model.named_parameters()).step()
 
     for outcome in attempt_ranks(2, rank):
         assert isinstance(outcome, hvd.MismatchError)
@@ -158,7 +158,7 @@ def test_models_that_differ_in_more_than_shape_are_told_apart(attribute):
             model.requires_grad_(False)
         if group.rank == 1 and attribute == "layout":
             model.to(memory_format=torch.channels_last)
-        wrap(group, model.parameters(), named_parameters=model.named_parameters())
+        wrap(group, model.parameters(), named_parameters=model.named_parameters()).step()
 
     for outcome in attempt_ranks(2, rank):
         assert isinstance(outcome, hvd.MismatchError)
@@ -179,7 +179,7 @@ def test_models_that_differ_in_more_than_shape_are_told_apart(attribute):
 )
 def test_arguments_that_differ_between_ranks_are_an_error_on_all(option):
     def rank(group: Group):
-        wrap(group, [weight()], **(option if group.rank == 1 else {}))
+        wrap(group, [weight()], **(option if group.rank == 1 else {})).step()
 
     for outcome in attempt_ranks(2, rank):
         assert isinstance(outcome, hvd.MismatchError)
@@ -253,7 +253,7 @@ def test_gradients_changed_on_their_way_are_an_error_and_no_silent_divergence(si
 
 
 class PromptEngine:
-    """An engine whose all-reduces are over when they have been begun, so that buckets come back during backward."""
+    """An engine whose all-reduces are done when they have begun, so that averages arrive during backward."""
 
     def __init__(self, engine):
         self._engine = engine
@@ -272,9 +272,11 @@ def test_gradients_whose_average_is_there_before_the_others_are_not_to_be_change
     def rank(group: Group):
         model = alike(nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(4))))
         optimizer = wrap(group, model.parameters(), named_parameters=model.named_parameters(), bucket_cap_mb=1e-5)
+        # In the first step, no average arrives before all gradients are there.
+        optimizer._reducer.connect()
         model(torch.ones(1, 2)).sum().backward()
         if group.rank == 1:
-            # The first to arrive, and so to come back.
+            # The first gradient that is ready, and so the first average.
             change(model[3].weight)
         optimizer.step()
 
@@ -344,7 +346,7 @@ def test_a_second_optimizer_over_the_same_parameters_takes_them_over():
         second = wrap(group, [param])
         (param.sum() * (1 + group.rank)).backward()
         second.step()
-        with pytest.raises(hvd.GradientError, match="another one was made over the same parameters"):
+        with pytest.raises(hvd.GradientError, match="it was closed, or a newer one has the same parameters"):
             first.step()
         return param.tolist()
 
@@ -418,7 +420,7 @@ def test_a_root_that_is_no_rank_is_an_error(root):
 
 
 class NeverEnding:
-    """An engine that has all-reduces begun, and lets nobody wait for them: as where the wait is interrupted."""
+    """An engine whose all-reduces begin and whose waits raise, as if each wait were interrupted."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -463,7 +465,7 @@ def test_what_is_under_way_when_a_step_is_given_up_writes_into_no_later_gradient
 
 
 class TellingLock:
-    """A lock that says when somebody has to wait for it."""
+    """A lock that reports when a thread has to wait for it."""
 
     def __init__(self, lock: Any, waits: threading.Event) -> None:
         self._lock, self._waits = lock, waits
@@ -489,12 +491,12 @@ def test_gradients_that_come_at_once_from_two_devices_are_taken_one_after_the_ot
         begin_step = reducer._begin_step
 
         def begin() -> None:
-            # In the midst of the first one's, the second one's comes.
+            # While the first thread's gradient is handled, the second thread's comes.
             nonlocal other
             assert other is None, "two gradients begin the same step"
             other = threading.Thread(target=come, args=("second", second))
             other.start()
-            assert waits.wait(30), "it need not wait"
+            assert waits.wait(60), "it need not wait"
             begin_step()
 
         def come(name: str, param: nn.Parameter) -> None:
@@ -503,7 +505,7 @@ def test_gradients_that_come_at_once_from_two_devices_are_taken_one_after_the_ot
 
         reducer._begin_step = begin
         come("first", first)
-        other.join(30)
+        other.join(60)
         assert sorted(order) == ["first", "second"]
         reducer._begin_step = begin_step
         optimizer.step()
@@ -563,7 +565,7 @@ def test_of_steps_that_accumulate_nothing_is_told_the_end_of_an_epoch_and_no_syn
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1))])
-# Horovod has the one where a module cannot be iterated over, and the other where it can.
+# Horovod raises the one if a module cannot be iterated over, and the other if it can.
 @pytest.mark.parametrize("kind", [TypeError, ValueError])
 def test_a_module_in_the_place_of_named_parameters_is_told_what_is_wanted(model, kind):
     words = rf"Found the module {type(model).__name__}: pass named_parameters=model\.named_parameters\(\)"

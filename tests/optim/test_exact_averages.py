@@ -1,4 +1,4 @@
-"""An average is the sum, divided: of equal tensors it is that very tensor, and of others what numpy would make."""
+"""An average is the exact sum, divided: of equal tensors it is that very tensor, and of others what NumPy computes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from worlds import run_worlds
 
 import hvdlite as hvd
 from hvdlite.comm import hierarchy
-from hvdlite.comm.engine_selection import HierarchicalEngineFactory
 from hvdlite.comm.group import Group
+from hvdlite.comm.hierarchy_selection import HierarchicalEngineFactory
 from hvdlite.comm.host_groups import host_groups_of
 from hvdlite.ops.reduction import Reduction
 
@@ -56,7 +56,7 @@ def any_float(seed: int, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def require_average(got: Tensor, terms: list[Tensor], *, in_rank_order: bool) -> None:
-    """The quotient of the sum in rank order; or of one in another order, which is rounded otherwise."""
+    """Asserts that it is the quotient of the sum in rank order, or in another order, which may round otherwise."""
     got, *terms = [torch.view_as_real(each) if each.is_complex() else each for each in (got, *terms)]
     total = terms[0].numpy().copy()
     for term in terms[1:]:
@@ -102,10 +102,10 @@ def test_so_it_is_of_what_is_scattered(size, engine):
 
 
 def gradients(group_or_set: Any, values: list[Tensor], **options: Any) -> list[Tensor]:
-    """What the optimizer makes of gradients that are these values on this rank."""
+    """Returns the averages that the optimizer computes of this rank's gradients ``values``."""
     params = [nn.Parameter(torch.zeros_like(value)) for value in values]
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, lr=0.0), process_set=group_or_set, **options)
-    # A gradient that autograd has made, and then one that is added to where it lies.
+    # The first is a gradient that autograd has made; the second is added to it in place.
     for set_to_none in (True, False):
         optimizer.zero_grad(set_to_none)
         torch.autograd.backward(params, values)
@@ -156,7 +156,7 @@ def test_so_it_is_of_sparse_gradients_and_of_a_step_on_arrival(size, engine):
 @engines
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_averages_are_quotients_of_sums_in_rank_order_where_the_engine_keeps_that_order(size, engine):
-    # Two terms have one order.
+    # A sum of two terms does not depend on their order.
     in_rank_order = engine == "shared memory" or size == 2
     cases = [(dtype, numel) for dtype in FLOATS for numel in (3, 5000)]
 
@@ -166,7 +166,7 @@ def test_averages_are_quotients_of_sums_in_rank_order_where_the_engine_keeps_tha
             got = hvd.allreduce(terms[number], name=f"{dtype} {numel}")
             require_average(got, terms, in_rank_order=in_rank_order)
             (got,) = hvd.grouped_reducescatter([terms[number].repeat(size)], name=f"{dtype} {numel}")
-            # Each rank adds up its own rows, of which it has all terms.
+            # Each rank sums its own rows, of which it has all terms.
             require_average(got, terms, in_rank_order=True)
             (got,) = gradients(hvd.global_process_set, [terms[number]])
             require_average(got, terms, in_rank_order=in_rank_order)
@@ -238,7 +238,7 @@ def test_the_sum_of_those_that_have_not_joined_is_divided_by_all_or_by_them(aver
     outcomes = run_worlds(size, rank, engine=engine)
     divisor = size if average == "all" else 3
     for place, value in enumerate(values):
-        # No rank is known to have joined before the first step is over, but by the last it has.
+        # No rank is known to have joined before the end of the first step, but by the last step rank 1 has.
         total = value + value * 2 + value * 3
         for seen in outcomes[:3]:
             for where in (place, place + len(values)):

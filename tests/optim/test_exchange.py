@@ -1,4 +1,4 @@
-"""An exchange from outside of the package: it is given gradients and links, and what it keeps is saved and loaded."""
+"""A user's exchange gets gradients and links between ranks, and its state is saved and loaded with the optimizer's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hvdlite.comm.group import Group
 
 
 class ScaledSigns(hvd.Exchange):
-    """Sends the sign of each number and a scale for each parameter; what that leaves out is added the next time."""
+    """Sends the sign of each number and a scale per parameter; the error is added to the next step's gradients."""
 
     def __init__(self) -> None:
         self.residual: dict[str, Tensor] = {}
@@ -43,7 +43,7 @@ class ScaledSigns(hvd.Exchange):
 
 
 class Looking(hvd.Exchange):
-    """Sums, and notes what it is given."""
+    """Sums gradients, and notes what it is given."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[list[str], int, list[tuple[int, ...]], bool]] = []
@@ -133,7 +133,7 @@ def test_its_state_is_saved_by_parameter_name_and_training_goes_on_with_it(how):
         again.load_state_dict(saved)
         assert "exchange" in saved
         train_on(optimizer, model, again, model_again, group.rank)
-        # A plain optimizer, and one whose exchange begins anew.
+        # A plain optimizer, and one whose exchange starts without state.
         torch.optim.SGD(model.parameters(), lr=0.1).load_state_dict(saved)
         again.load_state_dict({key: value for key, value in saved.items() if key != "exchange"})
         assert "exchange" not in again.state_dict()
@@ -167,9 +167,9 @@ def test_it_sees_gradients_alone_and_counts_travel_beside_them():
     def rank(group: Group) -> None:
         model = make_model()
         optimizer = wrap(group, model, exchange=Looking)
-        optimizer._reducer.meet()
+        optimizer._reducer.connect()
         group.engine.calls.clear()
-        # The last layer's bias has a gradient on rank 1 alone.
+        # The last layer's bias has a gradient on rank 1 only.
         for param in model.parameters():
             param.grad = torch.ones_like(param)
         if group.rank == 0:
@@ -180,7 +180,7 @@ def test_it_sees_gradients_alone_and_counts_travel_beside_them():
         shapes = [(2,), (2, 3), (3,), (3, 4)]
         assert optimizer._reducer.exchange.seen == [(names, 23, shapes, True)]
         assert optimizer._reducer.exchange.counts == [2]
-        # Behind them the comparison of parameters.
+        # After them comes the comparison of parameters.
         assert [numel for _, numel in group.engine.calls][:2] == [2 * 4 + 2, 23]
         assert model[0].bias.grad is None
         assert model[1].bias.grad.tolist() == [0.5, 0.5]
@@ -194,6 +194,8 @@ def test_buckets_travel_during_backward():
         params = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
         inner = torch.optim.SGD(params, lr=1.0)
         optimizer = hvd.DistributedOptimizer(inner, process_set=set_of(group), exchange=Looking, bucket_cap_mb=1e-6)
+        # In the first step, gradients wait until the ranks have compared their arguments.
+        optimizer._reducer.connect()
         torch.cat(params).sum().backward()
         after_backward = len(optimizer._reducer.exchange.seen)
         optimizer.step()
@@ -294,7 +296,7 @@ def test_ranks_with_different_exchanges_are_told():
         with pytest.raises(
             hvd.MismatchError, match=r"\(exchange, .*test_exchange\.Looking.*test_exchange\.ScaledSigns"
         ):
-            wrap(group, make_model(), exchange=(Looking, ScaledSigns)[group.rank])
+            wrap(group, make_model(), exchange=(Looking, ScaledSigns)[group.rank]).step()
 
     run_ranks(2, rank)
 
@@ -330,7 +332,7 @@ def test_what_an_exchange_has_launched_before_it_failed_writes_into_no_later_gra
 
 
 class AveragedSteps(hvd.Exchange):
-    """Averages what the ranks' own steps have changed."""
+    """Averages how each rank's own step changes the parameters."""
 
     after_step = True
 
@@ -386,7 +388,7 @@ def test_an_exchange_that_carries_the_counts_needs_one_collective_for_a_bucket()
 
 
 class FailsOnRank1(Looking):
-    """Cannot unpack on one rank, and says so."""
+    """Raises an error on rank 1 when it unpacks."""
 
     tells_failures = True
 

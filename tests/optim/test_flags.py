@@ -1,4 +1,4 @@
-"""What ranks tell each other in a bucket's tail, with as many ranks as one likes: a tensor stands for the engine."""
+"""The flags at the end of each bucket, for any number of ranks: a tensor stands for the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LEFT_OUT, COUNTS_AS_ZERO = (1, 0), (0, 0)
 def summed_tail(
     size: int, absent: dict[int, tuple[int, int]], wire: torch.dtype
 ) -> tuple[Flags, torch.Tensor, ParticipantCount]:
-    """The bucket's tail after the wires of all ranks were added up in their own dtype, one after the other."""
+    """Returns a bucket's tail after the wires of all ranks were summed in their own dtype, one after the other."""
     spec = ParamSpec("w", (3,), (1,), torch.float32, torch.device("cpu"), trainable=True)
     (plan,) = plan_buckets([spec], cap_bytes=0, count_slots=RankAndSize(0, size).count_slots)
     tail_numel = plan.numel - plan.grad_numel

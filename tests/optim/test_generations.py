@@ -1,4 +1,4 @@
-"""An optimizer outlives its world: after shutdown() and init() it averages over the ranks that there are then."""
+"""An optimizer outlives its world: after shutdown() and init() it averages over the ranks of the new world."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import copy
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -46,7 +47,7 @@ def test_in_worlds_of_other_sizes_it_trains_as_one_process_on_their_batches(kind
     def rank(generations: Iterator[int]) -> nn.Module:
         model, optimizer = copy.deepcopy(first), None
         for _ in generations:
-            # What a rank has missed that was not in the world before.
+            # The steps that a rank has missed because it was not in the world before.
             hvd.broadcast_parameters(model.state_dict(), root_rank=0)
             if optimizer is None:
                 optimizer = hvd.DistributedOptimizer(
@@ -54,7 +55,7 @@ def test_in_worlds_of_other_sizes_it_trains_as_one_process_on_their_batches(kind
                 )
             train(model, optimizer, x, y)
         if options.get("step_on_arrival"):
-            # That leaves no gradients.
+            # In this mode, steps leave no gradients.
             for param, reference in zip(model.parameters(), alone.parameters(), strict=True):
                 param.grad = reference.grad
         return model
@@ -81,7 +82,7 @@ def test_adasum_goes_on_too_and_ranks_stay_equal():
 
 
 class Counts(hvd.Exchange):
-    """Averages, and counts for each parameter how often."""
+    """Averages, and counts how often it has done so for each parameter."""
 
     def __init__(self) -> None:
         self.times: collections.Counter[str] = collections.Counter()
@@ -139,12 +140,34 @@ def test_gradients_that_were_on_their_way_are_dropped_by_zero_grad_and_else_an_e
     assert run_generations([2, 2], rank) == [[-0.5, -0.5]] * 2
 
 
+def test_reading_the_groups_waits_for_no_gradient_of_the_world_before():
+    def rank(generations: Iterator[int]) -> list[float]:
+        param = nn.Parameter(torch.zeros(2))
+        optimizer = None
+        for number in generations:
+            if optimizer is None:
+                optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=0.5))
+            if number == 0 and hvd.rank() == 1:
+                param.sum().backward()
+            if number == 1:
+                # As a reset callback does. Rank 0 has no gradient that it could average, and goes on to the barrier.
+                for group in optimizer.param_groups:
+                    group["lr"] = 1.0
+                hvd.barrier()
+                optimizer.zero_grad()
+                (param * float(hvd.rank())).sum().backward()
+                optimizer.step()
+        return param.tolist()
+
+    assert run_generations([2, 2], rank) == [[-0.5, -0.5]] * 2
+
+
 def test_without_a_new_world_it_says_so():
     hvd.init()
     param = nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
     hvd.shutdown()
-    with pytest.raises(hvd.CommunicationError, match=r"after shutdown\(\) call hvd.init\(\)"):
+    with pytest.raises(hvd.CommunicationError, match=r"call hvd\.init\(\) again after a shutdown"):
         param.sum().backward()
     param.grad = None
     hvd.init()
@@ -157,20 +180,26 @@ def test_a_hundred_worlds_leave_nothing():
     hvd.init()
     param = nn.Parameter(torch.zeros(2))
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0))
-    seen = []
-    for _ in range(100):
+
+    def held() -> tuple[int, int, int]:
+        gc.collect()
+        return threading.active_count(), len(os.listdir("/proc/self/fd")), len(gc.get_objects())
+
+    for world in range(100):
         hvd.shutdown()
         hvd.init()
         param.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        gc.collect()
-        seen.append((threading.active_count(), len(os.listdir("/proc/self/fd")), len(gc.get_objects())))
+        if world == 9:
+            before = held()
     assert param.tolist() == [-100.0, -100.0]
-    (threads, files, objects), last = seen[9], seen[-1]
-    assert last[:2] == (threads, files)
-    # A list of this test's own grows, and Python's caches.
-    assert last[2] <= objects + 90 * 5
+    # Python's caches grow. Threads and files of the world before, and of earlier tests, may take a moment to go.
+    most = before[0], before[1], before[2] + 90 * 5
+    give_up_at = time.monotonic() + 60
+    while any(now > limit for now, limit in zip(held(), most, strict=True)):
+        assert time.monotonic() < give_up_at, (before, held())
+        time.sleep(0.01)
 
 
 def test_a_process_set_is_to_be_added_again():
@@ -191,5 +220,5 @@ def test_a_process_set_is_to_be_added_again():
             optimizer.step()
         return param.tolist()
 
-    # The third is no member, and steps with its own gradients.
+    # The third rank is no member, and steps with its own gradients.
     assert run_generations([3, 3, 3], rank) == [[-1.0, -1.0], [-1.0, -1.0], [-4.0, -4.0]]

@@ -1,4 +1,4 @@
-"""The root's optimizer state, on every rank, whatever the others had."""
+"""Every rank gets the root's optimizer state, whatever state it had before."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def step(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], times: in
 
 
 def same(one: Any, other: Any) -> bool:
-    """Of one type and value, all the way down."""
+    """Whether two values have the same types and are equal, also within containers."""
     if type(one) is not type(other):
         return False
     if isinstance(one, Tensor):
@@ -51,7 +51,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def everything(optimizer: torch.optim.Optimizer) -> tuple[list[dict[str, Any]], list[Any]]:
-    """Options by group, and states by parameter; None where there is none."""
+    """Returns the options by group, and the states by parameter; None if there is none."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return groups, [optimizer.state.get(param) for param in params]
@@ -216,7 +216,7 @@ def test_what_has_been_received_is_the_ranks_own():
             optimizer.param_groups[0]["first"] = params[0]
         hvd.broadcast_optimizer_state(optimizer)
         one, other = (optimizer.state[param] for param in params)
-        # What was one tensor is one, and a parameter is this rank's.
+        # Entries that shared a tensor share one again, and a parameter is this rank's.
         one["shared"] += own + 1
         assert other["shared"].tolist() == [own + 1.0] * 3
         assert one["of"] is other["of"] is optimizer.param_groups[0]["first"] is params[0]
@@ -226,7 +226,7 @@ def test_what_has_been_received_is_the_ranks_own():
 
 
 class Slow(torch.optim.SGD):
-    """Keeps a count of its own, which it tells and takes by its state_dict."""
+    """Has a counter of its own, which is in its state_dict."""
 
     looks = 0
 
@@ -252,7 +252,7 @@ def test_an_optimizer_that_has_a_state_dict_of_its_own_is_asked_for_it():
 
 
 class Duck:
-    """No torch.optim.Optimizer, but with what it takes."""
+    """Not a torch.optim.Optimizer, but with the same attributes."""
 
     def __init__(self, value: int) -> None:
         self.param_groups: list[dict[str, Any]] = [{"params": params_of()}]
@@ -275,7 +275,7 @@ def test_what_only_looks_like_an_optimizer_will_do():
 
 
 @pytest.mark.parametrize("groups", [
-    [[(3,)], [(2, 2)]],  # as many parameters, in two groups
+    [[(3,)], [(2, 2)]],  # the same number of parameters, in two groups
     [[(3,), (2, 2), (1,)]],
     [[(2, 2), (3,)]],
     [[(3,), (2, 3)]],

@@ -1,4 +1,4 @@
-"""Ranks with other parameters are told so at the first step; those with the same exchange one small message."""
+"""Ranks whose parameters differ get an error at the first step; others exchange only one small message for it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MODEL = model_of()
 
 
 def own_model(change: Callable[[nn.Module], None] | None = None) -> nn.Module:
-    """A copy of the model, which a rank may change for itself."""
+    """Returns a copy of the model, which a rank may change for itself."""
     model = copy.deepcopy(MODEL)
     if change is not None:
         with torch.no_grad():
@@ -63,7 +63,7 @@ def step(model: nn.Module, optimizer: hvd.DistributedOptimizer) -> None:
 
 
 class NotingMaxima:
-    """A process group that notes of how many elements a maximum was asked for: steps ask for no other."""
+    """A process group that notes the number of elements of each maximum: steps compute no other maxima."""
 
     def __init__(self, engine: Any, maxima: list[int]) -> None:
         self._engine = engine
@@ -106,7 +106,7 @@ def test_a_forgotten_broadcast_is_an_error_on_every_rank_that_says_what_to_call(
     for error in attempt_worlds(size, rank, engine=engine):
         assert isinstance(error, MismatchError)
         assert str(error).startswith(
-            f"parameter '0.bias' has other values on rank {size - 1} (node{size - 1}) than on rank 0 (node0) "
+            f"parameter '0.bias' has different values on rank {size - 1} (node{size - 1}) than on rank 0 (node0) "
             "(1 of 4 parameters differ): "
         )
         assert "call hvd.broadcast_parameters(model.state_dict(), root_rank=0) on every rank" in str(error)
@@ -120,7 +120,7 @@ def test_the_error_counts_the_parameters_and_names_the_ranks():
 
     for error in attempt_worlds(3, rank):
         assert str(error).startswith(
-            "parameter '0.weight' has other values on ranks 1 (node1), 2 (node2) than on rank 0 (node0) "
+            "parameter '0.weight' has different values on ranks 1 (node1), 2 (node2) than on rank 0 (node0) "
             "(4 of 4 parameters differ): "
         )
 
@@ -132,7 +132,7 @@ def test_after_the_broadcast_that_it_asks_for_training_goes_on(options):
         optimizer = wrapped(model, **options)
         with pytest.raises(MismatchError):
             step(model, optimizer)
-        # Compared again: a broadcast of only a part is not enough.
+        # Compared again: a broadcast of a part of the parameters is not enough.
         hvd.broadcast_parameters(list(model.named_parameters())[:1], root_rank=0)
         with pytest.raises(MismatchError, match=r"parameter '0.bias' .*\(3 of 4 "):
             step(model, optimizer)
@@ -155,7 +155,7 @@ def test_nan_is_a_difference_where_one_rank_alone_has_it(everywhere):
     if everywhere:
         assert outcomes == [None, None]
     else:
-        assert all("parameter '1.weight' has other values" in str(error) for error in outcomes)
+        assert all("parameter '1.weight' has different values" in str(error) for error in outcomes)
 
 
 def test_frozen_parameters_are_compared_too():
@@ -167,9 +167,9 @@ def test_frozen_parameters_are_compared_too():
     assert all("parameter '0.weight'" in str(error) for error in attempt_worlds(2, rank))
 
 
-def test_a_dtype_that_differs_is_told_when_the_optimizer_is_made():
+def test_a_dtype_that_differs_is_told_in_the_first_step():
     def rank(own: int) -> None:
-        wrapped(own_model().to([torch.float32, torch.float64][own]))
+        wrapped(own_model().to([torch.float32, torch.float64][own])).step()
 
     assert all("every rank must build the same model" in str(error) for error in attempt_worlds(2, rank))
 
@@ -189,7 +189,7 @@ def test_parameters_that_can_have_no_gradient_are_compared():
         model.register_parameter("table", nn.Parameter(torch.arange(3) + own, requires_grad=False))
         step(model, wrapped(model))
 
-    assert all("parameter 'table' has other values" in str(error) for error in attempt_worlds(2, rank))
+    assert all("parameter 'table' has different values" in str(error) for error in attempt_worlds(2, rank))
 
 
 @pytest.mark.parametrize(("when", "expected"), [(True, [0]), (False, []), (3, [0, 3, 6]), (1, list(range(7)))])
@@ -270,7 +270,7 @@ def test_accumulation_and_clipping_and_steps_that_are_skipped_count_alike_on_all
             optimizer.synchronize()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if number == 3:
-                # As GradScaler does where an average is not finite.
+                # As GradScaler does if an average is not finite.
                 continue
             with optimizer.skip_synchronize():
                 optimizer.step()
@@ -316,7 +316,7 @@ def test_a_gradient_changed_too_early_on_one_rank_costs_the_others_nothing():
 
     fine, said = run_worlds(2, rank)
     assert not fine
-    assert "was changed while it was on its way" in said
+    assert "was changed while it was being averaged" in said
 
 
 def test_what_another_optimizer_left_behind_is_dropped_and_compared_in_passing():
@@ -360,10 +360,11 @@ def test_ranks_that_go_on_are_compared_without_those_that_have_joined():
         hvd.join()
 
     joined, *others = attempt_worlds(3, rank)
-    # What it sits out fails as well, or the ranks that have ended are what it hears of first.
+    # The step in which it takes part after joining fails too; otherwise it would first learn that the other ranks
+    # ended.
     assert isinstance(joined, hvd.HvdliteError)
     for error in others:
-        assert "parameter '0.bias' has other values on rank 2 (node2) than on rank 1 (node1)" in str(error)
+        assert "parameter '0.bias' has different values on rank 2 (node2) than on rank 1 (node1)" in str(error)
         assert "root_rank=1" in str(error)
 
 
@@ -439,7 +440,7 @@ def test_a_checkpoint_that_one_rank_loads_is_found_at_the_first_step():
             model.load_state_dict(saved)
         step(model, optimizer)
 
-    assert all("after a checkpoint was loaded on one rank" in str(error) for error in attempt_worlds(2, rank))
+    assert all("after loading a checkpoint on one rank" in str(error) for error in attempt_worlds(2, rank))
 
 
 # -- the fingerprints
@@ -450,7 +451,7 @@ def test_a_checkpoint_that_one_rank_loads_is_found_at_the_first_step():
 def test_a_fingerprint_depends_on_bits_and_places_alone(dtype, numel):
     values = torch.randint(0, 2, (numel,)).to(dtype)
     padded = torch.cat([values[:1], values]) if numel else values
-    # The same bits elsewhere in memory.
+    # The same bits at another address.
     moved = padded[1:] if numel else values.clone()
     assert fingerprints([values]) == fingerprints([moved]) == fingerprints([values.clone()])
     if numel > 1:

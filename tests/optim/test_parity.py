@@ -1,4 +1,4 @@
-"""Ranks together compute what one process computes on the whole batch."""
+"""Several ranks compute what one process computes on the whole batch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = [1, 2, pytest.param(3, marks=pytest.mark.slow), 4]
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", MODELS)
 def test_ranks_together_match_one_process_on_the_whole_batch(kind, size, passes, make):
-    # One step where bf16 is among the types: its rounding would show in all others from the second on.
+    # One step for models with bf16: its rounding would affect all other parameters from the second step on.
     steps = 1 if kind is MixedTypes else 3
     model, (x, y) = build(kind), batches(steps, passes, 4 * size)
     reference = train_alone(model, make, x, y, size)
@@ -127,7 +127,7 @@ def test_two_runs_and_all_ranks_hold_the_same_bits_after_20_steps():
 
 
 def test_the_small_truth_of_the_tutorials_averages_14():
-    """Loss sum of (x·w)² on x = 2r, 2r+1 at w = 1: gradients 2·(0+1) and 2·(4+9), on average 14."""
+    """The loss sum of (x·w)² on x = 2r, 2r+1 at w = 1: gradients 2·(0+1) and 2·(4+9), on average 14."""
 
     def gradient(group: Group) -> float:
         w = nn.Parameter(torch.ones(1))

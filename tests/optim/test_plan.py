@@ -1,4 +1,4 @@
-"""Properties of the bucket plan, for any sizes and any cap."""
+"""Properties of the bucket plan that hold for any sizes and any cap."""
 
 from __future__ import annotations
 

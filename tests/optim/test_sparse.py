@@ -1,8 +1,9 @@
-"""Sparse gradients of embeddings: gathered row by row, or averaged as dense ones."""
+"""Sparse gradients of embeddings: gathered row by row, or averaged as dense gradients."""
 
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ class Words(nn.Module):
 
 def part_loss(model: nn.Module, step: int, part: int, parts: int) -> torch.Tensor:
     if part == 1 and step == 1:
-        # This rank looks nothing up in this step.
+        # This rank looks up no row in this step.
         return model.head.weight.square().mean()
     words = torch.arange(4).reshape(2, 2) * (part + 1 + step) % ROWS
     return model(words).square().mean()
@@ -105,7 +106,7 @@ def test_once_known_to_be_sparse_a_table_is_in_no_bucket_any_more():
 
 
 class Tables(nn.Module):
-    """Embeddings of different widths, of which rank 1 uses the first alone and rank 0 all but the last."""
+    """Embeddings of different widths: rank 1 uses only the first, rank 0 all but the last."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -119,7 +120,7 @@ class Tables(nn.Module):
 
 
 def gathers_of_a_step(group: Group, model: Tables, cap_mb: float) -> tuple[int, list[torch.Tensor | None]]:
-    """The all-gathers of the second step, and the gradients of the tables after it."""
+    """Returns the all-gathers of the second step, and the gradients of the tables after it."""
     model = copy.deepcopy(model)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), process_set=set_of(group), bucket_cap_mb=cap_mb
@@ -171,5 +172,37 @@ def test_a_gradient_that_is_sparse_on_one_rank_and_dense_on_another_is_an_error(
             return
         with pytest.raises(hvd.MismatchError, match="'weight' has a sparse gradient on some ranks"):
             optimizer.step()
+
+    run_ranks(2, rank)
+
+
+class WithSparseGradient(torch.autograd.Function):
+    """The sum of a matrix, whose gradient has this many sparse dimensions."""
+
+    @staticmethod
+    def forward(ctx, matrix: torch.Tensor, sparse_dim: int) -> torch.Tensor:
+        ctx.shape, ctx.sparse_dim = matrix.shape, sparse_dim
+        return matrix.sum()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return (grad * torch.ones(ctx.shape)).to_sparse(ctx.sparse_dim), None
+
+
+def test_gradients_of_different_sparse_dimensions_are_an_error_on_all_ranks_that_tells_the_way_out():
+    message = (
+        "parameter 'matrix' has gradients with 1 and 2 sparse dimensions on different ranks: compute them in the same "
+        "way on every rank, or wrap the optimizer with sparse_as_dense=True"
+    )
+
+    def rank(group: Group) -> None:
+        matrix = nn.Parameter(torch.ones(4, 2))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([matrix], lr=0.1), [("matrix", matrix)], process_set=set_of(group)
+        )
+        WithSparseGradient.apply(matrix, group.rank + 1).backward()
+        with pytest.raises(hvd.MismatchError, match=f"^{re.escape(message)}$"):
+            optimizer.step()
+        optimizer.close()
 
     run_ranks(2, rank)

@@ -1,4 +1,4 @@
-"""Step on arrival: the ordinary step's bits, one bucket after the other, and no gradient left."""
+"""step_on_arrival steps bucket by bucket, gives the same bits as an ordinary step, and leaves no gradient."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from worlds import run_worlds
 import hvdlite as hvd
 from hvdlite.comm.group import Group
 
-# A bucket for every parameter, or nearly.
+# About one bucket per parameter.
 SMALL = 0.0002
 
 
 class Words(nn.Module):
-    """What gradients can be like: sparse, of a frozen parameter, of one that is not used, or not by every rank."""
+    """A model with all kinds of gradients: sparse, of a frozen parameter, of one that some or all ranks do not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def train(
     passes: int = 1,
     **options: Any,
 ) -> list[Tensor]:
-    """The bits of the parameters, and of the optimizer's state, after some steps; ``at`` is called before each."""
+    """Returns the bits of the parameters and of the optimizer's state after some steps; calls ``at`` before each."""
     own = copy.deepcopy(model)
     optimizer = wrap(group, make(list(own.parameters())), backward_passes_per_step=passes, **options)
     x, y = batches(steps, passes, 4 * group.size)
@@ -128,7 +128,7 @@ def test_every_optimizer_of_torch_has_the_bits_of_the_ordinary_step(kind):
 
 
 class Whole(nn.Module):
-    """A model that does not care which part of the batch it sees."""
+    """A model whose loss does not depend on the rank's part of the batch."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ def test_adam_of_sparse_gradients_alone_has_the_bits_of_the_ordinary_step(size):
             optimizer = wrap(group, torch.optim.SparseAdam(own.parameters()), step_on_arrival=on_arrival)
             for step in range(4):
                 optimizer.zero_grad()
-                # One of them is not used by every rank, one by none.
+                # One of the layers is not used by every rank, and one by none.
                 used = own[: 2 if group.rank == 0 else 1]
                 sum(part(torch.tensor([step, group.rank])).pow(2).sum() for part in used).backward()
                 optimizer.step()
@@ -252,7 +252,7 @@ def test_after_clipping_or_a_grad_scaler_the_step_is_taken_as_a_whole():
         scaler.step(optimizer)
         scaler.update()
         assert [param[0].item() for param in params] == [-4.0] * 3
-        # A gradient that is not finite: no step, and the next one is as if nothing had been.
+        # A gradient that is not finite: no step is taken, and the next step is not affected.
         scaler.scale(sum(float("inf") * (1 + group.rank) * param.sum() for param in params)).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -283,7 +283,7 @@ def test_it_works_with_accumulation_added_groups_checkpoints_and_pickles():
                 with optimizer.no_sync():
                     sum((param * (group.rank + n)).pow(2).sum() for n, param in enumerate(params)).backward()
                 if step % 2:
-                    # Only counted, and so averaged early, at the step.
+                    # Only counted, and so averaged early, in step().
                     optimizer.set_backward_passes_per_step(2)
                 sum((param * step).pow(2).sum() for param in params).backward()
                 optimizer.step()
@@ -321,19 +321,21 @@ def test_ranks_that_join_take_part_and_ranks_outside_of_the_set_step_alone():
         hvd.join()
         return params[0][0].item()
 
-    # The second step of rank 2 is taken with rank 0, which has joined and gives nothing.
+    # Rank 2 takes its second step with rank 0, which has joined and contributes zeros.
     assert run_worlds(3, rank) == [-2.0, -2.0, -3.5]
 
 
 def test_what_forbids_it_is_an_error_that_says_so():
     def rank(group: Group) -> None:
         param = nn.Parameter(torch.zeros(2))
-        with pytest.raises(ValueError, match=r"step_on_arrival=True with op=hvd\.Adasum"):
+        with pytest.raises(ValueError, match=r"step_on_arrival=True does not work with op=hvd\.Adasum"):
             wrap(group, torch.optim.SGD([param], lr=1.0), op=hvd.Adasum, step_on_arrival=True)
         with pytest.raises(ValueError, match="step_on_arrival='yes' is neither True nor False"):
             wrap(group, torch.optim.SGD([param], lr=1.0), step_on_arrival="yes")
         optimizer = wrap(group, torch.optim.SGD([param], lr=1.0), step_on_arrival=True)
-        with pytest.raises(ValueError, match=r"step\(closure\) with step_on_arrival=True: .* call it before"):
+        with pytest.raises(
+            ValueError, match=r"step\(closure\) does not work with step_on_arrival=True.* call the closure before"
+        ):
             optimizer.step(lambda: 0.0)
         param.sum().backward()
         optimizer.step()
@@ -341,7 +343,8 @@ def test_what_forbids_it_is_an_error_that_says_so():
 
     run_ranks(2, rank)
     for outcome in attempt_ranks(
-        2, lambda g: wrap(g, torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0), step_on_arrival=g.rank == 1)
+        2,
+        lambda g: wrap(g, torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=1.0), step_on_arrival=g.rank == 1).step(),
     ):
         assert isinstance(outcome, hvd.MismatchError)
         assert "step_on_arrival" in str(outcome)
@@ -358,7 +361,9 @@ def test_an_optimizer_that_keeps_count_in_its_groups_is_refused_by_name():
         params = [nn.Parameter(torch.zeros(64)) for _ in range(2)]
         optimizer = wrap(group, Counting(params, lr=1.0), step_on_arrival=True)
         sum(param.sum() for param in params).backward()
-        with pytest.raises(hvd.GradientError, match=r"the step of Counting changes param_groups\[0\]\['steps'\]"):
+        with pytest.raises(
+            hvd.GradientError, match=r"does not work with Counting: its step changes param_groups\[0\]\['steps'\]"
+        ):
             optimizer.step()
         assert optimizer.param_groups[0]["params"] == params
 
@@ -371,7 +376,7 @@ def test_after_an_error_on_the_way_the_groups_are_whole_and_nothing_was_changed_
         optimizer = wrap(group, torch.optim.SGD(params, lr=1.0), step_on_arrival=True)
         sum(param.sum() for param in params).backward()
         params[0].grad.mul_(2)
-        with pytest.raises(hvd.GradientError, match=r"was changed while it was on its way"):
+        with pytest.raises(hvd.GradientError, match=r"was changed while it was being averaged"):
             optimizer.step()
         assert [param[0].item() for param in params] == [0.0] * 3
         optimizer.zero_grad()
@@ -387,7 +392,7 @@ def test_after_an_error_on_the_way_the_groups_are_whole_and_nothing_was_changed_
 
 
 class EndsAtLeisure:
-    """All-reduces of gradients after the first are never done until somebody writes what comes of them."""
+    """All-reduces of gradients after the first are not done until the test writes their results."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -448,7 +453,7 @@ def test_what_is_in_flight_when_a_part_of_the_step_is_interrupted_writes_into_no
 
 
 def test_where_a_part_of_the_step_fails_the_rest_still_comes_home_and_the_next_step_is_right():
-    """The failing rank takes the others' step to its end: else its next gradients would meet this step's."""
+    """The failing rank finishes the other ranks' step, or its next gradients would be averaged with that step's."""
 
     class Failing(torch.optim.SGD):
         fails = False

@@ -1,4 +1,4 @@
-"""Parameters of integers and booleans beside others: they are broadcast, and all else takes them as they are."""
+"""Integer and boolean parameters beside others: they are broadcast, and all other functions leave them as they are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.b
 
 
 class Quantized(nn.Module):
-    """A table of whole numbers of each kind before, between and after what is trained."""
+    """A table of integers of each kind before, between and after the trained parameters."""
 
     def __init__(self, value: int = 1, *, sparse: bool = False) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def test_an_optimizers_state_for_them_is_broadcast(wraps):
 def test_ranks_that_differ_in_them_are_told():
     def rank(own: int) -> None:
         param = nn.Parameter(torch.zeros(2 + own, dtype=torch.int32), requires_grad=False)
-        hvd.DistributedOptimizer(torch.optim.SGD([param, nn.Parameter(torch.ones(1))], lr=0.1))
+        hvd.DistributedOptimizer(torch.optim.SGD([param, nn.Parameter(torch.ones(1))], lr=0.1)).step()
 
     for outcome in attempt_worlds(2, rank):
         assert isinstance(outcome, hvd.MismatchError)

@@ -1,11 +1,13 @@
-"""The addresses that this host has, as its system tells them."""
+"""This host's addresses and interfaces, as the operating system reports them."""
 
 from __future__ import annotations
 
 import ipaddress
 
+import pytest
+
 from hvdlite.rendezvous import host_address
-from hvdlite.rendezvous.host_address import LOOPBACK, address_of, interface_of
+from hvdlite.rendezvous.host_address import LOOPBACK, address_of, interface_of, no_connection_between
 
 
 def test_the_loopback_interface_has_the_loopback_address_and_the_other_way_round():
@@ -25,3 +27,24 @@ def test_an_address_that_only_its_own_link_knows_is_none_for_others(monkeypatch)
     assert address_of("eth0") == "fd00::1"
     monkeypatch.setattr(host_address, "_interfaces_v6", lambda: own[:1])
     assert address_of("eth0") is None
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        ("[socket.cc:142] rv != -1. -1 vs -1. connect: No route to host", "no route to host"),
+        ("[/p/pair.cc:144] SO_ERROR: Connection refused, remote=[10.0.0.2]:40001", "connection refused"),
+        ("Gloo connectFullMesh failed with [/p/pair.h:311] Connect timeout [none]", "connect timeout"),
+        (TimeoutError("timed out"), "timed out"),
+    ],
+)
+def test_a_connection_that_was_not_made_names_the_hosts_the_firewall_and_the_check(error, words):
+    assert no_connection_between(["a", "b", "b", "c"], "b", error) == (
+        f"b could not open a TCP connection to another host of the job (a, c): {words}. Does a firewall block TCP "
+        "between these hosts, or has the rank there ended? hvdlite-run --check -H a,b,c shows which connections fail"
+    )
+
+
+def test_an_error_with_another_cause_or_on_one_host_says_nothing_of_a_firewall():
+    assert no_connection_between(["a", "b"], "a", "wait timeout after 1800000ms, keys: /x") is None
+    assert no_connection_between(["a", "a"], "a", "Connection refused") is None

@@ -1,4 +1,4 @@
-"""hvdlite-run's store as torch sees it, over a real socket; the launcher is a thread here."""
+"""hvdlite-run's store as torch uses it, over a real socket; the launcher is a thread here."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from hvdlite_launcher.wire.messages import GaveUp, Joined, Joining
+from hvdlite_launcher.wire.messages import InitDone, InitFailed, InitStarted
 from hvdlite_launcher.wire.store_messages import Want
 from local_store import local_agents
 
 import hvdlite as hvd
 from hvdlite.errors import says_peer_lost
 from hvdlite.rendezvous.launcher_store import LauncherStore
-from hvdlite.rendezvous.store_client import MAX_REQUEST_BYTES, StoreClient, StoreCommand
+from hvdlite.rendezvous.store_client import MAX_REQUEST_BYTES, StoreClient, StoreRequest
 
-TIMEOUT = timedelta(seconds=10)
+TIMEOUT = timedelta(seconds=60)
 
 
 @pytest.fixture
 def agents(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # its own path may be longer than a socket's
+    monkeypatch.chdir(tmp_path)  # tmp_path may be longer than a socket's path may be
     with local_agents(tmp_path.relative_to(tmp_path), 2) as agents:
         yield agents
 
 
 @pytest.fixture
 def stores(agents):
-    """One for each of two hosts."""
+    """Provides one store on each of two hosts."""
     return [LauncherStore(StoreClient(agent.path), TIMEOUT) for agent in agents]
 
 
@@ -137,10 +137,10 @@ def test_an_agent_that_is_gone_is_told_as_what_it_is(agents, stores):
         while Want(b"no") not in agents[0].sent:
             stores[0].check(["no"])
         agents[0].close()
-        with pytest.raises(dist.DistNetworkError, match="the agent of hvdlite-run on this host is gone") as caught:
+        with pytest.raises(dist.DistNetworkError, match="hvdlite-run's agent on this host has ended") as caught:
             waiting.result()
     assert says_peer_lost(caught.value)
-    with pytest.raises(dist.DistNetworkError, match="is gone"):
+    with pytest.raises(dist.DistNetworkError, match="has ended"):
         stores[0].get("k")
 
 
@@ -174,7 +174,7 @@ def test_an_answer_that_comes_too_late_is_nobody_elses(agents):
     with pytest.raises(TimeoutError):
         client.get([b"late"], timeout_s=0.01)
     client.set({b"late": b"!"})
-    assert client.request(StoreCommand.COUNT) == [b"1"]
+    assert client.request(StoreRequest.COUNT) == [b"1"]
 
 
 @pytest.mark.parametrize("size", [0, 1, 3 << 20, pytest.param(50 << 20, marks=pytest.mark.slow)])
@@ -190,17 +190,17 @@ def test_values_of_any_size_pass_in_pieces(agents, size):
 @pytest.mark.parametrize("size", [0, 3, (2 << 20) + 5])
 def test_launcher_and_workers_read_each_others_large_values(agents, size):
     client, value = StoreClient(agents[0].path), os.urandom(size)
-    assert agents[0].store.look_large(b"up") is None
+    assert agents[0].store.get_large(b"up") is None
     client.set_large(b"up", value)
     agents[0].store.put_large(b"down", value)
-    assert agents[0].store.look_large(b"up") == value
-    assert client.get_large(b"down", 5) == value
+    assert agents[0].store.get_large(b"up") == value
+    assert client.get_large(b"down", 60) == value
 
 
 @pytest.mark.parametrize("count", [b"2", b"-1", b"9" * 5000, b"x"])
 def test_what_is_no_large_value_is_none_to_the_launcher(agents, count):
     StoreClient(agents[0].path).set({b"k": count, b"k/0": b"first"})
-    assert agents[0].store.look_large(b"k") is None
+    assert agents[0].store.get_large(b"k") is None
 
 
 def test_a_value_too_large_for_one_request_says_what_to_use(agents):
@@ -210,12 +210,12 @@ def test_a_value_too_large_for_one_request_says_what_to_use(agents):
 
 def test_the_launcher_hears_of_the_ranks_that_join(agents):
     client = StoreClient(agents[0].path)
-    client.request(StoreCommand.JOINING, [b"3"])
-    client.request(StoreCommand.JOINED, [b"3"])
-    client.request(StoreCommand.GAVE_UP, [b"3"])
-    assert agents[0].sent == [Joining(3), Joined(3), GaveUp(3)]
-    with pytest.raises(ValueError, match="no such rank"):
-        client.request(StoreCommand.JOINING, [b"4"])
+    client.request(StoreRequest.INIT_STARTED, [b"3"])
+    client.request(StoreRequest.INIT_DONE, [b"3"])
+    client.request(StoreRequest.INIT_FAILED, [b"3"])
+    assert agents[0].sent == [InitStarted(3), InitDone(3), InitFailed(3)]
+    with pytest.raises(ValueError, match="no such worker"):
+        client.request(StoreRequest.INIT_STARTED, [b"4"])
 
 
 def test_a_forked_child_has_connections_of_its_own(agents):
@@ -224,7 +224,7 @@ def test_a_forked_child_has_connections_of_its_own(agents):
     pid = os.fork()
     if pid == 0:
         try:
-            os._exit(0 if client.get([b"k"], 5) == [b"v"] else 1)
+            os._exit(0 if client.get([b"k"], 60) == [b"v"] else 1)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -252,6 +252,6 @@ def test_an_agent_that_hangs_up_within_an_answer_is_gone(tmp_path, monkeypatch, 
 
         thread = threading.Thread(target=serve)
         thread.start()
-        with pytest.raises(ConnectionError, match="is gone"):
-            StoreClient("s").get([b"k"], 5)
+        with pytest.raises(ConnectionError, match="has ended"):
+            StoreClient("s").get([b"k"], 60)
         thread.join()

@@ -1,4 +1,4 @@
-"""A process finds its place from what its launcher tells it, and says what is wrong with that."""
+"""A process reads its rank from its launcher's variables, and raises errors that name what is wrong with them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import pytest
 
 import hvdlite as hvd
 from hvdlite.rendezvous import launchers
-from hvdlite.rendezvous.launchers import LAUNCHERS, Launcher, read_placement, refuse_place_of_horovods
+from hvdlite.rendezvous.launchers import (
+    LAUNCHERS,
+    Launcher,
+    launcher_named,
+    read_placement,
+    refuse_horovod_rank,
+)
 from hvdlite.rendezvous.placement import Placement
 
 HVDLITE = {
     "HVDLITE_RANK": "1", "HVDLITE_SIZE": "4", "HVDLITE_LOCAL_RANK": "1", "HVDLITE_LOCAL_SIZE": "2",
     "HVDLITE_CROSS_RANK": "0", "HVDLITE_CROSS_SIZE": "2", "HVDLITE_HOST": "node1", "HVDLITE_STORE": "unix:///s",
+    "HVDLITE_WORKER": "1",
 }  # fmt: skip
 WORKER = HVDLITE | {
     "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "40000",
@@ -88,7 +95,7 @@ def test_hvdlite_run_wins_within_a_slurm_job():
     [(OPENMPI, 2, "OpenMPI's mpirun"), (MPICH, 1, "MPICH's mpirun"), (TORCHRUN, 3, None)],
 )
 def test_what_a_worker_of_hvdlite_run_starts_by_another_launcher_has_that_ones_place(inner, rank, launcher):
-    # hvdlite-run leaves its workers nothing of an MPI job around it, and sets RANK to what its own variable says.
+    # hvdlite-run passes no variable of a surrounding MPI job to its workers, and sets RANK to the value of its own.
     placement = read_placement(WORKER | inner)
     assert (placement.rank, placement.launcher, placement.store_url) == (rank, launcher, None)
 
@@ -145,12 +152,12 @@ def test_a_place_by_horovods_variables_alone_is_an_error_that_names_the_way_out(
     ):
         hvd.init()
     for other in ({"HOROVOD_SIZE": "1"}, WORKER, {"HOROVOD_SIZE": "two"}):
-        refuse_place_of_horovods(given | other)
-    refuse_place_of_horovods({"HOROVOD_SIZE": "2"})
+        refuse_horovod_rank(given | other)
+    refuse_horovod_rank({"HOROVOD_SIZE": "2"})
 
 
 def test_hvdlite_run_tells_rank_host_and_store():
-    assert read_placement(HVDLITE) == Placement(1, 4, "node1", "node1", 1, "unix:///s")
+    assert read_placement(HVDLITE) == Placement(1, 4, "node1", "node1", 1, "unix:///s", worker=1)
 
 
 def test_torchrun_tells_rank_and_node():
@@ -168,7 +175,7 @@ def test_hvdlite_run_inside_another_launchers_job_wins():
     assert read_placement(TORCHRUN | WORKER).rank == 1
 
 
-@pytest.mark.parametrize("name", ["HVDLITE_SIZE", "HVDLITE_LOCAL_RANK", "HVDLITE_STORE"])
+@pytest.mark.parametrize("name", ["HVDLITE_SIZE", "HVDLITE_LOCAL_RANK", "HVDLITE_STORE", "HVDLITE_WORKER"])
 def test_a_missing_variable_is_named(name):
     with pytest.raises(hvd.LaunchEnvironmentError, match=f"{name} is not set"):
         read_placement({key: value for key, value in HVDLITE.items() if key != name})
@@ -215,3 +222,13 @@ def test_a_place_is_read_from_the_processs_own_environment_too(environ, monkeypa
 def test_every_optional_variable_of_a_launcher_is_one_of_its_own():
     for launcher in LAUNCHERS:
         assert {*launcher.optional} <= {launcher.local_rank, launcher.node}, launcher.name
+
+
+def test_the_ranks_of_launchers_that_share_a_name_meet_in_the_same_way():
+    for launcher in LAUNCHERS:
+        same = launcher_named(launcher.name)
+        ways = [
+            (each.job_id, each.nodelist, each.reserved_ports, each.own_addresses, each.is_asked_by_pmi)
+            for each in (launcher, same)
+        ]
+        assert ways[0] == ways[1], launcher.name

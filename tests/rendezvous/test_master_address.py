@@ -1,4 +1,4 @@
-"""What is said where the ranks cannot meet at MASTER_ADDR and MASTER_PORT: the cause first, and the way out."""
+"""The errors of ranks that cannot connect at MASTER_ADDR and MASTER_PORT name the cause first, and then the way out."""
 
 import socket
 import threading
@@ -15,7 +15,7 @@ HOST = socket.gethostname()
 
 
 def refused(rank, monkeypatch, address="127.0.0.1", port="29500", words=None):
-    """What this rank says; with ``words`` PyTorch's are these, and no network is asked."""
+    """Returns the error of this rank; if ``words`` are given, PyTorch's error has them, and no network is used."""
     monkeypatch.setenv("MASTER_ADDR", address)
     monkeypatch.setenv("MASTER_PORT", port)
     if words is not None:
@@ -46,16 +46,17 @@ def test_a_name_that_is_unknown_is_said_first(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     said = refused(1, monkeypatch, address="no{such}host", words="The client socket has timed out")
     assert said == (
-        f"hvd.init() failed on rank 1 ({HOST}): MASTER_ADDR='no{{such}}host' is not known on {HOST} (Name or service "
-        "not known): set it to a name or an address of rank 0's host, for every rank. (The client socket has timed out)"
+        f"hvd.init() failed on rank 1 ({HOST}): MASTER_ADDR='no{{such}}host' cannot be resolved on {HOST} (Name or "
+        "service not known): set it to a name or an address of rank 0's host, for every rank. (The client socket has "
+        "timed out)"
     )
 
 
 @pytest.mark.parametrize(
     ("rank", "address", "why"),
     [
-        (0, "192.0.2.7", f"MASTER_ADDR='192.0.2.7' is no address of {HOST}, where rank 0 is"),
-        (0, "127.0.0.1", "not all of the 2 ranks came to MASTER_ADDR='127.0.0.1', MASTER_PORT=29500 within 5 s"),
+        (0, "192.0.2.7", f"MASTER_ADDR='192.0.2.7' is not an address of {HOST}, where rank 0 runs"),
+        (0, "127.0.0.1", "not all of the 2 ranks connected to MASTER_ADDR='127.0.0.1', MASTER_PORT=29500 within 5 s"),
         (1, "192.0.2.7", "rank 0 was not found at MASTER_ADDR='192.0.2.7', MASTER_PORT=29500 within 5 s"),
     ],
 )
@@ -79,7 +80,7 @@ def test_a_stranger_at_the_port_who_never_answers_is_told_of_and_not_waited_for_
         master_address.store_at_given_address(ProcessState(), 1, 2, "127.0.0.1", "29500", timedelta(seconds=0.1))
     over.set()
     assert "rank 0 was not found at MASTER_ADDR='127.0.0.1', MASTER_PORT=29500 within 0.1 s" in str(caught.value)
-    assert str(caught.value).endswith("(what listens there has not answered)")
+    assert str(caught.value).endswith("(the program that listens there has not answered)")
     (warned,) = caplog.messages
     assert warned.startswith(
         "rank 1 has waited 0.05 s in hvd.init() for rank 0 at MASTER_ADDR='127.0.0.1', MASTER_PORT=29500"
@@ -101,10 +102,10 @@ def test_a_store_is_kept_while_the_ranks_meet_there_and_let_go_before_another_is
         timeout = timedelta(seconds=timeout_s)
         return master_address.store_at_given_address(process, rank, size, "127.0.0.1", port, timeout).name
 
-    # Rank 0 serves it, whatever the number of ranks and the timeout.
+    # Rank 0 serves the store, whatever the number of ranks and the timeout.
     assert [meet(0, 2, "29500"), meet(0, 2, "29500", 6), meet(0, 3, "29500")] == ["0 of 2"] * 3
     assert meet(0, 3, "29501") == "0 of 3"
-    # Others connect to it: as other ranks anew, since another process may serve it.
+    # Other ranks connect to it; again as another rank, because another process may serve it.
     assert [meet(2, 3, "29501"), meet(2, 3, "29501", 6), meet(1, 2, "29501")] == ["2 of 3", "2 of 3", "1 of 2"]
     opened = ["0 of 2", "0 of 3", "2 of 3", "1 of 2"]
     assert events == [event for name in opened for event in (f"opens {name}", f"loses {name}")][:-1]

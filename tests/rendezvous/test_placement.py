@@ -1,4 +1,4 @@
-"""All ranks' placements together say which local and cross rank each of them has."""
+"""The local and cross rank of each rank follow from all ranks' placements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks of other launchers find one another: each way by itself, against what stands at its other end."""
+"""How ranks of other launchers find each other: each way by itself, against a simulated other end."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hvdlite as hvd
+from hvdlite.rendezvous import launchers
 from hvdlite.rendezvous.host_address import ELSEWHERE, interface_of, own_address
-from hvdlite.rendezvous.launchers import MPICH, OPENMPI, SLURM
+from hvdlite.rendezvous.launchers import MPICH, OPENMPI, SLURM, Launcher, launcher_named
 from hvdlite.rendezvous.local_exchange import ask_local_rank_0, give_to_local_ranks
 from hvdlite.rendezvous.placement import Placement
 from hvdlite.rendezvous.pmi import exchange_by_pmi, finalize_pmi, open_connection
-from hvdlite.rendezvous.pmi_rendezvous import PmiConnection, port_of_step, rendezvous_by_pmi
+from hvdlite.rendezvous.pmi_rendezvous import PmiConnection, hosts_of_job, port_of_job, rendezvous_by_pmi
 from hvdlite.rendezvous.process_state import ProcessState
 
+SRUN = launcher_named(SLURM)
 STEP = {"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-2]"}
 
 
 class HydraScript:
-    """The launcher's end of one PMI-1 connection: notes what it is asked, answers as Hydra does."""
+    """The launcher's end of a PMI-1 connection: records the requests and answers as Hydra does."""
 
     def __init__(self, answers: dict[str, str] | None = None) -> None:
         self.asked: list[str] = []
@@ -49,7 +51,7 @@ class HydraScript:
                 if answer == "hang up":
                     return
                 if answer:
-                    # In pieces, as a stream may bring it.
+                    # In pieces, as a stream may deliver it.
                     for piece in (answer[:7], answer[7:] + "\n"):
                         lines.write(piece)
                         lines.flush()
@@ -80,7 +82,7 @@ def test_the_others_put_nothing():
         ("get", "cmd=get_result rc=-1 msg=key_not_found value=unknown", "answered 'cmd=get_result rc=-1"),
         ("get_my_kvsname", "what?", "answered 'what\\?'"),
         ("barrier_in", "hang up", "closed PMI_FD="),
-        ("barrier_in", "", "waiting for the other ranks"),
+        ("barrier_in", "", "another rank did not call it in time"),
     ],
 )
 def test_a_launcher_that_answers_otherwise_is_an_error_that_says_how(command, answer, said):
@@ -138,9 +140,9 @@ def test_a_neighbour_that_does_not_come_is_named():
     name = f"test/{os.getpid()}/{os.urandom(4).hex()}"
     with ThreadPoolExecutor(1) as pool:
         pool.submit(ask_local_rank_0, name, 1, 10)
-        with pytest.raises(hvd.CommunicationError, match="waiting for rank 2, 3 on this host"):
+        with pytest.raises(hvd.CommunicationError, match="rank 2, 3 on this host did not call it within"):
             give_to_local_ranks(name, "x", 4, 0.2)
-    with pytest.raises(hvd.CommunicationError, match="waiting for rank 0"):
+    with pytest.raises(hvd.CommunicationError, match="rank 0 on this host did not call it within"):
         ask_local_rank_0(name, 1, 0.05)
 
 
@@ -148,23 +150,34 @@ def test_a_second_rank_0_of_a_job_is_an_error():
     name = f"test/{os.getpid()}/{os.urandom(4).hex()}"
     with socket.socket(socket.AF_UNIX) as first:
         first.bind(b"\0hvdlite/" + name.encode())
-        with pytest.raises(hvd.CommunicationError, match="two processes have its rank 0"):
+        with pytest.raises(hvd.CommunicationError, match="two processes are its rank 0"):
             give_to_local_ranks(name, "x", 2, 1)
+
+
+def met(launcher: str, environ: dict[str, str]) -> list[bytes]:
+    """Returns what two ranks of one host read from each other in their common store."""
+
+    def rank(number: int) -> tuple[bytes, object]:
+        placement = Placement(number, 2, "0", "vm", number, launcher=launcher, one_host=True)
+        store, _ = rendezvous_by_pmi(placement, environ, ProcessState(), timedelta(seconds=30))
+        store.set(f"from {number}", b"hello")
+        return store.get(f"from {1 - number}"), store  # rank 0's process serves the other
+
+    with ThreadPoolExecutor(2) as pool:
+        return [heard for heard, _ in pool.map(rank, (0, 1))]
 
 
 def test_ranks_of_one_slurm_node_share_a_store_on_loopback(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
-    environ = {**STEP, "SLURM_JOB_ID": f"{os.getpid()}{os.urandom(2).hex()}"}
-
-    def rank(number: int) -> tuple[bytes, object]:
-        placement = Placement(number, 2, "0", "vm", number, launcher=SLURM, one_host=True)
-        store, _ = rendezvous_by_pmi(placement, environ, ProcessState(), timedelta(seconds=10))
-        store.set(f"from {number}", b"hello")
-        return store.get(f"from {1 - number}"), store  # rank 0's serves the other
-
-    with ThreadPoolExecutor(2) as pool:
-        assert [heard for heard, _ in pool.map(rank, (0, 1))] == [b"hello"] * 2
+    assert met(SLURM, {**STEP, "SLURM_JOB_ID": f"{os.getpid()}{os.urandom(2).hex()}"}) == [b"hello"] * 2
     assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
+
+
+def test_ranks_of_a_new_launcher_meet_on_one_host_by_the_id_that_its_entry_names(monkeypatch):
+    flux = Launcher("Flux", ("FLUX_TASK_RANK",), "FLUX_TASK_RANK", "FLUX_JOB_SIZE", job_id=("FLUX_JOB_ID",))
+    monkeypatch.setattr(launchers, "LAUNCHERS", (*launchers.LAUNCHERS, flux))
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
+    assert met("Flux", {"FLUX_JOB_ID": f"{os.getpid()}{os.urandom(2).hex()}"}) == [b"hello"] * 2
 
 
 def test_loopback_has_an_interface_and_is_no_address_for_others():
@@ -177,12 +190,12 @@ def test_loopback_has_an_interface_and_is_no_address_for_others():
 
 @given(st.integers(0, 10**8), st.integers(0, 10**4))
 def test_a_steps_port_is_one_that_programs_may_have_and_linux_does_not_give_out(job, step):
-    assert 12000 <= port_of_step({"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}) < 32000
+    assert 12000 <= port_of_job(SRUN, {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}) < 32000
 
 
 def test_a_port_that_slurm_reserved_comes_first():
-    assert port_of_step({**STEP, "SLURM_STEP_RESV_PORTS": "17000-17002"}) == 17000
-    assert port_of_step(STEP) != port_of_step({**STEP, "SLURM_STEP_ID": "1"})
+    assert port_of_job(SRUN, {**STEP, "SLURM_STEP_RESV_PORTS": "17000-17002"}) == 17000
+    assert port_of_job(SRUN, STEP) != port_of_job(SRUN, {**STEP, "SLURM_STEP_ID": "1"})
 
 
 def test_a_slurm_rank_0_that_is_not_on_the_first_node_is_told_what_to_set():
@@ -194,3 +207,56 @@ def test_a_slurm_rank_0_that_is_not_on_the_first_node_is_told_what_to_set():
 def test_a_launcher_that_gives_no_way_to_meet_is_named(launcher, said):
     with pytest.raises(hvd.LaunchEnvironmentError, match=f"{said}.*MASTER_ADDR"):
         rendezvous_by_pmi(Placement(0, 2, "a", "a", 0, launcher=launcher), {}, ProcessState(), timedelta(seconds=1))
+
+
+def expanded(nodelist: str) -> list[str]:
+    return hosts_of_job(SRUN, {"SLURM_STEP_NODELIST": nodelist})
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("vm", ["vm"]),
+        ("a,b", ["a", "b"]),
+        ("node[1-3,7]", ["node1", "node2", "node3", "node7"]),
+        ("n[08-10]-ib,login", ["n08-ib", "n09-ib", "n10-ib", "login"]),
+        ("r[1-2]n[0,2]", ["r1n0", "r1n2", "r2n0", "r2n2"]),
+        ("a-1.example.org,b[5]", ["a-1.example.org", "b5"]),
+    ],
+)
+def test_a_list_of_hosts_is_expanded_in_order(text, hosts):
+    assert expanded(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", ",", "a,", ",a", "a,,b", "n[", "n]", "n[]", "n[1-]", "n[2-1]", "n[a]", "n[[1]]",
+                                  "n[1-99999999999]", "n[1-2000]x[1-2000]", "n[" + "9" * 5000 + "]"])  # fmt: skip
+def test_what_is_no_list_is_named(text):
+    with pytest.raises(hvd.LaunchEnvironmentError, match=r"SLURM_STEP_NODELIST=.* is not a list of hosts such as"):
+        expanded(text)
+
+
+ranges = st.tuples(st.integers(0, 200), st.integers(0, 20), st.integers(1, 4))
+names = st.text("abcxyz-.", min_size=1, max_size=5)
+
+
+@given(st.lists(st.tuples(names, st.lists(ranges, max_size=3)), min_size=1, max_size=4))
+def test_what_is_written_in_ranges_comes_out_as_the_hosts_it_stands_for(items):
+    written, hosts = [], []
+    for name, spans in items:
+        if not spans:
+            written.append(name)
+            hosts.append(name)
+            continue
+        texts = [f"{first:0{width}}-{first + more:0{width}}" for first, more, width in spans]
+        written.append(f"{name}[{','.join(texts)}]")
+        hosts += [f"{name}{n:0{max(width, len(str(first)))}}" for first, more, width in spans
+                  for n in range(first, first + more + 1)]  # fmt: skip
+    assert expanded(",".join(written)) == hosts
+
+
+@given(st.text("n019[],- ", max_size=30) | st.text(max_size=30))
+def test_any_text_is_a_list_of_hosts_or_one_error(text):
+    try:
+        assert all(expanded(text))
+    except hvd.LaunchEnvironmentError:
+        return

@@ -1,4 +1,4 @@
-"""The job's secret, as users give it."""
+"""The job's secret, from an environment variable or a file."""
 
 import os
 
@@ -26,7 +26,7 @@ def test_what_protects_nothing_is_refused(tmp_path):
     short.chmod(0o600)
     os.mkfifo(pipe, 0o600)
     for environ, words in [
-        ({"HVDLITE_SECRET": "short"}, "HVDLITE_SECRET has 5 bytes, and must have 16 at least"),
+        ({"HVDLITE_SECRET": "short"}, "HVDLITE_SECRET has 5 bytes, and needs at least 16"),
         ({"HVDLITE_SECRET_FILE": str(readable)}, f"chmod 600 {readable}"),
         ({"HVDLITE_SECRET_FILE": str(short)}, "has 4 bytes"),
         ({"HVDLITE_SECRET_FILE": str(pipe)}, "not a regular file"),

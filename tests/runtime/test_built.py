@@ -1,4 +1,4 @@
-"""The build questions are answered by what torch has."""
+"""The questions about the build, such as nccl_built(), are answered for the installed torch."""
 
 from __future__ import annotations
 

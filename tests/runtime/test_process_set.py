@@ -1,4 +1,4 @@
-"""Process sets: who is a member, what members do among themselves, and what all must do together."""
+"""Process sets: their members, the collectives among members, and the calls that all ranks must make together."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hvdlite.comm.group import Group
 from hvdlite.control.unchecked import UncheckedController
 from hvdlite.environment import Environment
 from hvdlite.runtime.process_set_registry import Registry
+from hvdlite.runtime.world import current_world
 
 SIZES = [1, 2, 3, 4]
 
@@ -104,8 +105,8 @@ def test_the_set_of_all_ranks_is_not_removed_and_neither_is_one_that_was_never_a
     [
         ([0, 1, 2], "Attempted to add a duplicate process set: .*ranks=.0, 1, 2."),
         ([2, 1], "Attempted to add a duplicate process set"),
-        ([1, 3], "there is no rank 3, the 3 ranks are 0 to 2"),
-        ([], "one rank at least"),
+        ([1, 3], "there is no rank 3; the job has the ranks 0 to 2"),
+        ([], "at least one rank"),
         ([0, 0], "rank 0 appears twice"),
         ([0, -1], "-1 is not a rank"),
         ([0, 1.5], "1.5 is not a rank"),
@@ -129,7 +130,7 @@ def test_only_members_may_use_a_set_and_only_while_it_is_registered():
         process_set = hvd.ProcessSet([1])
         with pytest.raises(ValueError, match=r"call hvd\.add_process_set"):
             hvd.allgather_object(1, process_set=process_set)
-        # Not to train alone unnoticed.
+        # So that no rank trains alone unnoticed.
         with pytest.raises(ValueError, match=r"call hvd\.add_process_set"):
             hvd.DistributedOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), process_set=process_set)
         assert (process_set.process_set_id, process_set.size(), process_set.rank()) == (None, None, None)
@@ -182,7 +183,7 @@ def test_messages_name_global_ranks_and_their_hosts():
         if process_set.included():
             with pytest.raises(hvd.MismatchError, match=r"rank 1 \(node1\).*rank 2 \(node2\)"):
                 hvd.broadcast_parameters({"weight": torch.zeros(own)}, root_rank=1, process_set=process_set)
-        # Rank 0, through which ranks agree, is there until all are done.
+        # Rank 0, through which ranks agree, must not end before all are done.
         return hvd.allgather_object(own)
 
     assert run_worlds(3, rank) == [[0, 1, 2]] * 3
@@ -214,7 +215,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tor
 def test_members_train_as_one_process_on_their_batches_and_others_as_one_on_theirs(options):
     torch.manual_seed(0)
     first = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
-    batches = [torch.randn(4, 2, 3) for _ in range(3)]  # by step, rank, row
+    batches = [torch.randn(4, 2, 3) for _ in range(3)]  # by step, rank and row
 
     def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -252,7 +253,7 @@ def test_one_model_may_be_averaged_over_one_set_and_another_over_one_that_overla
             (weight.sum() * own).backward()
             optimizer.step()
             steps.append(-weight[0].item())
-        # Rank 0, through which ranks agree, is in the first set alone, and is to end no earlier than the others.
+        # Rank 0, through which ranks agree, is in the first set only, and must not end before the others.
         hvd.barrier()
         return steps
 
@@ -285,7 +286,7 @@ def test_ranks_that_have_joined_sit_out_the_steps_of_their_sets(average):
 
 
 def test_gradients_that_one_optimizer_leaves_for_another_of_another_set_are_known_as_such():
-    """A GAN: the generator's backward passes through the discriminator."""
+    """As in a GAN: the generator's backward passes through the discriminator."""
 
     def rank(own: int) -> Any:
         process_set = hvd.add_process_set([0, 1])
@@ -337,6 +338,23 @@ def test_outsiders_open_no_channel_and_members_one_that_only_they_use():
         return used
 
     assert run_ranks(3, rank, counting) == [0, 2, 2]
+
+
+def test_in_an_elastic_job_a_set_may_come_to_have_all_ranks_but_none_that_are_gone():
+    def rank(own: int) -> Any:
+        sets = current_world().sets
+        sets._is_elastic = True
+        of_all = hvd.add_process_set([0, 1])
+        assert (of_all.process_set_id, of_all.size(), of_all.rank()) == (1, 2, own)
+        assert hvd.allreduce(torch.ones(2) * own, op=hvd.Sum, process_set=of_all).tolist() == [1.0, 1.0]
+        with pytest.raises(ValueError, match="Attempted to add a duplicate process set"):
+            hvd.add_process_set([1, 0])
+        with pytest.raises(
+            ValueError, match=r"there is no rank 2; the job has the ranks 0 to 1 now. With --min-np 3 it always has"
+        ):
+            hvd.add_process_set([0, 2])
+
+    run_worlds(2, rank)
 
 
 def test_a_copy_is_the_set_itself_and_a_pickled_one_is_its_ranks():
@@ -440,7 +458,7 @@ def test_gradients_of_collectives_stay_in_their_set_and_asynchronous_ones_of_two
         x = torch.full((2,), float(own), requires_grad=True)
         if not pair.included():
             return hvd.allreduce(x.detach(), name="x", process_set=all_three).tolist()
-        # The same name in two sets is two operations.
+        # The same name in two sets names two operations.
         handles = [hvd.allreduce_async(x.detach(), name="x", process_set=each) for each in (pair, all_three)]
         hvd.allreduce(x, op=hvd.Sum, process_set=pair).sum().backward()
         return [hvd.synchronize(handle).tolist() for handle in reversed(handles)], x.grad.tolist()

@@ -1,4 +1,4 @@
-"""The line that rank 0 says at the start: ranks, hosts, and how tensors travel between them."""
+"""The line that rank 0 logs at the start: ranks, hosts, and how tensors are sent between them."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_it_has_ranks_hosts_the_ways_of_tensors_and_threads(engine, nodes, envir
     ("nodes", "environment", "why"),
     [
         ("aa", Environment(shm=False), "HVDLITE_SHM=0"),
-        ("aa", Environment(), "there is too little of it"),
-        ("aab", Environment(), "hosts have not as many ranks each"),
-        ("aabb", Environment(hierarchical=False), "all-reduces within hosts are turned off"),
+        ("aa", Environment(), "there is too little shared memory"),
+        ("aab", Environment(), "hosts have different numbers of ranks"),
+        ("aabb", Environment(hierarchical=False), "hierarchical all-reduces are turned off"),
     ],
 )
 def test_where_there_is_no_shared_memory_though_ranks_share_a_host_it_says_why(nodes, environment, why):
@@ -77,7 +77,7 @@ def test_tensors_of_gpus_have_a_way_of_their_own(monkeypatch):
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
     engine = DeviceEngine(SHARED, FLAT)
     assert "; CUDA tensors: NCCL 2.28.9;" in describe_start(engine, "aa", "cpu:gloo,cuda:nccl", Environment())
-    # A program that has initialised torch.distributed itself may have chosen so.
+    # A program that has initialised torch.distributed itself may have chosen this.
     assert "; CUDA tensors: gloo;" in describe_start(engine, "aa", "cpu:gloo,cuda:gloo", Environment())
     two = describe_start(levels(SHARED, "cpu", "cuda"), "aabb", "cpu:gloo,cuda:nccl", Environment())
     assert "; CUDA tensors: NCCL 2.28.9, within hosts and then between;" in two

@@ -1,31 +1,33 @@
-"""What an uncaught error prints: one line where another rank is the cause, else no more than the user's own lines."""
+"""What an uncaught error prints: one line if another rank is the cause, otherwise the user's own lines only."""
 
 import functools
+import inspect
 import signal
 import sys
 import threading
 
 import pytest
+import torch.distributed as dist
 
 import hvdlite as hvd
 from hvdlite.control.handle import Handle
-from hvdlite.errors import CommunicationError, MismatchError, PeerLostError
-from hvdlite.runtime.tracebacks import shorten_tracebacks
+from hvdlite.errors import CommunicationError, MismatchError, PeerLostError, list_names
+from hvdlite.runtime.tracebacks import remove_hooks, shorten_tracebacks
 
-GONE = PeerLostError("allreduce of 'loss' cannot be done,\nsince rank 0 (node1) has gone")
-LINE = "hvdlite.errors.PeerLostError: allreduce of 'loss' cannot be done, since rank 0 (node1) has gone (at {}:{})\n"
+GONE = PeerLostError("allreduce of 'loss' failed\nbecause rank 0 (node1) has crashed")
+LINE = "hvdlite.errors.PeerLostError: allreduce of 'loss' failed because rank 0 (node1) has crashed (at {}:{})\n"
 
 
 @pytest.fixture(autouse=True)
 def hooks(monkeypatch):
-    """Python's own, until a test sets others."""
+    """Provides Python's own hooks, which a test may replace."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
 
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """``program(text, handle=...)`` gives the error that ends it, uncaught; it is the file train.py in here."""
+    """Provides ``program(text, handle=...)``, which returns the uncaught error of a program, whose file is train.py."""
     monkeypatch.chdir(tmp_path)
 
     def run(text, **names):
@@ -34,7 +36,7 @@ def program(tmp_path, monkeypatch):
         with pytest.raises(BaseException) as caught:  # noqa: PT011 - whatever it is
             exec(compile(text, path, "exec"), names)
         error = caught.value
-        # From the program's own lines on, as where Python runs it.
+        # From the program's own lines on, as if Python had run it.
         while error.__traceback__.tb_frame.f_code.co_filename != str(path):
             error.__traceback__ = error.__traceback__.tb_next
         return error
@@ -49,7 +51,7 @@ def failed(error):
 
 
 class Interrupt:
-    """Ctrl-C at the begin of a wait that takes more than a moment; no line of Python's own is in it."""
+    """Sends Ctrl-C at the beginning of a wait that takes more than a moment; the traceback has no line of Python's."""
 
     __enter__ = staticmethod(functools.partial(signal.raise_signal, signal.SIGINT))
     __exit__ = None
@@ -84,7 +86,7 @@ def test_an_error_that_another_rank_is_gone_is_one_line_with_the_users_own(progr
     error = program(text, handle=failed(PeerLostError(str(GONE))))
     traceback = error.__traceback__
     assert printed(error, capsys) == LINE.format("train.py", line)
-    # Who looks at it afterwards finds it as it was.
+    # Code that looks at the error afterwards finds it unchanged.
     assert (str(error), error.__traceback__) == (str(GONE), traceback)
 
 
@@ -106,7 +108,7 @@ def test_another_error_of_hvdlites_keeps_the_users_lines_and_nothing_below_them(
     assert shown.endswith("hvdlite.errors.MismatchError: the shapes differ\n")
     assert shown.count("  File ") == 2
     assert "handle.py" not in shown
-    assert "has gone" not in shown
+    assert "has crashed" not in shown
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,7 @@ def test_a_fault_of_hvdlites_own_is_shown_whole(program, capsys, monkeypatch):
 
 
 def failed_inside():
-    """An error whose traceback has hvdlite's lines alone."""
+    """Returns an error whose traceback has only lines of hvdlite."""
     try:
         failed(PeerLostError(str(GONE))).wait()
     except PeerLostError as error:
@@ -158,7 +160,7 @@ def failed_inside():
 def test_an_error_of_the_users_own_is_whole_and_what_it_came_from_is_short(program, capsys):
     error = program("try:\n    handle.wait()\nfinally:\n    1 / 0\n", handle=failed(PeerLostError(str(GONE))))
     shown = printed(error, capsys)
-    assert "has gone\n\nDuring handling of the above exception" in shown
+    assert "has crashed\n\nDuring handling of the above exception" in shown
     assert shown.endswith("ZeroDivisionError: division by zero\n")
     assert "handle.py" not in shown
 
@@ -193,6 +195,14 @@ def test_ctrl_c_in_a_wait_is_one_line_that_names_what_was_waited_for(program, ca
     )
 
 
+def test_ctrl_c_in_a_wait_names_the_ranks_that_are_waited_for_where_they_are_known(program, capsys, interrupted):
+    interrupted.waits_for = lambda: list_names([f"rank {rank} (node1)" for rank in (1, 3)], 7)
+    error = program("print('go')\nhandle.wait()", handle=interrupted)
+    assert "in allreduce of 'loss', which waits for rank 1 (node1), rank 3 (node1) and 5 more (at " in printed(
+        error, capsys
+    )
+
+
 def test_ctrl_c_in_the_users_own_lines_is_pythons_own_traceback(program, capsys):
     error = program("def train():\n    raise KeyboardInterrupt\ntrain()")
     shown = printed(error, capsys)
@@ -212,3 +222,23 @@ def test_hooks_that_are_set_again_are_called_once(program, capsys):
     first = sys.excepthook
     assert printed(error, capsys) == LINE.format("train.py", 1)
     assert sys.excepthook is first
+
+
+def test_the_hooks_of_earlier_worlds_are_removed(monkeypatch):
+    users = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: users.append(error))
+    chains = []
+    for _ in range(3):
+        remove_hooks()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        shorten_tracebacks()
+        dist.destroy_process_group()
+        chains.append(chain_of(sys.excepthook))
+    assert chains == [["hvdlite.runtime.tracebacks", "torch.distributed.distributed_c10d", __name__]] * 3
+
+
+def chain_of(hook):
+    """The modules of the hooks, each of which calls the next."""
+    behind = inspect.getclosurevars(hook).nonlocals
+    following = behind.get("previous") or behind.get("old_hook")
+    return [hook.__module__, *(chain_of(following) if following else [])]

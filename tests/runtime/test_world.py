@@ -1,8 +1,10 @@
-"""init() in a plain program and beside torch.distributed; under launchers it is tested in tests/e2e."""
+"""init() in a plain program and beside torch.distributed; tests/e2e tests it under launchers."""
 
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -88,8 +90,30 @@ def test_an_optimizer_of_a_world_that_was_left_says_so():
         model = nn.Linear(2, 2)
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
         hvd.shutdown()
-        with pytest.raises(hvd.CommunicationError, match="make the optimizer anew"):
+        with pytest.raises(hvd.CommunicationError, match="make a new optimizer"):
             model(torch.ones(1, 2)).sum().backward()
         optimizer.close()
     finally:
         dist.destroy_process_group()
+
+
+ENDS_WHILE_CLOSING = """
+import threading
+import hvdlite as hvd
+from hvdlite.comm import deferred_close
+hvd.init()
+deferred_close.prepare()
+begun, ending = threading.Event(), threading.Event()
+deferred_close.close_later(lambda: (begun.set(), ending.wait(), print("closed", flush=True)))
+begun.wait()
+late = threading.Timer(0.5, ending.set)
+late.daemon = True
+# Called when the program has ended, right before exit handlers.
+threading._register_atexit(late.start)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_waits_for_what_the_garbage_collector_has_found_to_be_closed():
+    ended = subprocess.run([sys.executable, "-c", ENDS_WHILE_CLOSING], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "closed\n", "")

@@ -1,4 +1,4 @@
-"""Ranks as threads, each with an engine in shared memory, between which there is no difference but their pid."""
+"""Ranks as threads, each with an engine in shared memory that takes it for a process, as their pids differ."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch.distributed as dist
 from ranks import ThreadEngineFactory, attempt_threads
 
 from hvdlite.comm.gloo import InitTimeout
-from hvdlite.shm.setup import meet, open_segment
+from hvdlite.shm.setup import exchange_control_blocks, open_segment
 from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.signing import Signer
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 def run_engines(size: int, function: Callable[[ShmEngine], Any], timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """``function(engine)`` on every rank; results by rank. The first rank's exception, if any, is raised."""
+    """Runs ``function(engine)`` on every rank; returns the results by rank, or raises the first rank's exception."""
     outcomes = attempt_engines(size, function, timeout_s)
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
@@ -29,7 +29,7 @@ def run_engines(size: int, function: Callable[[ShmEngine], Any], timeout_s: floa
 
 
 def attempt_engines(size: int, function: Callable[[ShmEngine], Any], timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """Like `run_engines`, but an exception is the rank's outcome."""
+    """Does what `run_engines` does, but returns a rank's exception instead of raising it."""
     store = dist.HashStore()
 
     def run(rank: int) -> Any:
@@ -42,15 +42,28 @@ def attempt_engines(size: int, function: Callable[[ShmEngine], Any], timeout_s: 
     return attempt_threads(size, run)
 
 
+class PatientStart(InitTimeout):
+    """Waits for `TIMEOUT_S` while ranks open their engines, however short the timeout of their collectives is."""
+
+    def left(self) -> timedelta:
+        return timedelta(seconds=TIMEOUT_S)
+
+
 def make_engine(store: dist.Store, rank: int, size: int, timeout_s: float = TIMEOUT_S) -> ShmEngine:
-    """One rank's, in memory of its own. All ranks must make theirs at the same time."""
+    """Makes one rank's engine in its own memory, whose collectives wait for ``timeout_s``.
+
+    All ranks must make theirs at the same time.
+    """
     return ShmEngine(
-        meet(store, rank, size, open_segment(), InitTimeout(timedelta(seconds=timeout_s)), Signer(b"test")), "test"
+        exchange_control_blocks(
+            store, rank, size, open_segment(), PatientStart(timedelta(seconds=timeout_s)), Signer(b"test")
+        ),
+        "test",
     )
 
 
 class SharedEngineFactory(ThreadEngineFactory):
-    """Stands in for `ranks.ThreadEngineFactory`: the same ranks, with engines in shared memory."""
+    """Makes shared-memory engines in the place of `ranks.ThreadEngineFactory`."""
 
     def open(self) -> Any:
         store = dist.PrefixStore(f"channel{self._opened}", self._store)
@@ -65,22 +78,22 @@ class SharedEngineFactory(ThreadEngineFactory):
 
 
 def begin_all_reduce(engine: ShmEngine, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
-    """Its work."""
+    """Begins an all-reduce and returns its work."""
     options = dist.AllreduceOptions()
     options.reduceOp = op
     return engine.allreduce([tensor], options)
 
 
 def begin_broadcast(engine: ShmEngine, tensor: torch.Tensor, root: int = 0) -> Any:
-    """Its work."""
+    """Begins a broadcast and returns its work."""
     options = dist.BroadcastOptions()
     options.rootRank = root
     return engine.broadcast([tensor], options)
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Return when it is so: what a thread in the background does, it does at some time."""
-    give_up_at = time.monotonic() + 30
+    """Waits until the condition holds: a thread in the background takes some time."""
+    give_up_at = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < give_up_at
         time.sleep(0.001)

@@ -25,10 +25,10 @@ SUM = dist.ReduceOp.RedOpType.SUM
 
 
 class WrittenBytes(TorchDispatchMode):
-    """Counts the bytes that operators write: into certain memory, and into any other."""
+    """Counts the bytes that operators write: into given memory, and into any other."""
 
     def __init__(self, memories: Sequence[tuple[int, int]] = ()) -> None:
-        """``memories`` are pointers to where each begins, and where it ends."""
+        """``memories`` has the address at which each begins, and at which it ends."""
         super().__init__()
         self._memories = memories
         self.inside = self.outside = 0
@@ -45,7 +45,7 @@ class WrittenBytes(TorchDispatchMode):
 
 
 def in_turns(steps: Sequence[Any], engines: Sequence[ShmEngine]) -> None:
-    """Take all ranks' steps, each when what it waits for has come to pass."""
+    """Runs all ranks' steps, each when the condition that it waits for holds."""
     awaited: dict[int, Any] = dict.fromkeys(range(len(steps)))
     while awaited:
         before = len(awaited), list(awaited.values())
@@ -87,7 +87,7 @@ def test_each_byte_goes_through_the_segment_once_and_into_the_result_once(size: 
         in_turns(steps, engines)
     assert all(torch.equal(result, expected) for result in results)
     nbytes = numel * 4
-    # Of its tensor a rank stages what others sum, and then shows what it has summed. A sum of three terms writes twice.
+    # A rank stages the part of its tensor that others sum, and then its own sums. A sum of three terms writes twice.
     passes = nbytes * (size - 2)
     assert written.inside == size * nbytes + passes
     assert written.outside == size * nbytes
@@ -101,13 +101,13 @@ def test_an_average_of_a_tensor_that_stays_copies_nothing_before_and_divides_on_
     def on_rank(group: Group) -> tuple[torch.Tensor, int]:
         tensor = torch.full((numel,), group.rank + 1.0)
         with WrittenBytes() as written:
-            result = Reduction(Average).all_reduced(group, [tensor], group.size, "test")
+            (result,) = Reduction(Average).all_reduced(group, [tensor], group.size, "test")
         assert torch.equal(tensor, torch.full((numel,), group.rank + 1.0))
         return result, written.outside
 
     for result, written in run_ranks(2, on_rank, engine="shared memory"):
         assert torch.equal(result, torch.full((numel,), 1.5))
-        # Slots and result, once, and half of it divided; what the engine's other thread does is not counted.
+        # Slots and result, once, and half of it divided; the engine's other thread is not counted.
         assert written <= 2.5 * numel * 4
 
 
@@ -125,9 +125,9 @@ def test_what_is_counted_is_what_is_written() -> None:
 def test_much_new_memory_is_asked_for_in_huge_pages_and_little_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     advised: list[tuple[int, int]] = []
     monkeypatch.setattr(flat_bytes, "_madvise", lambda start, length, advice: advised.append((start, start + length)))
-    flat_bytes.new_flat(2**20, torch.empty(0))
+    flat_bytes.new_memory(2**20, torch.empty(0))
     assert not advised
-    tensor = flat_bytes.new_flat(2**24, torch.empty(0))
+    tensor = flat_bytes.new_memory(2**24, torch.empty(0))
     ((start, stop),) = advised
     assert start % 2**21 == stop % 2**21 == 0
     assert tensor.data_ptr() <= start < tensor.data_ptr() + 2**21

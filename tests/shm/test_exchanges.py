@@ -1,4 +1,4 @@
-"""Broadcast, all-gather, all-to-all and what `torch.distributed` makes of them, at every size and from every root."""
+"""Broadcast, all-gather, all-to-all, and `torch.distributed`'s functions that use them, at every size and root."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_tensors_of_any_dtype_travel() -> None:
 
 
 def part(sender: int, receiver: int, unit: int) -> torch.Tensor:
-    """Nothing at all to the next rank but one; else more for each receiver."""
+    """Returns the number of elements: none for the rank after the next; otherwise more for each receiver."""
     numel = 0 if (receiver - sender) % 3 == 2 else (receiver + 1) * unit + sender
     return bytes_of(sender, numel, receiver)
 
@@ -122,7 +122,7 @@ def test_parts_that_are_not_what_is_expected_are_an_error_on_every_rank() -> Non
 def test_arguments_that_do_not_fit_are_refused_before_anything_is_begun() -> None:
     def on_rank(engine: ShmEngine) -> None:
         one, two = torch.ones(1), torch.ones(2)
-        with pytest.raises(ValueError, match="there is no rank 2 among 2"):
+        with pytest.raises(ValueError, match="there is no rank 2 among the 2"):
             begin_broadcast(engine, one, 2)
         with pytest.raises(ValueError, match="all-gather needs an output for each of the 2 ranks"):
             engine.allgather([[one, two]], [one])
@@ -130,7 +130,7 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_begun() -> Non
             engine.alltoall([one, one], [one])
         with pytest.raises(ValueError, match="has 2 rows"):
             engine.alltoall_base(two, two, [1, 1], [1, 2], AllToAllOptions())
-        with pytest.raises(ValueError, match="has not as much for each of 2 ranks"):
+        with pytest.raises(ValueError, match="cannot be divided evenly among 2 ranks"):
             engine.alltoall_base(two, torch.ones(3), [], [], AllToAllOptions())
         engine.barrier().wait()
 
@@ -138,7 +138,7 @@ def test_arguments_that_do_not_fit_are_refused_before_anything_is_begun() -> Non
 
 
 def run_process_groups(size: int, function: Any) -> None:
-    """``function(group)`` on threads, each with a group of the backend's."""
+    """Runs ``function(group)`` on threads, each with a process group of the backend."""
     store = dist.HashStore()
 
     def on_rank(rank: int) -> None:
@@ -200,9 +200,9 @@ def test_the_backend_has_the_forms_that_torch_calls() -> None:
         group.barrier().wait()
         assert group.getBackendName() == "hvdshm"
         for form in (group.send, group.recv, group.recv_anysource):
-            with pytest.raises(NotImplementedError, match="make a group over gloo"):
+            with pytest.raises(NotImplementedError, match="use a gloo group"):
                 form([torch.ones(1)], 0, 0)
-        with pytest.raises(ValueError, match="5 elements cannot be divided among 2 ranks"):
+        with pytest.raises(ValueError, match="5 elements cannot be divided evenly among 2 ranks"):
             group._allgather_base(torch.empty(5), torch.empty(2))
 
     run_process_groups(2, on_rank)

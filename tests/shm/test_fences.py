@@ -24,7 +24,7 @@ from hvdlite.comm.gloo import InitTimeout
 from hvdlite.shm.control_block import DONE, POSTED
 from hvdlite.shm.futex import fence
 from hvdlite.shm.peers import Peers
-from hvdlite.shm.setup import meet, open_segment
+from hvdlite.shm.setup import exchange_control_blocks, open_segment
 from hvdlite.signing import Signer
 
 TIMEOUT_S = 60.0
@@ -32,7 +32,7 @@ TIMEOUT_S = 60.0
 
 @pytest.fixture
 def load() -> Iterator[None]:
-    """As many busy processes as this one may use cores."""
+    """Runs as many busy processes as this process may use cores."""
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
     yield
     for process in busy:
@@ -41,7 +41,7 @@ def load() -> Iterator[None]:
 
 
 def between_two_processes(directory: Path, play: Callable[[Peers], Any]) -> list[Any]:
-    """What ``play`` returns on rank 0, in this process, and on rank 1, in a child of it; made of JSON's types."""
+    """Returns what ``play`` returns on rank 0, in this process, and on rank 1, in a child; JSON's types only."""
     said = directory / "said"
     child = os.fork()
     if child == 0:
@@ -61,7 +61,9 @@ def between_two_processes(directory: Path, play: Callable[[Peers], Any]) -> list
 
 def _play_as(rank: int, directory: Path, play: Callable[[Peers], Any]) -> Any:
     store = dist.FileStore(str(directory / "store"), 2)
-    context = meet(store, rank, 2, open_segment(), InitTimeout(timedelta(seconds=TIMEOUT_S)), Signer(b"test"))
+    context = exchange_control_blocks(
+        store, rank, 2, open_segment(), InitTimeout(timedelta(seconds=TIMEOUT_S)), Signer(b"test")
+    )
     return play(context.peers)
 
 
@@ -82,7 +84,7 @@ def test_who_sees_a_counter_sees_what_was_written_before_it(tmp_path: Path) -> N
             come_to(peers, POSTED, number)
             stale += int((payloads[1 - peers.rank] != number).any())
             peers.advance(DONE, number)
-            # Before the payload is written again.
+            # Before the payload is overwritten.
             come_to(peers, DONE, number)
         return stale
 
@@ -91,7 +93,7 @@ def test_who_sees_a_counter_sees_what_was_written_before_it(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("load")
 def test_of_two_ranks_that_write_at_once_and_then_look_at_least_one_sees_the_other(tmp_path: Path) -> None:
-    """Store buffering, on which it rests that nobody falls asleep unnoticed: needs a full fence, on x86 too."""
+    """Store buffering: no sleeping rank may be overlooked. It needs a full fence, on x86 too."""
 
     def play(peers: Peers) -> list[int]:
         own, other = peers.own.words, peers.control_blocks[1 - peers.rank].words

@@ -1,4 +1,4 @@
-"""Ranks of an engine that do different things: an error on each that names both, and nothing after it."""
+"""If ranks of an engine call different operations, each gets an error that names both, and the engine stops working."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def exchanged(engine: ShmEngine) -> Any:
     return engine.alltoall([torch.empty(2)] * engine.size, [torch.ones(2)] * engine.size)
 
 
-# What most ranks call, what one calls, and the words for both.
+# What most ranks call, what one rank calls, and the words for both.
 CASES: dict[str, tuple[Callable[[ShmEngine], Any], Callable[[ShmEngine], Any], str, str]] = {
     "kind, small": (
         lambda engine: begin_all_reduce(engine, torch.ones(2)),
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Callable[[ShmEngine], Any], Callable[[ShmEngine], Any], s
         lambda engine: gathered(engine, torch.ones(LARGE)),
         lambda engine: begin_broadcast(engine, torch.ones(3), 1),
         f"begins an all-gather of {LARGE} elements of torch.float32",
-        "begins a broadcast of 3 elements of torch.float32 from place 1",
+        "begins a broadcast of 3 elements of torch.float32 from rank 1",
     ),
     "kind, both large": (
         lambda engine: reduce_scattered(engine, LARGE),
@@ -77,8 +77,8 @@ CASES: dict[str, tuple[Callable[[ShmEngine], Any], Callable[[ShmEngine], Any], s
     "root": (
         lambda engine: begin_broadcast(engine, torch.ones(LARGE), 0),
         lambda engine: begin_broadcast(engine, torch.ones(LARGE), 1),
-        "from place 0",
-        "from place 1",
+        "from rank 0",
+        "from rank 1",
     ),
 }
 
@@ -96,7 +96,7 @@ def test_both_are_named_on_every_rank_and_the_engine_is_of_no_use_any_more(case:
         assert "rank 1 of this group (pid " in words.partition(other_words)[0]
         assert usual_words in words
         assert other_words in words
-        with pytest.raises(RuntimeError, match="communicates no more, make a new one: it failed before: ") as later:
+        with pytest.raises(RuntimeError, match=r"this process group has failed before \(.*\): make a new one") as later:
             engine.barrier()
         assert isinstance(later.value.__cause__, MismatchError)
 

@@ -1,4 +1,4 @@
-"""Random sequences of collectives, some large, waited for in random order: each is what a model says."""
+"""Random sequences of collectives in shared memory, waited for in random order, give the results of a model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def values(rank: int, number: int, numel: int) -> torch.Tensor:
 
 
 def begin(engine: ShmEngine, number: int, dice: random.Random) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
-    """An operation that all ranks choose alike, but for where their data lie: work, results, what these must be."""
+    """Begins an operation that is the same on all ranks, on data at other places: work, results, expected results."""
     kind, numel, root = dice.randrange(6), dice.choice(NUMELS), dice.randrange(SIZE)
     resident = [dice.random() < 0.5 for _ in range(SIZE)][engine.rank]
     ranks = range(SIZE)
@@ -41,7 +41,7 @@ def begin(engine: ShmEngine, number: int, dice: random.Random) -> tuple[Any, lis
     if kind == 2:
         return engine.allgather([outputs], [mine]), outputs, everybodys
     if kind == 3:
-        # To each its number times as much of what this rank has.
+        # Each receiver gets a number of elements that depends on both ranks.
         sent = [mine[: numel * other // SIZE].clone() for other in ranks]
         outputs = [torch.empty_like(sent[engine.rank]) for _ in ranks]
         return engine.alltoall(outputs, sent), outputs, [each[: numel * engine.rank // SIZE] for each in everybodys]

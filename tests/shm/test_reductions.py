@@ -1,4 +1,4 @@
-"""All-reduce and reduce-scatter in shared memory: right in every op and dtype, wherever data lie, at any size."""
+"""All-reduce and reduce-scatter in shared memory are right in every op, dtype and size, wherever the data are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from shm.engines import begin_all_reduce, run_engines
 
-from hvdlite.shm.arithmetic import DTYPES, OPS
+from hvdlite.shm.arithmetic import DTYPES, OPS, Arithmetic
 from hvdlite.shm.control_block import PAYLOAD_BYTES
 from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.shm.shm_operation import CHUNK_BYTES
@@ -43,7 +43,7 @@ def as_reduce_op(op: Any) -> Any:
 
 
 def values_of(dtype: torch.dtype, numel: int, rank: int) -> torch.Tensor:
-    """Of both signs, near the ends of integers' range too; different by rank, the same in every run."""
+    """Returns numbers of both signs, also near the ends of integers' range; they differ by rank, not by run."""
     random = torch.Generator().manual_seed(numel * 10 + rank)
     if is_inexact(dtype):
         real = torch.randn(numel, generator=random, dtype=torch.float64)
@@ -58,7 +58,7 @@ def values_of(dtype: torch.dtype, numel: int, rank: int) -> torch.Tensor:
 
 
 def reference(op: Any, terms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """What one process computes, in rank order."""
+    """Returns what one process computes, in rank order."""
     dtype = terms[0].dtype
     if dtype == torch.bool:
         return torch.tensor([reduce(OF_BOOLS[op], column) for column in columns(terms)], dtype=dtype)
@@ -83,7 +83,7 @@ def columns(terms: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
 
 
 def as_tensor(values: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Integers of any size, modulo the dtype's."""
+    """Makes a tensor of integers of any size, modulo the dtype's range."""
     raw = b"".join((value % 2 ** (8 * dtype.itemsize)).to_bytes(dtype.itemsize, "little") for value in values)
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype)
 
@@ -93,7 +93,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def placed(engine: ShmEngine, values: torch.Tensor, where: str) -> torch.Tensor:
-    """The values in ordinary memory, in shared memory, or in either by rank; in shared memory not at its beginning."""
+    """Places the values in ordinary memory, in shared memory (not at its beginning), or in either, by rank."""
     if where == "ordinary" or (where == "mixed" and engine.rank % 2):
         return values.clone()
     before = engine.rank + 3
@@ -137,7 +137,7 @@ def test_the_result_may_lie_elsewhere_than_the_tensor_on_some_ranks(op: Any, siz
     def on_rank(engine: ShmEngine) -> bytes:
         options = dist.AllreduceOptions()
         options.reduceOp = op
-        # One rank's in place, in shared memory; another's tensor there too, and to stay as it is.
+        # Rank 1's tensor is in shared memory and reduced in place; rank 0's is there too, and must not change.
         tensor = placed(
             engine, values_of(torch.float32, numel, engine.rank), "resident" if engine.rank < 2 else "ordinary"
         )
@@ -151,6 +151,16 @@ def test_the_result_may_lie_elsewhere_than_the_tensor_on_some_ranks(op: Any, siz
 
     expected = bits(reference(op, [values_of(torch.float32, numel, rank) for rank in range(size)]))
     assert run_engines(size, on_rank) == [expected] * size
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_an_average_has_the_bits_of_the_sum_divided(size: int, dtype: torch.dtype) -> None:
+    real = torch.tensor([0.0, -0.0, 1.0, 3.0, 1e-45, 3e-45, 1.2e-38, 3.4e38, torch.inf, -torch.inf, torch.nan])
+    terms = [real.roll(rank).to(dtype) for rank in range(size)]
+    result = torch.empty_like(terms[0])
+    Arithmetic(Op.AVG, dtype, size).into(terms, result, is_apart=True)
+    assert bits(result) == bits(reduce(torch.add, terms) / size)
 
 
 def test_a_result_of_another_size_or_dtype_is_refused() -> None:
@@ -179,7 +189,7 @@ def test_so_it_is_wherever_the_data_lie(size: int, numel: int, where: str) -> No
 
 
 def sizes_of(dtype: torch.dtype) -> list[int]:
-    """In elements: around all that is a boundary."""
+    """Returns numbers of elements around every boundary."""
     edges = [PAYLOAD_BYTES // dtype.itemsize, CHUNK_BYTES // dtype.itemsize]
     return [0, 1, 2, 77, *(edge + more for edge in edges for more in (-1, 0, 1)), 3 * edges[1] + 77, 4 * edges[1]]
 
@@ -194,7 +204,7 @@ def check_sizes(size: int, dtype: torch.dtype, op: Any) -> None:
                 tensor = placed(engine, terms[engine.rank], where)
                 begin_all_reduce(engine, tensor, op).wait()
                 assert torch.equal(tensor, expected), (numel, where)
-                # Others' memory is theirs alone once all have returned.
+                # Overwriting the tensor right after the return must not disturb the other ranks.
                 tensor.fill_(engine.rank)
 
     run_engines(size, on_rank)
@@ -274,9 +284,9 @@ def test_reduce_scatter_refuses_parts_that_do_not_fit() -> None:
         for parts in ([torch.ones(2)], [torch.ones(2), torch.ones(3)]):
             with pytest.raises(ValueError, match="reduce-scatter needs an input for each of the 2 ranks"):
                 engine.reduce_scatter(torch.empty(2), parts, dist.ReduceOp(Op.SUM))
-        with pytest.raises(ValueError, match="BAND is for integers"):
+        with pytest.raises(ValueError, match="BAND needs integers"):
             engine.reduce_scatter(torch.empty(2), [torch.ones(2)] * 2, dist.ReduceOp(Op.BAND))
-        # Nothing of it was begun.
+        # It had not begun.
         engine.barrier().wait()
 
     run_engines(2, on_rank)

@@ -1,4 +1,4 @@
-"""Memory that ranks share: whose it is, how much of it, and that it is given back."""
+"""Segments of shared memory: which tensors are in them, how much memory they take, and that it is given back."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from hvdlite.comm.gloo import InitTimeout
 from hvdlite.shm import peers
 from hvdlite.shm import segment as segment_module
 from hvdlite.shm.segment import DIRECTORY, Address, NoMemoryError, Segment
-from hvdlite.shm.setup import meet, open_segment
+from hvdlite.shm.setup import exchange_control_blocks, open_segment
 from hvdlite.shm.shm_engine import ShmEngine
 from hvdlite.shm.shm_operation import CHUNK_BYTES
 from hvdlite.signing import Signer
 
 MIB = 2**20
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=60)
 
 
 def used_bytes(segment: Segment) -> int:
@@ -33,7 +33,7 @@ def used_bytes(segment: Segment) -> int:
 
 
 def mapped() -> list[str]:
-    """This process's maps of shared memory."""
+    """Returns this process's maps of shared memory."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if f" {DIRECTORY}/" in line]
 
 
@@ -93,16 +93,16 @@ def test_a_segment_that_others_see_is_the_same_memory() -> None:
 
 
 def test_a_file_that_is_shorter_than_was_told_is_refused() -> None:
-    """Who has told of it may be none of the job's ranks; reading beyond its end is a SIGBUS."""
+    """The message may come from a program that is no rank of the job; reading beyond the file's end is a SIGBUS."""
     theirs, ours = Segment(), Segment()
     piece = theirs.allocate(MIB)
-    with pytest.raises(NoMemoryError, match="has less than was told"):
+    with pytest.raises(NoMemoryError, match="is shorter than that process announced"):
         ours.see(theirs.address, piece.offset, 2 * MIB)
     assert ours.see(theirs.address, piece.offset, MIB).tensor.numel() == MIB
 
 
 class Somewhere:
-    """What lies at an address, as `Segment.find` looks at a tensor."""
+    """A stand-in for a tensor, with an address, for `Segment.find`."""
 
     def __init__(self, pointer: int) -> None:
         self.data_ptr = lambda: pointer
@@ -136,15 +136,15 @@ def test_memory_that_is_let_go_while_another_thread_allocates_is_given_back_by_t
 
     def slowly(*arguments: Any) -> Any:
         is_inside.set()
-        assert may_go_on.wait(30)
+        assert may_go_on.wait(60)
         return sorted(*arguments)
 
     monkeypatch.setattr(segment_module, "sorted", slowly, raising=False)
     pieces: list[Any] = []
     thread = threading.Thread(target=lambda: pieces.append(segment.allocate(MIB)))
     thread.start()
-    assert is_inside.wait(30)
-    # Does not wait for the other one.
+    assert is_inside.wait(60)
+    # It does not wait for the other one.
     tensors.clear()
     may_go_on.set()
     thread.join()
@@ -158,7 +158,7 @@ def test_files_are_closed_once_whoever_closes_them(monkeypatch: Any) -> None:
 
     def close(fd: int) -> None:
         closed.append(fd)
-        # Another thread, or the collector, in the middle of it.
+        # Another thread, or the garbage collector, in the middle of it.
         segment_module._close_all(fds)
 
     monkeypatch.setattr(os, "close", close)
@@ -186,7 +186,7 @@ def test_what_is_too_much_is_refused_in_one_line_and_takes_nothing() -> None:
     segment = Segment()
     kept = segment.allocate(4096)
     too_much = os.statvfs(DIRECTORY).f_blocks * os.statvfs(DIRECTORY).f_frsize + MIB
-    with pytest.raises(NoMemoryError, match=r"^[\d.]+ MiB more in /dev/shm, [\d.]+ MiB large: No space"):
+    with pytest.raises(NoMemoryError, match=r"^cannot allocate [\d.]+ MiB more in /dev/shm of [\d.]+ MiB: No space"):
         segment.allocate(too_much)
     assert used_bytes(segment) == 4096
     assert segment.allocate(4096).offset == 4096
@@ -204,23 +204,23 @@ def test_engines_and_their_tensors_leave_nothing() -> None:
         del resident, tensor
         until(lambda: used_bytes(segment) == used - 4 * CHUNK_BYTES)
 
-    # What the tests of this process before have left is theirs.
+    # Collects what earlier tests of this process have left.
     gc.collect()
     files, maps = len(open_files()), len(mapped())
     for _ in range(2):
         run_engines(2, on_rank)
-        # At each look: a thread that is about to end may hold a part of a cycle a little longer.
+        # Looked at repeatedly: a thread that is about to end may hold a part of a reference cycle a little longer.
         until(lambda: gc.collect() >= 0 and len(mapped()) <= maps and len(open_files()) <= files)
 
 
 def test_engines_over_one_segment_may_come_and_go() -> None:
-    """As those of optimizers do."""
+    """Like the engines of optimizers."""
     store = dist.HashStore()
 
     def on_rank(rank: int) -> None:
         segment = Segment()
         for number in range(4):
-            context = meet(
+            context = exchange_control_blocks(
                 dist.PrefixStore(str(number), store), rank, 2, segment, InitTimeout(TIMEOUT), Signer(b"test")
             )
             engine = ShmEngine(context, "test")
@@ -258,5 +258,5 @@ def test_what_others_look_at_stays_when_its_rank_has_done_with_it(stays):
     piece.tensor.fill_(7)
     assert seen.tensor[0] == 7
     del piece
-    # Else it is back with the system, and would be zero to whoever looks.
+    # Otherwise the memory is back with the system, and reads as zeros.
     assert seen.tensor[0] == (7 if stays else 0)

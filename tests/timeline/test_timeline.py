@@ -1,4 +1,4 @@
-"""Timelines: what is in them, how they begin and end, and that they are on one clock."""
+"""Timelines: their contents, how they start and stop, and that all ranks' times are on one clock."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NAMES = ["ready", "wire", "all-reduce"]
 
 
 def train(steps: int = STEPS) -> None:
-    """So many steps of a model whose gradients are in two buckets."""
+    """Trains this many steps of a model whose gradients are in two buckets."""
     model = copy.deepcopy(MODEL)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), bucket_cap_mb=1e-6,
@@ -62,7 +62,7 @@ def test_every_bucket_of_every_step_is_there_on_every_rank(size, tmp_path):
 
     run_worlds(size, record)
     events = read_events(path)
-    # A rank alone has nobody to send them to.
+    # A single rank has no other to send them to.
     buckets = range(BUCKETS if size > 1 else 0)
     assert_rows_are_tidy(events)
     assert min(event["ts"] for event in events if "ts" in event) >= 0
@@ -80,7 +80,7 @@ def test_every_bucket_of_every_step_is_there_on_every_rank(size, tmp_path):
                 "bytes": row[2]["args"]["bytes"],
             }
         assert len(spans(events, rank)) == STEPS * (2 + len(buckets) * 4) + len(spans(events, rank, "operations"))
-    # All ranks are in an all-reduce together, on whatever rank one looks.
+    # All ranks are in an all-reduce at the same time, also by each other's clocks.
     for bucket in buckets:
         for step in range(STEPS):
             together = [
@@ -107,7 +107,7 @@ def test_operations_are_there_by_name(tmp_path):
     for rank in range(2):
         (execution,) = spans(events, rank, "operations")
         assert execution["name"] == "allreduce of 'a \"name\"'"
-        # What it waited for lies beside it, since several may wait at once.
+        # The name of what it waited for is an argument of the span, because several waits may overlap.
         begin, end = [event for event in events if event["ph"] in "be" and event["pid"] == rank][:2]
         assert (begin["name"], begin["ph"], end["name"], end["ph"]) == (execution["name"], "b", execution["name"], "e")
         assert begin["id"] == end["id"]
@@ -268,7 +268,7 @@ def test_what_a_lost_rank_did_is_in_what_the_others_leave(tmp_path, caplog):
         hvd.start_timeline(tmp_path / "t.json")
         train()
         if rank == 1:
-            # As one that ends by an exception, or is killed soon after.
+            # As if the program ended by an exception, or were killed soon after.
             timeline.save(world.generation.recorder, world.group)
             recorded.wait()
             return
@@ -296,7 +296,7 @@ def test_who_is_waited_for_in_vain_is_given_up(tmp_path, monkeypatch, caplog):
         timeline.leave(current_world().generation.recorder, current_world().group, Never())
 
     run_worlds(1, record)
-    assert "not all ranks came to their end within 0.01 s" in caplog.text
+    assert "not all ranks ended their programs within 0.01 s" in caplog.text
     assert read_events(tmp_path / "t.json")
 
 
@@ -339,7 +339,7 @@ def test_a_clock_that_drifts_is_set_right(tmp_path):
     recorder = Recorder()
     file = parts.open_part(tmp_path / "t.json", 0)
     recorder.begin(Recording(tmp_path / "t.json", file, 0, "rank 0", zero_ns=1000, ahead_ns=0, since_ns=1500))
-    recorder.note(Row(1, "row"), "early", 0, 2000)  # it has begun before the recording
+    recorder.note(Row(1, "row"), "early", 0, 2000)  # it began before the recording
     recorder.note(Row(1, "row"), "late", 101_000, 102_000)
     recorder.end()
     data = (tmp_path / "t.json.rank.0.part").read_bytes()
@@ -374,7 +374,7 @@ def test_events_are_in_the_part_before_the_end(tmp_path, monkeypatch):
     own.note_waiting("second", 2, 6)
     with pytest.raises(KeyError), own.span(Row(1, "row"), "failed"):
         raise KeyError
-    give_up_at = time.monotonic() + 20
+    give_up_at = time.monotonic() + 60
     while (tmp_path / "t.rank.0.part").read_text().count("\n") < 11:
         assert time.monotonic() < give_up_at
         time.sleep(0.01)
@@ -405,7 +405,7 @@ def test_a_step_brings_what_came_before_it_into_the_part_whatever_the_clock_says
 
 
 class NearlyFull:
-    """A file on a disk with so many bytes left, which takes a few at a time."""
+    """A file on a disk with this many bytes left, which accepts a few at a time."""
 
     def __init__(self, left: int) -> None:
         self.left, self.data, self.refused = left, b"", 0
@@ -439,7 +439,7 @@ def test_a_disk_that_fills_up_ends_the_timeline_with_one_line_and_keeps_what_was
     own.forget()
     assert file.refused == 1
     (said,) = caplog.messages
-    assert said.startswith(f"the timeline {tmp_path / 't'} ends here for this rank")
+    assert said.startswith(f"the timeline {tmp_path / 't'} gets no more events of this rank")
     assert "No space left on device" in said
     kept = [json.loads(event)["name"] for event in parts.events_of(file.data) if '"ph":"X"' in event]
     assert kept == [f"step {step}" for step in range(len(kept))]

@@ -1,3 +1,3 @@
-"""`horovod.common`: the modules that Horovod's frameworks share."""
+"""`horovod.common`: the modules that Horovod has for all frameworks."""
 
-from . import basics, exceptions, process_sets, util  # noqa: F401  # programs reach for them without importing them
+from . import basics, elastic, exceptions, process_sets, util  # noqa: F401  # programs use them without importing them

@@ -1,4 +1,4 @@
-"""`horovod.common.basics`: `init`, `rank`, `size` and the rest, as the methods of an object."""
+"""`horovod.common.basics`: `HorovodBasics`, whose methods are `init`, `rank`, `size` and the other functions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["HorovodBasics"]
 
 
 class HorovodBasics:
-    """Horovod's object with `init`, `rank`, `size` and the rest; here they are the functions of `hvdlite.torch`."""
+    """Horovod's class with `init`, `rank`, `size` and so on as methods; each is the function of `hvdlite.torch`."""
 
     def __init__(self, *_: object) -> None:
-        """Horovod's arguments are where its compiled library lies; here there is none."""
+        """Ignores Horovod's arguments, which locate its compiled library; hvdlite has none."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(names, name)

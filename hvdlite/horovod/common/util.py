@@ -1,4 +1,4 @@
-"""`horovod.common.util`: the few helpers that programs import."""
+"""`horovod.common.util`: the helpers of that module that programs import."""
 
 from __future__ import annotations
 
@@ -23,31 +23,34 @@ Item = TypeVar("Item")
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether this framework is served."""
+    """Whether hvdlite supports this framework: only PyTorch."""
     return ext_base_name in ("torch", "pytorch")
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether this framework is served, and has a GPU here."""
+    """Whether hvdlite supports this framework, and PyTorch finds a GPU."""
     return extension_available(ext_base_name, verbose) and torch.cuda.is_available()
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether so many ranks are a power of two."""
+    """Whether this number of ranks is a power of two."""
     return num_rank > 0 and num_rank & (num_rank - 1) == 0
 
 
 def split_list(items: Sequence[Item], parts: int) -> list[Sequence[Item]]:
-    """So many parts, of even length or one longer at the front; empty ones are left out."""
+    """Splits a list into ``parts`` parts; the first ones have one item more where the lengths differ.
+
+    Empty parts are left out.
+    """
     count, longer = divmod(len(items), parts)
     bounds = [number * count + min(number, longer) for number in range(parts + 1)]
     return [items[start:stop] for start, stop in pairwise(bounds) if start < stop]
 
 
 def is_iterable(value: object) -> bool:
-    """Whether `iter` takes it."""
+    """Whether `iter` accepts the value."""
     try:
-        iter(value)  # type: ignore[call-overload]  # that is the question
+        iter(value)  # type: ignore[call-overload]  # any value, to find out
     except TypeError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""`horovod.runner`, and `horovod.run`: a function called in many workers, with Horovod's arguments."""
+"""`horovod.run`: calls a function in new workers, with Horovod's arguments; it calls `hvdlite.run`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(
     disable_cache: bool | None = None,
     output_filename: str | None = None,
     verbose: int | None = None,
-    use_gloo: bool | None = None,  # between hosts CPU tensors travel over gloo in any case
+    use_gloo: bool | None = None,  # no effect: hvdlite always sends CPU tensors between hosts over gloo
     use_mpi: bool | None = None,
     mpi_args: str | None = None,
     network_interface: str | None = None,
@@ -42,28 +42,24 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Returned]:
-    """`hvdlite.run` with Horovod's arguments, in Horovod's order: what the function returned, by rank.
+    """Calls `hvdlite.run` with Horovod's arguments, in Horovod's order; returns the return values by rank.
 
-    Those of elastic training are refused with a ValueError; what has no meaning here is said to have none, in one line
-    on stderr. Without a number of workers there is one, or one for each slot of the hosts that are given.
+    An argument without meaning here prints a line on stderr. If no number of workers is given, there is one, or one for
+    each slot of ``hosts`` or ``hostfile``; with ``min_num_proc`` or ``host_discovery_script`` their number may change.
     """
-    _refuse_elastic(
-        min_num_proc=min_num_proc, max_num_proc=max_num_proc, slots=slots, reset_limit=reset_limit,
-        cooldown_range=cooldown_range, host_discovery_script=host_discovery_script, min_np=min_np, max_np=max_np,
-    )  # fmt: skip
-    if num_proc is not None and np is not None:
-        raise ValueError("horovod.run(): num_proc and np say the same; give num_proc alone")
+    workers = _one_of("num_proc", num_proc, "np", np)
+    least = _one_of("min_num_proc", min_num_proc, "min_np", min_np)
+    most = _one_of("max_num_proc", max_num_proc, "max_np", max_np)
     if executable not in (None, sys.executable):
         raise ValueError(
-            f"horovod.run(executable={executable!r}): workers run in the Python that calls it, {sys.executable}: call "
-            "it from a program that the other one runs"
+            f"horovod.run(executable={executable!r}): workers run in the calling program's Python, "
+            f"{sys.executable}: run that program with the other one"
         )
     if disable_cache is not None:
-        _say_without_meaning("disable_cache", "nothing about hosts is kept from one job to the next")
+        _say_without_meaning("disable_cache", "hvdlite caches nothing between jobs")
     if use_mpi or mpi_args:
         _say_without_meaning("use_mpi" if use_mpi else "mpi_args", "workers are started over ssh, without MPI")
-    workers = np if num_proc is None else num_proc
-    if workers is None and hosts is None and hostfile is None:
+    if all(given is None for given in (workers, least, hosts, hostfile, host_discovery_script)):
         workers = 1
     interfaces = network_interfaces if network_interfaces is not None else network_interface
     return hvdlite.run(
@@ -71,27 +67,30 @@ def run(
         args,
         kwargs,
         np=workers,
+        min_np=least,
+        max_np=most,
         hosts=hosts,
         hostfile=hostfile,
+        host_discovery_script=host_discovery_script,
+        slots=slots,
+        reset_limit=reset_limit,
+        blacklist_cooldown_range=None if cooldown_range is None else list(cooldown_range),
         start_timeout=start_timeout,
         ssh_port=ssh_port,
         ssh_identity_file=ssh_identity_file,
         output_filename=output_filename,
         verbose=None if verbose is None else bool(verbose),
         network_interface=interfaces if interfaces is None or isinstance(interfaces, str) else ",".join(interfaces),
-        # On another host the shim may lie elsewhere than where this process's environment has it.
+        # Each worker finds the shim on its own host, where the path may differ from that in this environment.
         horovod=True,
     )
 
 
-def _refuse_elastic(**given: object) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise ValueError(
-                f"horovod.run({name}={value!r}): elastic training is not in hvdlite yet; give num_proc, and hosts or "
-                "hostfile, and start again from a checkpoint if a host is lost"
-            )
+def _one_of(name: str, value: int | None, old_name: str, old_value: int | None) -> int | None:
+    if value is not None and old_value is not None:
+        raise ValueError(f"horovod.run(): {name} and {old_name} are the same argument: pass only {name}")
+    return old_value if value is None else value
 
 
 def _say_without_meaning(argument: str, why: str) -> None:
-    print(f"hvdlite: horovod.run({argument}=...) has no meaning here: {why}", file=sys.stderr)
+    print(f"hvdlite: horovod.run({argument}=...) has no effect: {why}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`horovod.runner.launch`: horovodrun's module; all that it does here is to say what to use instead."""
+"""`horovod.runner.launch`, the module of horovodrun: importing it raises an error that names hvdlite-run."""
 
 raise ModuleNotFoundError(
     "horovod.runner.launch: hvdlite has no horovodrun: use hvdlite-run --horovod, with its flags, or horovod.run()"

@@ -1,4 +1,4 @@
-"""`horovod.torch.compression`: the base class to derive from, and the compressions there are."""
+"""`horovod.torch.compression`: the compressors, and the base class for a program's own."""
 
 from hvdlite.compression.horovod_compressors import (
     BF16Compressor,

@@ -1,4 +1,4 @@
-"""`horovod.torch.functions`: values and states from one rank to the others."""
+"""`horovod.torch.functions`: functions that broadcast or gather objects, parameters and optimizer states."""
 
 from hvdlite.torch import allgather_object, broadcast_object, broadcast_optimizer_state, broadcast_parameters
 

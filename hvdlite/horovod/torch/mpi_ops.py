@@ -1,7 +1,7 @@
-"""`horovod.torch.mpi_ops`: the collectives, and `init`, `rank`, `size` and the rest."""
+"""`horovod.torch.mpi_ops`: the collectives, and `init`, `rank`, `size` and so on."""
 
 from hvdlite import is_homogeneous
 from hvdlite import torch as names
 from hvdlite.torch import *  # noqa: F403  # its __all__ is the list
 
-__all__ = [*names.__all__, "is_homogeneous"]  # noqa: PLE0604  # a list of text, made of two
+__all__ = [*names.__all__, "is_homogeneous"]  # noqa: PLE0604  # every item is a str

@@ -1,4 +1,4 @@
-"""`horovod.torch.optimizer`."""
+"""`horovod.torch.optimizer`: `DistributedOptimizer`, from `hvdlite.torch`."""
 
 from hvdlite.torch import DistributedOptimizer
 

@@ -1,4 +1,4 @@
-"""`horovod.torch.sync_batch_norm`."""
+"""`horovod.torch.sync_batch_norm`: `SyncBatchNorm`, from `hvdlite.torch`."""
 
 from hvdlite.torch import SyncBatchNorm
 

@@ -1,4 +1,4 @@
-"""The launcher's end of an agent that says what none should: one line names the cause, and nothing else happens."""
+"""An agent that breaks the protocol: one line names the cause, and its messages have no other effect."""
 
 import json
 import struct
@@ -15,11 +15,11 @@ from hvdlite_launcher.wire.agent_frames import MARK, encode
 from hvdlite_launcher.wire.messages import (
     Answered,
     Exited,
-    GaveUp,
     Hello,
+    InitDone,
+    InitFailed,
+    InitStarted,
     InputWanted,
-    Joined,
-    Joining,
     Lost,
     Output,
     Refused,
@@ -42,7 +42,7 @@ def no_thread_dies(monkeypatch):
 
 
 def events_of(said: bytes, tmp_path, workers=()):
-    """What comes of an agent that says this and ends, up to `Lost`."""
+    """Returns the events that an agent causes which sends these bytes and ends, up to `Lost`."""
     path = tmp_path / "said"
     path.write_bytes(said)
     events: SimpleQueue = SimpleQueue()
@@ -50,11 +50,11 @@ def events_of(said: bytes, tmp_path, workers=()):
     agent = RemoteAgent(NODE, once_greeted, events, store=Store(), explain=lambda code, words: "explained")
     agent.workers = workers
     agent.greet(count_slots=False, interface=None)
-    come = [events.get(timeout=30)]
+    come = [events.get(timeout=60)]
     while not isinstance(come[-1], Lost):
-        come.append(events.get(timeout=30))
+        come.append(events.get(timeout=60))
     agent.hang_up()
-    agent.wait(10)
+    agent.wait(60)
     assert come[-1].why.isprintable()
     return come
 
@@ -71,20 +71,36 @@ def test_an_agent_that_refuses_after_its_greeting_and_before_it_was_told_anythin
 
 @pytest.mark.parametrize(
     "early",
-    [Output(0, "stdout", b"x"), Started(0, 5), Exited(0, 0), Joining(0), InputWanted(0), Want(b"k"), Ask(1, 5, b"")],
+    [
+        Output(0, "stdout", b"x"),
+        Started(0, 5),
+        Exited(0, 0),
+        InitStarted(0),
+        InputWanted(0),
+        Want(b"k"),
+        Ask(1, 5, b""),
+    ],
 )
 def test_nothing_is_heard_of_workers_before_there_are_any(early, tmp_path):
-    assert why(MARK + HELLO + encode(early), tmp_path) == "its agent speaks of workers before there are any"
+    assert (
+        why(MARK + HELLO + encode(early), tmp_path) == "its hvdlite agent reported on a worker before any was started"
+    )
 
 
 def test_what_is_said_twice_is_told(tmp_path):
-    assert why(MARK + HELLO * 2, tmp_path) == "its agent said hello twice"
-    assert why(MARK + HELLO + encode(Exited(1, 0)) * 2, tmp_path, {1}) == "its agent says twice how worker 1 ended"
+    assert why(MARK + HELLO * 2, tmp_path) == "its hvdlite agent sent Hello twice"
+    assert (
+        why(MARK + HELLO + encode(Exited(1, 0)) * 2, tmp_path, {1})
+        == "its hvdlite agent reported the end of worker 1 twice"
+    )
 
 
 def test_workers_of_other_hosts_are_not_its_to_speak_of(tmp_path):
-    for message in (Joined(3), GaveUp(3), Exited(3, 1), Output(3, "stderr", b"x")):
-        assert why(MARK + HELLO + encode(message), tmp_path, {1}) == "its agent speaks of worker 3, which is not there"
+    for message in (InitDone(3), InitFailed(3), Exited(3, 1), Output(3, "stderr", b"x")):
+        assert (
+            why(MARK + HELLO + encode(message), tmp_path, {1})
+            == "its hvdlite agent reported on worker 3, which does not run there"
+        )
 
 
 def test_a_refusal_is_one_line_of_a_sane_length(tmp_path):
@@ -101,7 +117,7 @@ def test_a_version_that_is_no_version_is_told_in_one_line(tmp_path):
 
 def test_output_without_end_that_nobody_asked_for_ends_it(tmp_path):
     flood = encode(Output(1, "stdout", b"x" * (16 << 20)))
-    assert why(MARK + HELLO + flood * 9, tmp_path, {1}) == "its agent sends more output than it was given room for"
+    assert why(MARK + HELLO + flood * 9, tmp_path, {1}) == "its hvdlite agent sent more output than it was allowed to"
 
 
 def test_words_without_end_on_its_stderr_are_cut():
@@ -109,17 +125,19 @@ def test_words_without_end_on_its_stderr_are_cut():
     flood = "import sys; [sys.stderr.write('x' * 100_000) for _ in range(100)]"
     RemoteAgent(NODE, [sys.executable, "-c", flood], events, store=Store(), explain=lambda code, words: "explained")
     said = []
-    while not isinstance(event := events.get(timeout=30), Lost):
+    while not isinstance(event := events.get(timeout=60), Lost):
         said.append(event.text)
     assert len("".join(said)) < 2_000_000
-    assert said[-1].endswith("... and more than is shown")
+    assert said[-1].endswith("... (the rest is not shown)")
 
 
 FRAMES = st.one_of(
     st.sampled_from(
         [
             HELLO,
-            *map(encode, [Started(0, 1), Exited(0, 1), Joining(0), Refused("x", 1), Want(b"k"), Ask(1, 200, b"\xff")]),
+            *map(
+                encode, [Started(0, 1), Exited(0, 1), InitStarted(0), Refused("x", 1), Want(b"k"), Ask(1, 200, b"\xff")]
+            ),
             struct.pack(">BII", 1, 0, 2**32 - 1),
         ]
     ),

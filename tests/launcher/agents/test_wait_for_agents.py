@@ -1,4 +1,4 @@
-"""Waiting for the hosts, on scripts of events."""
+"""Waiting for the agents of all hosts to answer, tested with scripted events."""
 
 import signal
 
@@ -32,13 +32,13 @@ def test_each_failure_is_told_at_once_and_all_are_named_at_the_end():
     events = Lost("b", "no key"), Answered("a", HELLO), Lost("c", "no name")
     error, said, _ = _gather(["a", "b", "c"], *events)
     assert said == ["b: no key", "c: no name"]
-    assert str(error) == "nothing was started, since these hosts failed: b, c; a answered"
+    assert str(error) == "no worker was started, because these hosts failed: b, c; a answered"
     assert error.exit_code == 1
 
 
 def test_a_host_that_is_silent_for_too_long_is_named():
     error, said, _ = _gather(["a", "b"], Answered("a", HELLO))
-    assert said == ["b: no answer within 60 s: try ssh b true, or give it more with --start-timeout"]
+    assert said == ["b: no answer within 60 s: try ssh b true, or allow more time with --start-timeout"]
     assert "failed: b; a answered" in str(error)
 
 
@@ -61,4 +61,4 @@ def test_a_signal_ends_it_with_the_signals_exit_code():
 def test_a_host_that_is_lost_after_its_answer_and_before_the_others_has_failed():
     error, said, _ = _gather(["a", "b"], Answered("a", HELLO), Lost("a", "killed"), Answered("b", HELLO))
     assert said == ["a: killed"]
-    assert str(error) == "nothing was started, since these hosts failed: a; b answered"
+    assert str(error) == "no worker was started, because these hosts failed: a; b answered"

@@ -1,4 +1,4 @@
-"""One command on several hosts, on scripts of events."""
+"""Running one command on several hosts and collecting its output, tested with scripted events."""
 
 import signal
 
@@ -56,7 +56,7 @@ def test_a_host_that_ends_after_it_was_lost_stays_as_it_was():
 def test_what_takes_long_is_told_once_and_what_takes_too_long_is_given_up():
     replies, said, *_ = _collect(Output(1, "stdout", b"x\n"), Exited(0, 0), Exited(2, 0))
     assert said == ["looking on b ..."]
-    assert replies["b"] == Reply(("x",), "not done with looking within 60 s; --start-timeout gives it more")
+    assert replies["b"] == Reply(("x",), "looking took more than 60 s; --start-timeout allows more time")
 
 
 def test_what_ssh_says_is_for_the_curious():

@@ -1,4 +1,4 @@
-"""What is wrong about a set of hosts, from what they say of themselves."""
+"""The problems that --check finds in the facts of several hosts."""
 
 import re
 from dataclasses import replace
@@ -24,7 +24,7 @@ GPU = replace(CPU, torch="2.13.0+cu130", cuda="13.0", nccl="2.27.3", gpus=("H200
 
 
 def wrong(**hosts):
-    """What is wrong, as (host, title, words)."""
+    """Returns the problems that are found, as (host, title, words)."""
     judged = diagnose(hosts, "/work")
     return [(host, title, cell.wrong) for host, cells in judged.items() for title, cell in cells.items() if cell.wrong]
 
@@ -40,24 +40,24 @@ def test_hosts_may_have_different_numbers_of_gpus():
     assert wrong(a=GPU, b=replace(GPU, gpus=("H100",))) == []
 
 
-# One host of three is as the second column says, and the third says what is told of it.
+# The host ``odd``, between two hosts like CPU, has the facts in the second column; the third is part of its problem.
 ODD = [
-    ("Python", replace(CPU, python="3.10.1"), "Python is 3.10 here and 3.11 on a"),
-    ("torch", replace(CPU, torch="2.12.1"), "torch is 2.12 here and 2.13 on a"),
+    ("Python", replace(CPU, python="3.10.1"), "Python is 3.10, but 3.11 on a"),
+    ("torch", replace(CPU, torch="2.12.1"), "torch is 2.12, but 2.13 on a"),
     ("torch", replace(CPU, torch=None, torch_error="ImportError: no"), "cannot be imported (ImportError: no)"),
     ("torch", replace(CPU, torch="2.10.9"), "2.10.9 is not supported: install 2.11 or later, below 3"),
     ("torch", replace(CPU, torch="3.0.0a1"), "3.0.0a1 is not supported"),
     ("torch", replace(CPU, gloo=False), "has no gloo"),
-    ("GPUs", GPU, "GPUs here, and none on a"),
-    ("GPUs", replace(CPU, devices=1), "is a GPU that torch cannot use: it is built without CUDA"),
+    ("GPUs", GPU, "it has GPUs, but a has none"),
+    ("GPUs", replace(CPU, devices=1), "torch cannot use its GPU: it is built without CUDA"),
     (
         "GPUs",
         replace(CPU, devices=2, cuda="13.0", cuda_error="driver too old"),
-        "are 2 GPUs that torch cannot use: driv",
+        "torch cannot use its 2 GPUs: driv",
     ),
     ("hvdlite", replace(CPU, hvdlite=None, hvdlite_error="gone"), "(gone): pip install it for /usr/bin/python3"),
-    ("hvdlite", replace(CPU, hvdlite="0.0.1"), f"hvdlite is 0.0.1 there and {VERSION} here"),
-    ("network", replace(CPU, sockets="ib0"), "GLOO_SOCKET_IFNAME names ib0, which is not there; there are lo, eth0"),
+    ("hvdlite", replace(CPU, hvdlite="0.0.1"), f"hvdlite is 0.0.1, but {VERSION} on this machine"),
+    ("network", replace(CPU, sockets="ib0"), "GLOO_SOCKET_IFNAME names ib0, but this host has lo, eth0"),
     ("directory", replace(CPU, cwd=False), "/work does not exist"),
 ]
 
@@ -70,10 +70,10 @@ def test_the_odd_one_out_is_told_and_no_other(title, odd, words):
 
 
 ODD_GPU = [
-    ("CUDA", replace(GPU, cuda="12.8"), "CUDA of torch is 12 here and 13 on a"),
-    ("NCCL", replace(GPU, nccl="2.26.2"), "NCCL is 2.26.2 here and 2.27.3 on a"),
+    ("CUDA", replace(GPU, cuda="12.8"), "CUDA of torch is 12, but 13 on a"),
+    ("NCCL", replace(GPU, nccl="2.26.2"), "NCCL is 2.26.2, but 2.27.3 on a"),
     ("NCCL", replace(GPU, nccl=None), "has no NCCL"),
-    ("GPUs", replace(GPU, gpus=(), devices=0), "no GPU here, though there is on a"),
+    ("GPUs", replace(GPU, gpus=(), devices=0), "it has no GPU, but a has GPUs"),
 ]
 
 
@@ -86,7 +86,7 @@ def test_among_hosts_with_gpus_too(title, odd, words):
 
 def test_of_two_hosts_the_first_is_right():
     ((host, _, told),) = wrong(b=CPU, a=replace(CPU, python="3.12.0"))
-    assert (host, told[:39]) == ("a", "Python is 3.12 here and 3.11 on b: what")
+    assert (host, told[:30]) == ("a", "Python is 3.12, but 3.11 on b:")
 
 
 def test_without_torch_nothing_else_is_held_against_a_host():

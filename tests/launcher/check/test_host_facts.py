@@ -1,4 +1,4 @@
-"""What a host says of itself, when what it would import is broken in one way or another."""
+"""The facts that a host reports of itself, also where a module that it would import is broken."""
 
 import inspect
 import json
@@ -18,7 +18,7 @@ FACTS = Facts(python="3.11.2", executable="/usr/bin/python3", cores=4, cwd=True,
 
 
 def _probed(tmp_path, *, cwd="/", env=None, **modules):
-    """The facts of a Python that has these modules and the standard library."""
+    """Returns the facts that a Python reports which has only these modules and the standard library."""
     for name, text in modules.items():
         (tmp_path / f"{name}.py").write_text(text)
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), **(env or {})}

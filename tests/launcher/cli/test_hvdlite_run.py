@@ -1,4 +1,4 @@
-"""What the user may say, and the one line for what cannot be done."""
+"""The command line of hvdlite-run: what it accepts, and the one line for each error."""
 
 from pathlib import Path
 
@@ -6,9 +6,7 @@ import pytest
 from hvdlite_launcher.cli import flag_parser, hvdlite_run
 
 HELP = Path(__file__).with_name("help.txt")
-OF_TORCHRUN = (
-    "is torchrun's: hvdlite-run is typed once, on one host; -np says how many workers there are in all, and -H"
-)
+OF_TORCHRUN = "is a flag of torchrun. Run hvdlite-run once, on one host: -np is the number of all workers, and -H"
 
 
 def test_the_help_is_as_agreed(capsys):
@@ -27,8 +25,8 @@ def test_every_flag_is_in_the_help_and_no_other():
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        ([], "how many workers? Say -np N, such as: hvdlite-run -np 4 python train.py"),
-        (["true"], "how many workers?"),
+        ([], "the number of workers is missing: give -np N, such as: hvdlite-run -np 4 python train.py"),
+        (["true"], "the number of workers is missing"),
         (["-np", "2"], "no command to run"),
         (["-np", "2", "--"], "no command to run"),
         (["-np", "0", "true"], "-np/-n/--num-proc: '0' is not a number of workers, such as 4"),
@@ -38,39 +36,45 @@ def test_every_flag_is_in_the_help_and_no_other():
         (["-np"], "-np/-n/--num-proc: expected one argument"),
         (["-np2", "true"], "-np/-n/--num-proc: 'p2' is not a number of workers"),
         (["-n", "two", "true"], "-np/-n/--num-proc: 'two' is not a number of workers, such as 4"),
-        (["--verbos", "-np", "2", "true"], "unknown flag --verbos; did you mean --verbose?"),
-        (["--num-proc=2", "--bogus=1", "true"], "unknown flag --bogus; see hvdlite-run --help"),
+        (["--verbsoe", "-np", "2", "true"], "unknown flag --verbsoe; did you mean --verbose?"),
+        (
+            ["--num-proc=2", "--bogus=1", "true"],
+            "unknown flag --bogus; see hvdlite-run --help. Flags of your program come after its name",
+        ),
         (["--nproc-per-node", "4", "true"], f"--nproc-per-node {OF_TORCHRUN}"),
         (["--nproc_per_node=4", "true"], f"--nproc_per_node {OF_TORCHRUN}"),
         (["-np", "4", "--nnodes", "2", "true"], f"--nnodes {OF_TORCHRUN}"),
         (["--verbose=1", "-np", "2", "true"], "--verbose: "),
         (["-H", "a:", "true"], "-H: 'a:' is not host:slots, such as node1:4"),
         (["-H", "", "true"], "-H: '' is not host:slots"),
-        (["-H", "localhost:1", "--hostfile", "x", "true"], "-H and --hostfile both say where workers run"),
+        (["-H", "localhost:1", "--hostfile", "x", "true"], "-H and --hostfile both name the hosts"),
         (["--hostfile", "/no/such", "true"], "--hostfile /no/such: no such file or directory"),
         (
             ["--output-filename", "/dev/null/x", "-np", "1", "true"],
             "--output-filename: cannot write /dev/null: Not a directory",
         ),
-        (["--output-filename", "", "-np", "1", "true"], "--output-filename: '' is no directory"),
+        (["--output-filename", "", "-np", "1", "true"], "--output-filename: '' is not the name of a directory"),
         (
             ["-np", "1", "-x", "NOT_SET_HERE", "true"],
-            "-x: 'NOT_SET_HERE' is not set here; say -x NAME=VALUE",
+            "-x: 'NOT_SET_HERE' is not set here: write -x NAME=VALUE",
         ),
-        (["-np", "1", "-x", "=s3cret", "true"], "-x: there is no name before the value; say -x NAME=VALUE\n"),
-        (["-np", "1", "-x", "HVDLITE_RANK=1", "true"], "-x: HVDLITE_RANK is hvdlite-run's own to set"),
+        (["-np", "1", "-x", "=s3cret", "true"], "-x: the name of the variable is missing: write -x NAME=VALUE\n"),
+        (
+            ["-np", "1", "-x", "HVDLITE_RANK=1", "true"],
+            "-x: HVDLITE_RANK cannot be set: hvdlite-run sets it for each worker",
+        ),
         (["-np", "1", "-x"], "-x: expected one argument"),
         (["-hostfile", "/", "true"], "--hostfile /: is a directory"),
         (["-H", "localhost:2", "-np", "3", "true"], "-np 3 is more than the 2 slots of the hosts"),
         (
             ["--network-interface", "eth0,node7=eth1", "-np", "1", "true"],
-            "--network-interface: 'node7' is none of the hosts",
+            "--network-interface: 'node7' is not one of the hosts",
         ),
         (
             ["--network-interface", "eth0,", "-np", "1", "true"],
             "--network-interface/--network-interfaces: 'eth0,' is not an interface",
         ),
-        (["--ssh-args=-v -n", "-np", "1", "true"], "--ssh-args: with -n ssh would not pass on"),
+        (["--ssh-args=-v -n", "-np", "1", "true"], "--ssh-args: ssh -n does not start a command with"),
         (["-p", "0", "-np", "1", "true"], "-p/--ssh-port: '0' is not a port, such as 22"),
         (["--ssh-args", "'", "-np", "1", "true"], '--ssh-args: "\'" cannot be split into words: no closing quotation'),
         (["--grace", "-1", "-np", "2", "true"], "--grace: '-1' is not a number of seconds"),
@@ -125,7 +129,7 @@ def test_interfaces_may_be_several_for_all_hosts_or_for_one(words, interfaces):
 
 def test_of_several_interfaces_the_plan_shows_that_one_will_be_taken(capsys):
     assert hvdlite_run.main(["-np", "1", "--network-interface", "eth0,ib0", "--dry-run"]) == 0
-    assert "GLOO_SOCKET_IFNAME=<the first of eth0,ib0 that is there>" in capsys.readouterr().out
+    assert "GLOO_SOCKET_IFNAME=<the first of eth0,ib0 that the host has>" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("words", "grace_s"), [([], 30), (["--grace", "0"], 0), (["--grace", "86400"], 86400)])
@@ -148,11 +152,11 @@ def test_how_long_a_start_may_take_is_said_by_flag_or_variable(monkeypatch, caps
     assert hvdlite_run.main(["-np", "1", "true"]) == 2
     assert capsys.readouterr().err.startswith("hvdlite-run: HVDLITE_START_TIMEOUT: 'soon' is not a number of seconds")
     assert hvdlite_run.main(["-np", "1", "--start-timeout", "0", "true"]) == 2
-    assert capsys.readouterr().err.startswith("hvdlite-run: --start-timeout: '0' leaves no time at all")
+    assert capsys.readouterr().err.startswith("hvdlite-run: --start-timeout: '0' is not more than 0 seconds")
 
 
 def test_a_value_that_looks_like_a_flag_is_asked_for_after_an_equals_sign(capsys):
     assert hvdlite_run.main(["-np", "1", "--mpi-args", "-mca", "true"]) == 2
     assert capsys.readouterr().err == (
-        "hvdlite-run: --mpi-args: expected one argument, after = if it begins with a dash\n"
+        "hvdlite-run: --mpi-args: expected one argument; if it begins with a dash, write --mpi-args=VALUE\n"
     )

@@ -1,4 +1,4 @@
-"""What is refused before anything is started for a function."""
+"""The errors that run() raises before it starts anything."""
 
 import pickle
 import subprocess
@@ -28,16 +28,16 @@ def _nothing_is_started(monkeypatch):
     ],
 )
 def test_what_cannot_be_sent_to_the_workers_is_named(func, args, kwargs, culprit):
-    with pytest.raises(pickle.PicklingError, match=rf"^{culprit} cannot be pickled, .*: .*lock"):
+    with pytest.raises(pickle.PicklingError, match=rf"^{culprit} cannot be pickled to send it to the workers: .*lock"):
         run(func, args, kwargs, np=1)
 
 
 def test_arguments_that_are_none_are_named():
-    with pytest.raises(TypeError, match=r"run\(\): args=1 is no sequence of arguments, such as \(1,\)"):
+    with pytest.raises(TypeError, match=r"run\(\): args must be a sequence of arguments, such as \(1,\), not 1"):
         run(print, 1, np=1)
-    with pytest.raises(TypeError, match=r"run\(\): args='ab' is no sequence"):
+    with pytest.raises(TypeError, match=r"run\(\): args must be a sequence of arguments, such as \('ab',\), not 'ab'"):
         run(print, "ab", np=1)
-    with pytest.raises(TypeError, match=r"run\(\): kwargs=\('a',\) is no mapping"):
+    with pytest.raises(TypeError, match=r"run\(\): kwargs must be a mapping from names to arguments, not \("):
         run(print, (), ("a",), np=1)
 
 
@@ -52,7 +52,7 @@ def test_arguments_that_are_none_are_named():
         ({"np": [1]}, ValueError, "np: it must be a single value, not a list"),
         ({"np": 1, "grace": -1}, ValueError, "grace: '-1' is not a number of seconds"),
         ({"np": 1, "verbose": 2}, ValueError, "verbose: '2' is neither true nor false"),
-        ({"np": 1, "environment": {"A=B": 1}}, ValueError, "environment: a name has no = in it"),
+        ({"np": 1, "environment": {"A=B": 1}}, ValueError, "environment: the name of a variable cannot contain ="),
     ],
 )
 def test_what_is_no_flag_is_named(flags, error, said):
@@ -62,7 +62,7 @@ def test_what_is_no_flag_is_named(flags, error, said):
 
 
 class Rude:
-    """An object whose methods all fail."""
+    """An object whose methods all raise."""
 
     def __repr__(self):
         raise RuntimeError("Rude has no repr")
@@ -96,7 +96,7 @@ NO_TEXTS = [
     "\ud800",
     10**5000,
 ]
-# Digits of other scripts are digits to int() and float().
+# int() and float() accept the digits of other scripts.
 NO_NUMBERS = [
     *(
         b"2",
@@ -127,7 +127,7 @@ def test_no_argument_takes_what_nobody_would_write_on_a_command_line(argument):
 
 @pytest.mark.parametrize("func", [None, 5, "print", Rude()])
 def test_what_cannot_be_called_is_named(func):
-    with pytest.raises(TypeError, match=r"run\(\) calls a function"):
+    with pytest.raises(TypeError, match=r"run\(\) needs a function, not "):
         run(func, np=1)
 
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_called_is_named(func):
     [(None, {}), (5, {}), (b"ab", {}), ({"a": 1}, {}), (Rude(), {}), ((), {1: 2}), ((), 5), ((), "a")],
 )
 def test_what_are_no_arguments_for_it_is_named(args, kwargs):
-    with pytest.raises(TypeError, match=r"run\(\): (args|kwargs)="):
+    with pytest.raises(TypeError, match=r"run\(\): (args|kwargs) must be "):
         run(print, args, kwargs, np=1)
 
 
@@ -145,7 +145,7 @@ class ToldError(Exception):
 
 
 class UnknownError(Exception):
-    """Of a class that cannot be made of what is pickled."""
+    """An exception that cannot be unpickled, as its constructor needs other arguments than its pickle has."""
 
     def __init__(self, one, two):
         super().__init__(one)
@@ -166,6 +166,8 @@ SHOWN = r"\x1b]0;a title\x07 and " + "\x1b[31mred\x1b[0m"
 def test_a_terminal_shows_the_words_of_a_workers_exception_and_obeys_none_of_them(error, kind, said):
     told = {
         "value": None,
+        "generation": None,
+        "rank": 1,
         "size": 2,
         "host": "a host",
         "error": pickle.dumps(error),
@@ -186,3 +188,31 @@ def test_so_it_does_with_the_launchers_report(exit_code, kind):
     with pytest.raises(kind) as caught:
         _returned(FunctionResults(returns={}, exit_code=exit_code, rank=None, message=f"a worker said {ESCAPE}"))
     assert str(caught.value) == f"a worker said {SHOWN}"
+
+
+def told(generation: int | None, rank: int | None, size: int | None, value: object) -> bytes:
+    place = {"generation": generation, "rank": rank, "size": size, "host": "a"}
+    if isinstance(value, Exception):
+        error = {"error": pickle.dumps(value), "summary": "", "traceback": "where"}
+        return pickle.dumps({**place, "value": None, **error})
+    return pickle.dumps({**place, "value": pickle.dumps(value)})
+
+
+def test_of_an_elastic_job_the_ranks_of_the_last_world_count():
+    returns = {
+        0: told(1, 0, 3, "left"),
+        1: told(2, 0, 2, "old"),
+        2: told(1, 2, 3, ToldError("lost")),
+        5: told(2, 1, 2, "new"),
+    }
+    assert _returned(FunctionResults(exit_code=0, returns=returns)) == ["old", "new"]
+    del returns[5]
+    with pytest.raises(JobError, match="rank 1 ended with exit code 0"):
+        _returned(FunctionResults(exit_code=0, returns=returns))
+
+
+def test_a_function_of_an_elastic_job_that_never_asks_for_a_rank_is_told_so():
+    with pytest.raises(JobError, match=r"must call hvd.init\(\)"):
+        _returned(FunctionResults(exit_code=0, returns={0: told(0, None, None, 1)}))
+    with pytest.raises(ToldError, match="before init"):
+        _returned(FunctionResults(exit_code=1, returns={0: told(0, None, None, ToldError("before init"))}))

@@ -1,4 +1,4 @@
-"""Workers' output at the agent's end: all of it, and no more than the launcher has shown."""
+"""The agent reads all output of its workers, but no more than the launcher can show."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from hvdlite_launcher.wire.messages import Output
 
 
 class Wire:
-    """A channel that takes all, and keeps it."""
+    """A channel that accepts every message and keeps it."""
 
     full = False
 
@@ -29,7 +29,7 @@ class Wire:
 
 
 class Outlet:
-    """The output of one worker that always has more to write, and the loop that reads them."""
+    """The output of one worker that always has more to write, and the agent's loop that reads it."""
 
     def __init__(self):
         self.wire = Wire()

@@ -1,4 +1,4 @@
-"""A worker's standard input at the agent's end: pieces go in as it reads, and nobody waits for it."""
+"""The agent writes a worker's standard input piece by piece, as the worker reads it, and never blocks."""
 
 import os
 import selectors
@@ -11,7 +11,7 @@ MORE_THAN_A_PIPE = b"x" * (1 << 20)
 
 
 class Fed:
-    """A worker's stdin, the end that its worker reads, and how often it asked."""
+    """A worker's stdin, the end that the worker reads, and the number of times that more input was requested."""
 
     def __init__(self):
         self.reader, writer = os.pipe()
@@ -23,7 +23,7 @@ class Fed:
         self.asked += 1
 
     def read(self, count):
-        """As the worker, while the agent's loop runs."""
+        """Reads as the worker does, while the agent's loop runs."""
         data = b""
         while len(data) < count and (piece := os.read(self.reader, count - len(data))):
             data += piece
@@ -87,5 +87,5 @@ def test_a_worker_that_goes_away_in_mid_piece_leaves_nothing_to_wait_for():
 
 def test_more_than_was_asked_for_is_not_kept(fed):
     fed.stdin.put(MORE_THAN_A_PIPE)
-    with pytest.raises(ProtocolError, match="more input than was asked for"):
+    with pytest.raises(ProtocolError, match="more input than was requested"):
         fed.stdin.put(b"more")

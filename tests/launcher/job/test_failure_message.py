@@ -1,4 +1,4 @@
-"""The words about the first failure."""
+"""The message about the worker that failed first."""
 
 from hvdlite_launcher.job.failure_message import Failure, Tail, failure_message
 from hvdlite_launcher.system.signals import shell_code
@@ -63,7 +63,7 @@ def test_a_program_that_misses_horovod_is_told_how_it_finds_it():
     ):
         words = failure_message(Failure(0, "a", 1, 1, ["Traceback (most recent call last):", last])).splitlines()
         assert words[-2] == f"    {last}"
-        assert words[-1].startswith("hvdlite-run --horovod lets a program find hvdlite where it imports horovod.")
+        assert words[-1].startswith("With hvdlite-run --horovod, a program that imports horovod gets hvdlite.")
         assert "PYTHONPATH=$PWD:$PYTHONPATH" in words[-1]
     other = "ModuleNotFoundError: No module named 'horovodrun'"
     assert "--horovod" not in failure_message(Failure(0, "a", 1, 1, [other]))

@@ -1,4 +1,4 @@
-"""The launcher's standard input: read a piece at a time, when somebody wants it."""
+"""The launcher's standard input is read one piece at a time, and only on request."""
 
 import os
 from queue import SimpleQueue
@@ -21,10 +21,10 @@ def test_each_reading_is_answered_once_and_the_end_is_nothing(pipe):
     for data in (b"one\n", b"\xff\0"):
         pipe[1].write(data)
         stdin.read()
-        assert events.get(timeout=10) == InputRead(data)
+        assert events.get(timeout=60) == InputRead(data)
     pipe[1].close()
     stdin.read()
-    assert events.get(timeout=10) == InputRead(b"")
+    assert events.get(timeout=60) == InputRead(b"")
 
 
 def test_a_pipe_that_another_process_made_nonblocking_is_waited_for(pipe):
@@ -32,7 +32,7 @@ def test_a_pipe_that_another_process_made_nonblocking_is_waited_for(pipe):
     os.set_blocking(pipe[0].fileno(), False)
     Stdin(events, pipe[0].fileno()).read()
     pipe[1].write(b"late")
-    assert events.get(timeout=10) == InputRead(b"late")
+    assert events.get(timeout=60) == InputRead(b"late")
 
 
 def test_what_cannot_be_read_is_at_its_end(pipe, tmp_path):
@@ -40,5 +40,5 @@ def test_what_cannot_be_read_is_at_its_end(pipe, tmp_path):
     for fd in (directory, pipe[1].fileno()):
         events = SimpleQueue()
         Stdin(events, fd).read()
-        assert events.get(timeout=10) == InputRead(b"")
+        assert events.get(timeout=60) == InputRead(b"")
     os.close(directory)

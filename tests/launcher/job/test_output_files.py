@@ -1,4 +1,4 @@
-"""Each worker's output in files of its own."""
+"""Each worker's output is written to files of its own."""
 
 import os
 
@@ -48,3 +48,28 @@ def test_what_cannot_be_written_is_named_and_nothing_stays_open(tmp_path):
         OutputFiles(str(tmp_path), {0: 0, 1: 1})
     assert str(error.value) == f"--output-filename: cannot write {tmp_path}/rank.1/stderr: Is a directory"
     assert os.listdir("/dev/fd") == before
+
+
+def test_what_a_process_writes_that_an_ended_worker_has_left_is_in_its_file(tmp_path):
+    files = OutputFiles(str(tmp_path), {number: number for number in range(40)})
+    for number in range(40):
+        files.finish(number)
+    files.write(Output(0, "stdout", b"late"))
+    files.close()
+    assert (tmp_path / "rank.00" / "stdout").read_bytes() == b"late"
+
+
+def test_any_number_of_workers_of_an_elastic_job_have_some_open_files(tmp_path):
+    files = OutputFiles(str(tmp_path), {})
+    open_files = []
+    for worker in range(60):
+        files.add(worker)
+        files.write(Output(worker, "stdout", b"first "))
+        files.finish(worker)
+        files.write(Output(worker, "stdout", b"late"))
+        open_files.append(len(files._files))
+    files.write(Output(0, "stdout", b"much too late"))
+    files.close()
+    assert (tmp_path / "worker.59" / "stdout").read_bytes() == b"first late"
+    assert (tmp_path / "worker.0" / "stdout").read_bytes() == b"first late"
+    assert max(open_files) == open_files[20]

@@ -1,4 +1,4 @@
-"""Whole lines with a prefix, bytes unharmed, and bars that stay readable."""
+"""The screen shows whole lines with a prefix and unchanged bytes, and progress bars that stay readable."""
 
 import errno
 import os
@@ -102,7 +102,7 @@ def test_streams_keep_their_lines_whole_and_say_whose_they_are(pipe):
         Output(0, "stderr", b"unfinished"),
         Output(0, "stdout", b"nk 0\n"),
     )
-    assert isinstance(events.get(timeout=10), ScreenDone)
+    assert isinstance(events.get(timeout=60), ScreenDone)
     os.close(pipe[1])
     assert _read_all(pipe[0]) == b"[1]<stdout>:of rank 1\n[0]<stdout>:of rank 0\n[0]<stderr>:unfinished\n"
 
@@ -122,10 +122,10 @@ def test_a_reader_that_went_away_is_an_event_once_and_output_is_done_with_all_th
     events, shown = SimpleQueue(), []
     screen = Screen(events, shown.append, stdout=write_end, environ={})
     _outputs(screen, *[Output(0, "stdout", b"line\n")] * 200)
-    failed = events.get(timeout=10)
+    failed = events.get(timeout=60)
     assert isinstance(failed, ScreenFailed)
     assert isinstance(failed.error, BrokenPipeError)
-    assert isinstance(events.get(timeout=10), ScreenDone)
+    assert isinstance(events.get(timeout=60), ScreenDone)
     assert len(shown) == 200
     os.close(write_end)
 
@@ -134,7 +134,7 @@ def test_a_timestamp_is_as_horovod_writes_it(pipe):
     events = SimpleQueue()
     screen = Screen(events, [].append, stdout=pipe[1], environ={}, timestamps=True)
     _outputs(screen, Output(0, "stdout", b"text\n"))
-    assert isinstance(events.get(timeout=10), ScreenDone)
+    assert isinstance(events.get(timeout=60), ScreenDone)
     os.close(pipe[1])
     stamp, bracket, rest = _read_all(pipe[0]).partition(b"[")
     assert bracket + rest == b"[0]<stdout>:text\n"
@@ -147,19 +147,19 @@ def test_a_file_that_cannot_be_written_is_an_event_once_and_the_screen_goes_on(p
     events = SimpleQueue()
     screen = Screen(events, [].append, stdout=pipe[1], environ={}, files=OutputFiles(str(tmp_path), {0: 0}))
     _outputs(screen, *[Output(0, "stdout", b"line\n")] * 3)
-    failed = events.get(timeout=10)
+    failed = events.get(timeout=60)
     assert isinstance(failed, ScreenFailed)
     assert (failed.where, failed.error.errno) == (str(tmp_path / "rank.0" / "stdout"), errno.ENOSPC)
-    assert isinstance(events.get(timeout=10), ScreenDone)
+    assert isinstance(events.get(timeout=60), ScreenDone)
     os.close(pipe[1])
     assert _read_all(pipe[0]) == b"[0]<stdout>:line\n" * 3
 
 
 def _on_terminal(environ, *outputs, quiet_s=3600.0):
-    """What it shows of outputs, and of lines that are typed (`TYPED`); all that workers leave unfinished is, with 0."""
+    """Returns what a terminal shows of outputs and typed lines (`TYPED`); if quiet_s is 0, unfinished lines too."""
     terminal, stream = pty.openpty()
     events = SimpleQueue()
-    # The clock stands still: a worker has been quiet for long enough at once, or never is.
+    # The clock stands still: a worker has been quiet for long enough at once, or never.
     screen = Screen(
         events, [].append, stdout=stream, stderr=stream, environ=environ, quiet_s=quiet_s, clock=lambda: 0.0
     )
@@ -169,8 +169,8 @@ def _on_terminal(environ, *outputs, quiet_s=3600.0):
         else:
             screen.show(output)
     screen.close()
-    assert isinstance(events.get(timeout=10), ScreenDone)
-    os.write(stream, b"THE END")  # a terminal hands its text on in pieces
+    assert isinstance(events.get(timeout=60), ScreenDone)
+    os.write(stream, b"THE END")  # a terminal delivers its text in pieces
     data = b""
     while not data.endswith(b"THE END"):
         data += os.read(terminal, 65536)
@@ -215,7 +215,7 @@ def test_two_ranks_never_share_a_line_and_nothing_is_shown_twice():
 
 
 def test_what_follows_an_answer_that_was_typed_is_a_line_of_its_own():
-    # The newline after the prompt is the terminal's own, as it shows what is typed.
+    # The newline after the prompt comes from the terminal, which echoes what is typed.
     shown = _prompts(Output(0, "stdout", b"? "), TYPED, Output(0, "stdout", b"hello\n? "), TYPED)
     assert shown == b"[0]<stdout>:? [0]<stdout>:hello\n[0]<stdout>:? "
 
@@ -257,14 +257,14 @@ def test_an_unfinished_line_is_shown_after_a_quiet_moment_and_not_before():
         events, is_shown.put, stdout=stream, stderr=stream, environ=PLAIN, quiet_s=0.1, clock=lambda: now[0]
     )
     screen.show(Output(0, "stdout", b"? "))
-    is_shown.get(timeout=30)
+    is_shown.get(timeout=60)
     screen.show(Output(1, "stdout", b"line\n"))
-    is_shown.get(timeout=30)
+    is_shown.get(timeout=60)
     assert _read(terminal, 18) == b"[1]<stdout>:line\r\n"
     now[0] = 0.2
     assert _read(terminal, 14) == b"[0]<stdout>:? "
     screen.close()
-    assert isinstance(events.get(timeout=30), ScreenDone)
+    assert isinstance(events.get(timeout=60), ScreenDone)
     os.close(stream)
     os.close(terminal)
 
@@ -280,7 +280,7 @@ def test_a_bar_moves_in_place_on_a_terminal_below_the_lines_of_others():
     shown = _on_terminal(
         {"NO_COLOR": "1"},
         Output(0, "stderr", b"\r 10%"),
-        Output(0, "stderr", b"\r 20%"),  # completes the one before
+        Output(0, "stderr", b"\r 20%"),  # completes the line before
         Output(1, "stdout", b"line\n"),
         Output(0, "stderr", b"\r100%\n"),
     )
@@ -303,7 +303,7 @@ def test_a_bar_whose_worker_dies_stays_on_the_terminal():
 def test_on_a_terminal_what_would_command_it_is_seen_and_colours_and_bars_still_work():
     shown = _on_terminal(
         {"NO_COLOR": "1"},
-        Output(0, "stdout", b"\x1b]0;another title\x07 \x1b[2"),  # cut anywhere
+        Output(0, "stdout", b"\x1b]0;another title\x07 \x1b[2"),  # the bytes are cut anywhere
         Output(0, "stdout", b"J\x9b1A \xc2\x9b1A caf\xc3\xa9 \xe2\x9c\x93\n\x1b[1;31mred\x1b[0m\tand\n"),
         Output(0, "stderr", b"\x1b[1A\x1b[32m 10%\r"),
         Output(0, "stderr", b"\x1b[?25l end"),
@@ -327,7 +327,7 @@ def test_the_last_words_on_a_terminal_quote_nothing_that_commands_it():
     screen = Screen(events, [].append, stdout=stream, stderr=stream, environ={"TERM": "dumb"})
     screen.say("rank 0 failed first. The end of its stderr:\n    \x1b]0;title\x07\x9b2J\b\udc9b\x1b[31mred\x1b[0m")
     screen.close()
-    assert isinstance(events.get(timeout=10), ScreenDone)
+    assert isinstance(events.get(timeout=60), ScreenDone)
     said = os.read(terminal, 65536)
     assert said.endswith(b"stderr:\r\n    \\x1b]0;title\\x07\\x9b2J\\x08\\x9b\x1b[31mred\x1b[0m\r\n")
     os.close(stream)
@@ -339,6 +339,6 @@ def test_a_pipe_gets_every_byte_as_it_is(pipe):
     screen = Screen(events, [].append, stdout=pipe[1], stderr=pipe[1], environ={})
     odd = bytes(range(256)).replace(b"\n", b"").replace(b"\r", b"")
     _outputs(screen, Output(0, "stdout", odd + b"\n"))
-    assert isinstance(events.get(timeout=10), ScreenDone)
+    assert isinstance(events.get(timeout=60), ScreenDone)
     os.close(pipe[1])
     assert _read_all(pipe[0]) == b"[0]<stdout>:" + odd + b"\n"

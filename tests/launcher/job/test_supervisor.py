@@ -1,4 +1,4 @@
-"""The loop that decides, on scripts of events: no process, no thread, no time."""
+"""The supervisor's decisions, tested with scripted events: no process, no thread, no real time."""
 
 import errno
 import signal
@@ -6,18 +6,21 @@ from dataclasses import dataclass, replace
 from queue import Empty
 
 import pytest
-from hvdlite_launcher.job.supervisor import FAILURE_GRACE_S, PEER_LOST_S, SAME_SIGNAL_S, SAME_TIME_S, Supervisor
+from hvdlite_launcher.job.ending import FAILURE_GRACE_S, SAME_SIGNAL_S, Ending
+from hvdlite_launcher.job.first_failure import PEER_LEFT_S, PEER_LOST_S, SAME_TIME_S, FirstFailure
+from hvdlite_launcher.job.roster import Roster
+from hvdlite_launcher.job.supervisor import Supervisor
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.slots import plan_slots
 from hvdlite_launcher.wire.messages import (
     Event,
     Exited,
-    GaveUp,
+    InitDone,
+    InitFailed,
+    InitStarted,
     InputRead,
     InputWanted,
     Interrupted,
-    Joined,
-    Joining,
     Lost,
     Output,
     Refused,
@@ -25,9 +28,9 @@ from hvdlite_launcher.wire.messages import (
     Started,
 )
 
-GRACE = 30.0  # after a signal to the launcher
+GRACE = 30.0  # the grace after a signal to the launcher
 INT, TERM, KILL, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGKILL, signal.SIGHUP
-TIME_PASSES = object()  # nothing happens until the loop does not want to wait longer
+TIME_PASSES = object()  # stands for the time until the supervisor's next timeout, in which nothing happens
 
 
 TWO = (Host("localhost", 2),)
@@ -36,7 +39,7 @@ THREE = (Host("localhost", 3),)
 
 @dataclass
 class Late:
-    """An event that comes after a time, in a queue that is never empty meanwhile."""
+    """An event that comes after a time; until then the queue of events is never empty."""
 
     delay_s: float
     event: Event
@@ -47,7 +50,7 @@ def says(worker, words=b"why\n", stream="stderr"):
 
 
 class Played:
-    """A run of the supervisor over a script: its outcome, the signals it sent with their time, what it showed."""
+    """Runs the supervisor over a script: its outcome, the signals that it sent and when, and what it showed."""
 
     def __init__(self, *script, hosts=TWO, grace=GRACE, workers=None):
         self.signals = []
@@ -58,16 +61,22 @@ class Played:
         self.sent_to = []
         self._now = 0.0
         self._script = list(script)
-        supervisor = Supervisor(
-            workers or {slot.number: slot for slot in plan_slots(hosts)},
-            send_input=self._send,
-            stdin=self,
+        workers = workers or {slot.number: slot for slot in plan_slots(hosts)}
+        roster = Roster()
+        for number, slot in workers.items():
+            roster.add(number, slot.host.label, slot.rank)
+        ending = Ending(
+            roster,
             signal_workers=lambda numbers, signum: self.signals.append((self._now, list(numbers), signum)),
-            screen=self,
+            say=self.say,
             log=lambda text: None,
             grace=grace,
-            start_timeout_s=60,
             clock=lambda: self._now,
+        )
+        ending.running.update(workers)
+        judgement = FirstFailure(workers, ending, roster, start_timeout_s=60)
+        supervisor = Supervisor(
+            judgement, ending, roster, send_input=self._send, stdin=self, screen=self, log=lambda text: None
         )
         self.outcome = supervisor.run(self)
         assert not self._script, "the loop ended before its script"
@@ -80,7 +89,7 @@ class Played:
     def report(self):
         return self.outcome.message
 
-    # the queue of events
+    # methods of the queue of events
 
     def get(self, timeout):
         assert self._script, f"the loop still waits, for {timeout} s"
@@ -94,7 +103,7 @@ class Played:
             return event.event
         return event
 
-    # the standard input
+    # methods of the standard input
 
     def read(self):
         self.reads += 1
@@ -103,7 +112,7 @@ class Played:
         self.sent_to.append(worker)
         self.sent.append(data)
 
-    # the screen
+    # methods of the screen
 
     def show(self, output):
         self.shown.append(output)
@@ -130,7 +139,7 @@ def test_a_worker_that_ends_well_early_does_not_end_the_job():
     assert Played(Exited(1, 0), Exited(0, 4)).exit_code == 4
 
 
-@pytest.mark.parametrize("script", [(Exited(1, 0), Joining(0)), (Joining(0), Exited(1, 0))])
+@pytest.mark.parametrize("script", [(Exited(1, 0), InitStarted(0)), (InitStarted(0), Exited(1, 0))])
 def test_a_rank_that_ends_without_the_init_in_which_another_waits_is_the_cause_at_once(script):
     played = Played(*script, Exited(0, -15))
     assert played.exit_code == 1
@@ -140,7 +149,7 @@ def test_a_rank_that_ends_without_the_init_in_which_another_waits_is_the_cause_a
 
 def test_all_that_wait_in_init_and_all_that_never_came_are_named():
     four = (Host("localhost", 4),)
-    script = (Exited(3, 0), Started(1, 10), Exited(1, 0), Joining(2), Exited(0, -15), Exited(2, -15))
+    script = (Exited(3, 0), Started(1, 10), Exited(1, 0), InitStarted(2), Exited(0, -15), Exited(2, -15))
     played = Played(*script, hosts=four)
     assert played.report == "ranks 1, 3 ended with exit code 0 without calling hvd.init(), in which rank 2 waits"
 
@@ -149,11 +158,20 @@ def test_all_that_wait_in_init_and_all_that_never_came_are_named():
     "script",
     [
         (Exited(0, 0), Exited(1, 0)),
-        (Joining(0), Joining(1), Joined(0), Exited(0, 0), Joined(1), Exited(1, 0)),
-        (Joining(0), Joining(1), Joined(0), Joined(1), Exited(0, 0), Joining(1), Joined(1), Exited(1, 0)),
-        (Joining(0), Joined(0), Exited(1, 0), Exited(0, 0)),
-        (Joining(0), Exited(0, 0), Exited(1, 0)),
-        (Joining(0), GaveUp(0), Exited(1, 0), Exited(0, 0)),
+        (InitStarted(0), InitStarted(1), InitDone(0), Exited(0, 0), InitDone(1), Exited(1, 0)),
+        (
+            InitStarted(0),
+            InitStarted(1),
+            InitDone(0),
+            InitDone(1),
+            Exited(0, 0),
+            InitStarted(1),
+            InitDone(1),
+            Exited(1, 0),
+        ),
+        (InitStarted(0), InitDone(0), Exited(1, 0), Exited(0, 0)),
+        (InitStarted(0), Exited(0, 0), Exited(1, 0)),
+        (InitStarted(0), InitFailed(0), Exited(1, 0), Exited(0, 0)),
     ],
 )
 def test_ranks_that_have_called_init_or_that_nobody_waits_for_may_end(script):
@@ -162,11 +180,11 @@ def test_ranks_that_have_called_init_or_that_nobody_waits_for_may_end(script):
 
 
 def test_a_rank_that_tries_again_after_it_gave_up_waits_again():
-    assert Played(Joining(0), GaveUp(0), Exited(1, 0), Joining(0), Exited(0, -15)).exit_code == 1
+    assert Played(InitStarted(0), InitFailed(0), Exited(1, 0), InitStarted(0), Exited(0, -15)).exit_code == 1
 
 
 def test_a_rank_that_is_missed_after_a_failure_changes_nothing():
-    assert Played(Exited(0, 3), Joining(1), Exited(1, 0)).exit_code == 3
+    assert Played(Exited(0, 3), InitStarted(1), Exited(1, 0)).exit_code == 3
 
 
 def test_death_by_a_signal_gives_128_more():
@@ -339,10 +357,20 @@ def test_the_first_who_lost_a_peer_is_the_cause_if_all_did():
     assert played.exit_code == 7
 
 
+@pytest.mark.parametrize(("returncode", "exit_code"), [(0, 1), (7, 7)])
+def test_a_peer_that_was_ending_its_program_has_the_time_for_it(returncode, exit_code):
+    left = Late(PEER_LEFT_S - 0.1, Exited(1, returncode, left=True))
+    played = Played(Exited(0, 1, peer_lost=True, peer_left=True), left)
+    assert played.signals == []
+    assert played.exit_code == exit_code
+    ended_well = "rank 1 had ended with exit code 0 before the others; of these, rank 0"
+    assert played.report.startswith(ended_well if returncode == 0 else "rank 1 on")
+
+
 def test_a_peer_that_ended_well_too_early_is_named_with_the_failure():
     played = Played(Exited(1, 0), Exited(0, 1, peer_lost=True))
     assert played.exit_code == 1
-    assert played.report.startswith("rank 1 had ended with exit code 0 before the others were done; then rank 0 on")
+    assert played.report.startswith("rank 1 had ended with exit code 0 before the others; of these, rank 0 on")
 
 
 def test_a_rank_that_left_is_the_cause_also_when_it_takes_long_to_end():
@@ -354,7 +382,7 @@ def test_a_rank_that_left_is_the_cause_also_when_it_takes_long_to_end():
 def test_a_rank_that_left_with_0_is_told_also_when_it_takes_long_to_end():
     played = Played(Exited(0, 5, peer_lost=True), TIME_PASSES, Exited(1, 0, left=True))
     assert played.exit_code == 5
-    assert played.report.startswith("rank 1 had ended with exit code 0 before the others were done; then rank 0 on")
+    assert played.report.startswith("rank 1 had ended with exit code 0 before the others; of these, rank 0 on")
 
 
 def test_a_rank_that_left_and_took_so_long_that_it_was_killed_is_not_the_cause():
@@ -457,6 +485,13 @@ def test_a_signal_that_comes_twice_in_a_moment_is_one():
     assert len(played.said) == 1
 
 
+def test_so_it_is_where_the_launcher_comes_to_it_only_later():
+    twice = Interrupted(TERM, 0.0), Late(10 * SAME_SIGNAL_S, Interrupted(TERM, SAME_SIGNAL_S / 2))
+    played = Played(*twice, Exited(0, 0), Exited(1, 0))
+    assert played.signals == [(0, [0, 1], TERM)]
+    assert len(played.said) == 1
+
+
 def test_a_third_signal_changes_nothing_any_more():
     thrice = Interrupted(TERM), Late(1, Interrupted(TERM)), Late(0.5, Interrupted(TERM))
     played = Played(*thrice, TIME_PASSES)
@@ -481,10 +516,16 @@ def test_interrupted_while_a_peer_is_waited_for_the_interrupt_is_the_cause():
 
 def test_a_lost_agent_is_named_by_its_host_and_ends_the_rest():
     hosts = (Host("a", 1), Host("b", 1))
-    played = Played(Lost("a", "its agent ended unexpectedly"), Exited(1, -15), hosts=hosts)
+    played = Played(Lost("a", "its hvdlite agent ended unexpectedly"), Exited(1, -15), hosts=hosts)
     assert played.exit_code == 1
-    assert played.report == "lost a: its agent ended unexpectedly. Its workers were killed"
+    assert played.report == "lost a: its hvdlite agent ended unexpectedly. Its workers were killed"
     assert played.signals == [(0, [1], TERM)]
+
+
+def test_a_reason_of_ssh_that_ends_with_a_full_stop_is_followed_by_no_second_one():
+    hosts = (Host("a", 1), Host("b", 1))
+    played = Played(Lost("a", "Connection to a closed by remote host."), Exited(1, -15), hosts=hosts)
+    assert played.report == "lost a: Connection to a closed by remote host. Its workers were killed"
 
 
 def test_an_agent_that_is_lost_after_a_failure_is_not_the_cause():
@@ -512,14 +553,14 @@ def test_a_full_disk_is_named():
 
 
 def test_a_rank_that_ends_well_without_ever_coming_to_init_is_the_cause_at_once():
-    played = Played(Joining(0), Exited(1, 0), Exited(0, -TERM))
+    played = Played(InitStarted(0), Exited(1, 0), Exited(0, -TERM))
     assert played.exit_code == 1
     assert played.report == "rank 1 ended with exit code 0 without calling hvd.init(), in which rank 0 waits"
     assert played.signals == [(0.0, [0], TERM)]
 
 
 def test_the_same_where_it_ends_before_the_first_comes():
-    assert "rank 1 ended with exit code 0" in Played(Exited(1, 0), Joining(0), Exited(0, -TERM)).report
+    assert "rank 1 ended with exit code 0" in Played(Exited(1, 0), InitStarted(0), Exited(0, -TERM)).report
 
 
 def test_ranks_that_never_call_init_may_take_their_time():
@@ -528,35 +569,36 @@ def test_ranks_that_never_call_init_may_take_their_time():
 
 def test_a_rank_that_does_not_come_to_init_in_time_is_named_with_its_host():
     hosts = (Host("a", 2), Host("b", 1))
-    script = Joining(0), Joining(2), TIME_PASSES, Exited(0, -TERM), Exited(1, -TERM), Exited(2, -TERM)
+    script = InitStarted(0), InitStarted(2), TIME_PASSES, Exited(0, -TERM), Exited(1, -TERM), Exited(2, -TERM)
     played = Played(*script, hosts=hosts)
     assert played.exit_code == 1
     assert played.report == (
-        "rank 1 on a did not call hvd.init() within 60 s (--start-timeout) of the first that did; ranks 0, 2 wait there"
+        "rank 1 on a did not call hvd.init() within 60 s (--start-timeout) of the first rank that did; "
+        "ranks 0, 2 wait there"
     )
     assert played.signals == [(60.0, [0, 1, 2], TERM)]
 
 
 def test_ranks_that_cannot_connect_in_time_are_told_from_those_that_did_not_come():
-    played = Played(Joining(0), Joining(1), TIME_PASSES, Exited(0, -TERM), Exited(1, -TERM))
-    assert played.report.startswith("ranks 0, 1 on localhost called hvd.init(), but were not connected to all others")
+    played = Played(InitStarted(0), InitStarted(1), TIME_PASSES, Exited(0, -TERM), Exited(1, -TERM))
+    assert played.report.startswith("ranks 0, 1 on localhost called hvd.init(), but did not connect to all other ranks")
 
 
 def test_once_all_are_connected_nobody_counts_any_more():
-    joined = Joining(0), Joining(1), Joined(0), Joined(1)
-    again = Joining(0), Late(1000, Output(0, "stdout", b"x")), Joining(1), Joined(0), Joined(1)
+    joined = InitStarted(0), InitStarted(1), InitDone(0), InitDone(1)
+    again = InitStarted(0), Late(1000, Output(0, "stdout", b"x")), InitStarted(1), InitDone(0), InitDone(1)
     assert Played(*joined, *again, Exited(0, 0), Exited(1, 0)).exit_code == 0
 
 
 def test_a_failure_while_others_wait_in_init_is_the_cause():
-    played = Played(Joining(0), Exited(1, 3), Exited(0, -TERM))
+    played = Played(InitStarted(0), Exited(1, 3), Exited(0, -TERM))
     assert played.exit_code == 3
     assert "rank 1" in played.report
 
 
 # ---------------------------------------------- numbers, by which workers are known, and ranks
 
-# Who was rank 0 and rank 1 at first is rank 1 and rank 0 now.
+# The workers that were rank 0 and rank 1 at first are rank 1 and rank 0 now.
 SWAPPED = {slot.number: replace(slot, rank=1 - slot.rank) for slot in plan_slots(TWO)}
 
 
@@ -567,7 +609,7 @@ def test_workers_are_signalled_by_number_and_named_by_rank():
 
 
 def test_who_does_not_come_to_init_is_named_by_rank():
-    played = Played(Joining(0), TIME_PASSES, Exited(0, -TERM), Exited(1, -TERM), workers=SWAPPED)
+    played = Played(InitStarted(0), TIME_PASSES, Exited(0, -TERM), Exited(1, -TERM), workers=SWAPPED)
     assert played.report.startswith("rank 0 on localhost did not call hvd.init()")
     assert played.report.endswith("rank 1 waits there")
 

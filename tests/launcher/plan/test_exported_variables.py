@@ -1,4 +1,4 @@
-"""What workers get of the launcher's environment."""
+"""Which of the launcher's environment variables workers get."""
 
 import pytest
 from hvdlite_launcher.errors import UsageError
@@ -32,7 +32,7 @@ def test_what_cannot_be_given_is_refused_without_a_word_of_its_value(export):
 
 
 def test_a_name_that_is_not_set_here_is_told_how_to_give_a_value():
-    with pytest.raises(UsageError, match="'GONE' is not set here; say -x NAME=VALUE"):
+    with pytest.raises(UsageError, match="'GONE' is not set here: write -x NAME=VALUE"):
         chosen_environment(HERE, ["GONE"], inherit=True)
 
 
@@ -47,7 +47,7 @@ def test_what_belongs_to_one_host_or_login_stays_there_unless_it_is_named():
     )
     environment = chosen_environment({**ours, **theirs}, ["HOME", "CUDA_VISIBLE_DEVICES=1"], inherit=True)
     assert environment.elsewhere == {**ours, "HOME": "of this host", "CUDA_VISIBLE_DEVICES": "1"}
-    of_a_rank = {"OMPI_COMM_WORLD_RANK", "PMI_RANK"}  # which workers could take for a job that they have started
+    of_a_rank = {"OMPI_COMM_WORLD_RANK", "PMI_RANK"}  # workers would take themselves for ranks of that job
     here = {name: value for name, value in theirs.items() if name not in of_a_rank}
     assert environment.here == {**ours, **here, "CUDA_VISIBLE_DEVICES": "1"}
 

@@ -1,4 +1,4 @@
-"""The grammar of a hostfile, and the one line for what is none."""
+"""The syntax of hostfiles, and the one line for each error in them."""
 
 import pytest
 from hvdlite_launcher.cli import hvdlite_run
@@ -54,16 +54,16 @@ def test_a_file_from_another_system_reads_the_same(tmp_path):
         ("a:-1", "'a:-1' is not host:slots"),
         ("fd00::1 slots=2", "'fd00::1' is not host:slots; an IPv6 address goes in brackets"),
         ("slots=4", "'slots=4' is not host:slots"),
-        ("a slots=x", "'slots=x' is not slots=N; a line is a host, such as: node1 slots=4"),
+        ("a slots=x", "'slots=x' is not slots=N; each line is a host, such as: node1 slots=4"),
         ("a slots=", "'slots=' is not slots=N"),
         ("a slots=-1", "'slots=-1' is not slots=N"),
-        ("a slots=0", "'slots=0' has no slots"),
-        ("a slots=9999999", "'slots=9999999' has more slots than any host can hold"),
+        ("a slots=0", "'slots=0' has 0 slots"),
+        ("a slots=9999999", "'slots=9999999' has too many slots: at most 999999"),
         ("a 4", "'4' is not slots=N"),
         ("a max-slots=auto", "'max-slots=auto' is not slots=N"),
         ("a slots=4 max-slots=2", "'a slots=4 max-slots=2' has more slots than its max-slots"),
-        ("a slots=4 slots=4", "'a slots=4 slots=4' says twice how many slots"),
-        ("a:4 slots=4", "'a:4 slots=4' says twice how many slots"),
+        ("a slots=4 slots=4", "'a slots=4 slots=4' gives the number of slots twice"),
+        ("a:4 slots=4", "'a:4 slots=4' gives the number of slots twice"),
         ("good slots=auto", "'good' is named twice"),
         ("a\xff", "'a"),
     ],
@@ -81,7 +81,7 @@ def test_a_bad_line_is_named_with_its_number(line, said, tmp_path, capsys):
 @pytest.mark.parametrize("text", ["", "\n\n", "# only a comment"])
 def test_a_file_without_a_host_is_told_what_a_line_is(text, tmp_path):
     (tmp_path / "hosts").write_text(text)
-    with pytest.raises(UsageError, match=r"hosts: no host in it; a line is a host, such as: node1 slots=4"):
+    with pytest.raises(UsageError, match=r"hosts: it names no host; each line is a host, such as: node1 slots=4"):
         read_hostfile(str(tmp_path / "hosts"))
 
 
@@ -92,7 +92,7 @@ def test_a_file_without_a_host_is_told_what_a_line_is(text, tmp_path):
         ("/", "--hostfile /: is a directory"),
         ("", "--hostfile '': no such file or directory"),
         ("two\nlines", "--hostfile 'two\\nlines': no such file or directory"),
-        ("/dev/zero", "--hostfile /dev/zero: too long for a hostfile"),
+        ("/dev/zero", "--hostfile /dev/zero: too large for a hostfile"),
     ],
 )
 def test_a_file_that_cannot_be_one_is_named(path, said):

@@ -1,4 +1,4 @@
-"""The grammar of -H, and which hosts are this machine."""
+"""The syntax of -H, and which hosts are this machine."""
 
 import socket
 
@@ -39,7 +39,9 @@ def test_auto_slots_are_counted_by_who_is_asked():
 
 def test_a_host_that_has_all_its_slots_cannot_have_more():
     for text in ("a:auto,a:2", "a:2,a:auto", "a:auto,a:auto"):
-        with pytest.raises(UsageError, match="'a' is named twice, though auto is all the slots it has"):
+        with pytest.raises(
+            UsageError, match="'a' is named twice, but auto already means all of its slots: name it once"
+        ):
             parse_hosts(text)
 
 
@@ -62,12 +64,12 @@ def test_what_ssh_would_take_for_an_option_is_refused_wherever_hosts_are_named(i
     hostfile = tmp_path / "hosts"
     hostfile.write_text(f"good\n{item}\n")
     for read in (lambda: parse_hosts(f"good:1,{item}"), lambda: read_hostfile(str(hostfile))):
-        with pytest.raises(UsageError, match="begins with - for an option") as error:
+        with pytest.raises(UsageError, match="begins with - as an option") as error:
             read()
         assert "\n" not in str(error.value)
 
 
-# What a shell would make something of, if the user's ProxyCommand has %r in it; and what a terminal would.
+# A shell would interpret these characters, if the user's ProxyCommand has %r in it; a terminal would, too.
 @pytest.mark.parametrize(
     "user",
     ["a;id", "`id`", "$(id)", "a|b", "a&b", "a'b", 'a"b', "a>b", "a\\", "a\x1b[2J", "a\x07", "a\x9b1m", "a\u202eb"],
@@ -130,3 +132,8 @@ def test_hosts_that_turn_out_to_be_one_machine_are_one_with_the_slots_of_all():
 
 def test_all_slots_of_a_machine_are_counted_once():
     assert each_machine_once((Host("a", AUTO), Host("b", 2)), lambda _: "m") == (Host("a", AUTO),)
+
+
+@pytest.mark.parametrize("name", ["a..b", "x" * 70, "."])
+def test_what_can_be_no_name_in_dns_is_another_machine(name):
+    assert find_this_machine((Host(name),)) == (Host(name),)

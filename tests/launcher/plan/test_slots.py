@@ -1,4 +1,4 @@
-"""Which rank runs where, and what its environment says."""
+"""On which host each rank runs, and the variables that its environment has."""
 
 import sys
 
@@ -9,6 +9,7 @@ from hvdlite_launcher.plan.slots import plan_slots
 from hvdlite_launcher.plan.worker_environment import (
     OWN_VARIABLES,
     HostEnvironment,
+    elastic_environment,
     job_dir,
     slot_environment,
     store_socket,
@@ -69,8 +70,10 @@ LOCALHOST = (Host("localhost", 2),)
 
 def _environment(given, hosts=LOCALHOST, interface="lo", cores=8):
     size = sum(host.slots for host in hosts)
-    own = slot_environment(plan_slots(hosts)[1], size, master_address="10.0.0.1", master_port=40000)
-    return {**given, **variables_set(given, own, HostEnvironment("/tmp/hvdlite-x", cores, interface))}
+    slot = plan_slots(hosts)[1]
+    own = slot_environment(slot, size, master_address="10.0.0.1", master_port=40000)
+    host = HostEnvironment("/tmp/hvdlite-x", cores, interface, slot.local_size, is_alone=len(hosts) == 1)
+    return {**given, **variables_set(given, own, host)}
 
 
 def test_a_worker_is_told_its_place_and_where_to_meet():
@@ -82,6 +85,7 @@ def test_a_worker_is_told_its_place_and_where_to_meet():
         "HVDLITE_LOCAL_SIZE": "2",
         "HVDLITE_CROSS_RANK": "0",
         "HVDLITE_CROSS_SIZE": "1",
+        "HVDLITE_WORKER": "1",
         "HVDLITE_HOST": "localhost",
         "HOROVOD_RANK": "1",
         "HOROVOD_SIZE": "2",
@@ -130,8 +134,21 @@ def test_nobody_is_told_of_an_interface_that_is_not_known():
     assert "GLOO_SOCKET_IFNAME" not in _environment({}, LOCALHOST, None)
 
 
+def test_a_worker_of_an_elastic_job_is_told_its_number_and_its_slot_and_neither_rank_nor_size():
+    assert elastic_environment(7, "node1", 2) == {
+        "HVDLITE_ELASTIC": "1",
+        "HOROVOD_ELASTIC": "1",
+        "HVDLITE_WORKER": "7",
+        "HVDLITE_HOST": "node1",
+        "HOROVOD_HOSTNAME": "node1",
+        "HVDLITE_LOCAL_RANK": "2",
+        "HOROVOD_LOCAL_RANK": "2",
+        "LOCAL_RANK": "2",
+    }
+
+
 def test_the_variables_that_only_we_set_are_all_listed():
-    everything = _environment({}).keys()
+    everything = _environment({}).keys() | elastic_environment(0, "node1", 0).keys()
     assert everything - UNLESS_SET == OWN_VARIABLES
 
 

@@ -1,4 +1,4 @@
-"""The store and its copies, without sockets: messages travel when the test lets them."""
+"""The store and the agents' copies of its values, without sockets: messages are delivered when the test says so."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from functools import partial
 import pytest
 from hvdlite_launcher.store.cache import Cache
 from hvdlite_launcher.store.server import Store
-from hvdlite_launcher.wire.messages import GaveUp, Joined, Joining
-from hvdlite_launcher.wire.store_messages import Answer, Ask, Drop, Dropped, Have, Want
-from hvdlite_launcher.wire.worker_requests import DONE, FAILED, MAX_REQUEST_BYTES, Operation, pack, unpack
+from hvdlite_launcher.wire.messages import InitDone, InitFailed, InitStarted
+from hvdlite_launcher.wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, Want
+from hvdlite_launcher.wire.worker_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, pack, unpack
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-SET, GET, WAIT, CHECK, ADD, COMPARE_SET, APPEND, DELETE, COUNT = list(Operation)[:9]
+SET, GET, WAIT, CHECK, ADD, COMPARE_SET, APPEND, DELETE, COUNT = list(StoreRequest)[:9]
 
 
 class Host:
-    """An agent's cache, and its two channels to the store; what is in them is on its way."""
+    """An agent's cache, and the two queues of messages between it and the store."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self.up = deque()
         self.down = deque()
-        self.sent = []  # all that ever went up
-        self.cache = Cache(self._send_up, workers={0: 0})
+        self.sent = []  # all messages that were ever sent to the store
+        self.cache = Cache(self._send_up, workers={0})
         self.send = self.down.append
 
     def _send_up(self, message) -> None:
@@ -35,7 +35,7 @@ class Host:
         self.up.append(message)
 
     def ask(self, operation, *parts):
-        """What comes of a request: a list that holds the answer once it is there."""
+        """Sends a request and returns a list, which contains the answer once there is one."""
         answers = []
         self.cache.request(operation, pack(parts), lambda *answer: answers.append(answer))
         return answers
@@ -126,7 +126,7 @@ def test_a_change_is_answered_only_once_every_copy_is_dropped():
     job.hosts[2].let_travel()
     job.hosts[0].let_travel()
     assert answers == []
-    assert job.ask(1, GET, b"k") == [(DONE, [b"old"])]  # it is not changed yet
+    assert job.ask(1, GET, b"k") == [(DONE, [b"old"])]  # the value has not changed yet
     job.settle()
     assert answers == [(DONE, b"")]
     assert job.ask(1, GET, b"k") == [(DONE, [b"new"])]
@@ -185,8 +185,10 @@ def test_an_answer_for_a_worker_that_has_gone_is_dropped(job):
         ((ADD, b"k", b"-"), b"only numbers"),
         ((ADD, b"k", b"1" * 1000), b"only numbers"),
         ((ADD, b"text", b"1"), b"'text': only numbers"),
-        ((Operation.JOINING, b"7"), b"no such rank"),
-        ((Operation.JOINED, b"9" * 5000), b"no such rank"),
+        ((StoreRequest.INIT_STARTED, b"7"), b"no such worker"),
+        ((StoreRequest.INIT_DONE, b"9" * 5000), b"a worker's number is expected"),
+        ((StoreRequest.INIT_FAILED, b"0", b"-1"), b"a worker's number is expected"),
+        ((StoreRequest.INIT_STARTED,), b"a worker's number is expected"),
     ],
 )
 def test_what_cannot_be_done_is_answered_with_the_reason(job, request_, why):
@@ -198,10 +200,112 @@ def test_what_cannot_be_done_is_answered_with_the_reason(job, request_, why):
 
 def test_who_calls_init_is_told_by_the_worker_s_number():
     sent = []
-    cache = Cache(sent.append, workers={0: 7})
-    for operation in (Operation.JOINING, Operation.JOINED, Operation.GAVE_UP):
-        cache.request(operation, pack([b"0"]), lambda *_: None)
-    assert sent == [Joining(7), Joined(7), GaveUp(7)]
+    cache = Cache(sent.append, workers={7})
+    for operation in (StoreRequest.INIT_STARTED, StoreRequest.INIT_DONE, StoreRequest.INIT_FAILED):
+        cache.request(operation, pack([b"7"]), lambda *_: None)
+    assert sent == [InitStarted(7), InitDone(7), InitFailed(7)]
+
+
+def test_who_calls_init_in_an_elastic_job_says_which_generation_it_was_in():
+    sent = []
+    Cache(sent.append, workers={7}).request(StoreRequest.INIT_STARTED, pack([b"7", b"3"]), lambda *_: None)
+    assert sent == [InitStarted(7, after=3)]
+
+
+# ------------------------------------------------------- generations that are over
+
+GONE = (FAILED, b"worker 1 was killed")
+
+
+def test_who_waits_for_a_key_of_a_generation_that_is_over_is_told_why(job):
+    waiting = [job.hosts[host].ask(operation, b"world2/k") for host in (0, 1) for operation in (GET, WAIT)]
+    mixed = job.hosts[1].ask(GET, b"k", b"world1/k", b"world2/k")
+    later = job.hosts[1].ask(GET, b"world3/k")
+    job.settle()
+    job.store.revoke(2, "worker 1 was killed")
+    job.settle()
+    assert [*waiting, mixed] == [[GONE]] * 5
+    job.ask(0, SET, b"world3/k", b"v", b"k", b"w", b"world10/k", b"x")
+    assert later == [(DONE, pack([b"v"]))]
+    assert job.ask(1, GET, b"k", b"world10/k") == [(DONE, [b"w", b"x"])]
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        (GET, b"world2/k"),
+        (WAIT, b"k", b"world1/other"),
+        (CHECK, b"world2/k"),
+        (SET, b"k", b"v", b"world2/k", b"w"),
+        (SET, b"world2/k", b"w", b"k", b"v"),
+        (ADD, b"world2/n", b"1"),
+        (COMPARE_SET, b"world2/k", b"", b"v"),
+        (APPEND, b"world2/k", b"v"),
+        (DELETE, b"world2/k"),
+    ],
+)
+@pytest.mark.parametrize("is_new", [False, True], ids=["a host that was there", "a host that came later"])
+def test_every_later_request_for_a_key_of_a_generation_that_is_over_fails(job, request_, is_new):
+    job.ask(0, SET, b"world2/k", b"old")
+    job.ask(1, GET, b"world2/k")
+    job.store.revoke(2, "worker 1 was killed")
+    job.settle()
+    if is_new:
+        job.hosts.append(Host(job.store))
+    assert job.ask(-1, *request_) == [GONE]
+
+
+def test_a_change_that_waits_for_copies_to_be_dropped_fails_when_its_generation_is_over(job):
+    job.ask(0, SET, b"world2/k", b"old")
+    job.ask(1, GET, b"world2/k")
+    job.hosts[0].cache.request(SET, pack([b"world2/k", b"new"]), lambda *answer: changed.append(answer))
+    changed = []
+    job.hosts[0].let_travel()
+    reading = job.hosts[0].ask(GET, b"world2/k")
+    job.hosts[0].let_travel()
+    job.store.revoke(2, "worker 1 was killed")
+    job.settle()
+    assert (changed, reading) == ([GONE], [GONE])
+
+
+def test_the_newest_reason_counts_and_an_older_generation_changes_nothing(job):
+    job.store.revoke(2, "worker 1 was killed")
+    job.store.revoke(1, "older")
+    assert job.ask(0, GET, b"world1/k") == [GONE]
+    job.store.revoke(2, "there is generation 3")
+    job.settle()
+    assert job.ask(0, GET, b"world1/k") == [(FAILED, b"there is generation 3")]
+
+
+def _held(job):
+    store = job.store
+    of_hosts = [each for host in job.hosts for each in (host.cache._values, host.cache._readers, host.cache._asked)]
+    of_store = [store._values, store._holders, store._wanted, store._dropping, store._agents]
+    return sum(map(len, [*of_store, *of_hosts]))
+
+
+def test_after_a_thousand_generations_nothing_is_left_of_them(job):
+    held = []
+    for generation in range(1, 1001):
+        keys = [b"world%d/%d" % (generation, number) for number in range(3)]
+        for host in (0, 1):
+            job.ask(host, SET, keys[host], b"v")
+            job.ask(host, GET, *keys[:2])
+            job.hosts[host].ask(GET, keys[2])
+            seat = b"seat/%d/%d" % (host, generation)
+            job.hosts[host].ask(GET, seat)
+            job.settle()
+            job.store.put(seat, b"{}")
+            job.settle()
+            job.store.delete(seat)
+        guest = Host(job.store)
+        guest.ask(GET, b"world%d/guest" % generation, b"seat/guest")
+        guest.let_travel()
+        job.store.lose(guest)
+        job.store.revoke(generation, "it is over")
+        job.settle()
+        held.append(_held(job))
+    assert held[-1] == held[0]
 
 
 def test_values_too_large_for_an_answer_are_refused(job):
@@ -214,7 +318,7 @@ def test_values_too_large_for_an_answer_are_refused(job):
     assert (code, b"at most" in payload) == (FAILED, True)
 
 
-@given(st.lists(st.tuples(st.sampled_from(Operation), st.binary(max_size=12)), max_size=6))
+@given(st.lists(st.tuples(st.sampled_from(StoreRequest), st.binary(max_size=12)), max_size=6))
 def test_any_payload_is_answered_at_most_once_and_stops_nobody(requests):
     job = Job(1)
     for operation, payload in requests:
@@ -223,7 +327,7 @@ def test_any_payload_is_answered_at_most_once_and_stops_nobody(requests):
         job.settle()
         assert len(answers) == 1 or (operation in (GET, WAIT) and answers == [])
     job.ask(0, SET, b"k", b"v")
-    assert job.store.look(b"k") == b"v"
+    assert job.store.get(b"k") == b"v"
 
 
 MESSAGES = st.one_of(
@@ -248,6 +352,7 @@ def test_whatever_an_agent_says_the_store_answers_the_others(messages):
         st.one_of(
             st.builds(Have, st.binary(max_size=1), st.binary(max_size=1)),
             st.builds(Drop, st.binary(max_size=1)),
+            st.builds(Revoke, st.integers(0, 3), st.text(max_size=3)),
             st.builds(Answer, st.integers(0, 3), st.integers(0, 255), st.binary(max_size=9)),
         ),
         max_size=8,
@@ -266,7 +371,7 @@ def test_whatever_the_launcher_says_no_reader_is_answered_twice(messages):
 
 @dataclass
 class Call:
-    """A request of one client's, when it began, and when it was answered with what; None while it is not."""
+    """One client's request: when it began, and its answer and when that came; None until then."""
 
     request: tuple
     began: int
@@ -275,7 +380,7 @@ class Call:
 
 
 def _apply(values: dict, operation, key, *given):
-    """The store as a plain dict: the new value, None for none, and the answer; or None where it would wait."""
+    """Applies a request to a dict: returns the new value (None if unset) and the answer; None if it would wait."""
     old = values.get(key)
     there = b"0" if old is None else b"1"
     if operation == GET and old is None:
@@ -294,7 +399,7 @@ def _apply(values: dict, operation, key, *given):
 
 
 def _has_an_order(calls: list[Call]) -> bool:
-    """Whether the answers are those of a plain dict, asked in an order that time allows."""
+    """Whether the answers are those of a plain dict that is asked in some order that the times allow."""
     tried = set()
 
     def search(done: frozenset, values: dict) -> bool:
@@ -319,7 +424,7 @@ def _has_an_order(calls: list[Call]) -> bool:
     return search(frozenset(), {})
 
 
-# Often the same key, often read: what goes wrong needs several copies of it.
+# Mostly the same key, read often: errors need several copies of a value.
 KEYS, VALUES = st.sampled_from([b"a", b"a", b"a", b"b"]), st.sampled_from([b"1", b"2", b"3"])
 REQUESTS = st.one_of(
     st.tuples(st.just(GET), KEYS),
@@ -364,5 +469,5 @@ def test_all_clients_see_one_store_in_whatever_order_messages_travel(data):
             data.draw(st.sampled_from(moves))()
     job.settle()
     assert _has_an_order(calls), calls
-    # Whoever still waits waits for a key that is not there.
-    assert all(call.request[0] == GET and job.store.look(call.request[1]) is None for call in busy.values())
+    # A request that still waits is for a key that is not set.
+    assert all(call.request[0] == GET and job.store.get(call.request[1]) is None for call in busy.values())

@@ -1,4 +1,4 @@
-"""A job's directory: whose nobody's is any more is cleared away, and no other."""
+"""Directories of dead jobs are removed, and no others."""
 
 import errno
 import os
@@ -87,7 +87,7 @@ def test_one_that_is_cleared_away_while_it_is_made_is_made_again(path, tmp_path,
     flock, cleared = job_directory.fcntl.flock, []
 
     def clear_first(fd, how):
-        if not cleared:  # another job looks at it just between its making and its being held
+        if not cleared:  # another job looks at the directory after it was created and before it is locked
             cleared.append(fd)
             job_directory.clear_abandoned(str(tmp_path))
             assert not os.path.exists(path)
@@ -116,5 +116,5 @@ def test_that_there_is_no_temporary_directory_is_told_with_the_way_out(monkeypat
 
     monkeypatch.setattr(job_directory.tempfile, "gettempdir", none)
     monkeypatch.setenv("TMPDIR", "/full")
-    with pytest.raises(LauncherError, match=r"no temporary directory can be written .*: /full, /tmp, .* TMPDIR name"):
+    with pytest.raises(LauncherError, match=r"no temporary directory can be written .*: /full, /tmp, .* set TMPDIR"):
         job_directory.temporary_directory()

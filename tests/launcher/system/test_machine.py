@@ -1,4 +1,4 @@
-"""How many workers `auto` is."""
+"""The number of slots that `auto` stands for."""
 
 import pytest
 from hvdlite_launcher.system.machine import slots_by_hardware, usable_cores

@@ -1,4 +1,4 @@
-"""This host's addresses, the routes to others, and a port that stays free for who listens later."""
+"""This host's addresses, the routes to others, and a port that is reserved for a later listener."""
 
 import socket
 
@@ -43,7 +43,7 @@ def test_of_several_interfaces_the_first_that_is_there_counts(monkeypatch):
 
 def test_an_interface_that_is_not_there_is_told_with_those_that_are(monkeypatch):
     monkeypatch.setattr(network, "interfaces", lambda: {"lo": ["127.0.0.1"], "eth0": []})
-    with pytest.raises(LauncherError, match="no network interface 'eth9'; there are lo, eth0"):
+    with pytest.raises(LauncherError, match="no network interface 'eth9'; this host has lo, eth0"):
         network.address_of("eth9")
     with pytest.raises(LauncherError, match="'eth0' has no IP address"):
         network.address_of("eth0")
@@ -64,11 +64,19 @@ def test_a_reserved_port_is_nobody_elses_and_does_not_listen_until_who_reuses_it
     with network.reserve_port() as reserved:
         port = reserved.getsockname()[1]
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port), timeout=10)
+            socket.create_connection(("127.0.0.1", port), timeout=60)
         with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
             stranger.bind(("", port))
         with socket.socket() as server:
             server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             server.bind(("", port))
             server.listen()
-            socket.create_connection(("127.0.0.1", port), timeout=10).close()
+            socket.create_connection(("127.0.0.1", port), timeout=60).close()
+
+
+def test_without_a_route_an_address_that_others_may_reach_is_found(monkeypatch):
+    there = {"lo": ["127.0.0.1", "::1"], "odd0": ["169.254.3.4", "fe80::1%odd0"], "eth0": ["10.0.0.7", "fd00::7"]}
+    monkeypatch.setattr(network, "interfaces", lambda: there)
+    assert network.some_address() == "10.0.0.7"
+    del there["eth0"]
+    assert network.some_address() is None

@@ -1,4 +1,4 @@
-"""What a terminal must not take for a command."""
+"""Control characters are made visible, so that no terminal interprets them."""
 
 import io
 import re
@@ -15,7 +15,7 @@ ODD = [b"\x1b[", b"\x1b]0;", b"\x9b", b"\xc2\x9b", b"\x07", b"\b", b"\xe0\x80\x9
 def test_no_command_passes_however_the_bytes_are_put_together(data):
     shown = re.sub(COLOUR, b"", visible_bytes(data))
     assert not re.search(rb"[\x00-\x07\x0b\x0c\x0e-\x1f\x7f]", shown)
-    # In UTF-8, and as a terminal has it that knows none.
+    # In UTF-8, and as bytes for a terminal that does not know UTF-8.
     assert not re.search("[\x80-\x9f]", shown.decode(errors="replace"))
     assert not re.search(rb"(?<![\x80-\xff])[\x80-\x9f]", shown)
 

@@ -1,4 +1,4 @@
-"""Frames: what goes in comes out, however it is cut; what is none is told at once."""
+"""Frames decode to the messages that were encoded, however the bytes are split; invalid frames are refused at once."""
 
 import json
 import struct
@@ -10,21 +10,22 @@ from hvdlite_launcher.wire.agent_frames import FROM_AGENT, FROM_LAUNCHER, MAX_PA
 from hvdlite_launcher.wire.messages import (
     Beat,
     Exited,
-    GaveUp,
     Greet,
     Hello,
+    InitDone,
+    InitFailed,
+    InitStarted,
     Input,
     InputWanted,
-    Joined,
-    Joining,
     Output,
     OutputTaken,
     Refused,
     SignalWorkers,
     Started,
     StartJob,
+    StartWorkers,
 )
-from hvdlite_launcher.wire.store_messages import Answer, Ask, Drop, Dropped, Have, Want
+from hvdlite_launcher.wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, Want
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ WORKERS = st.integers(0, 10**6)
 NUMBERS = st.integers(0, 2**32 - 1)
 PIDS, CODES, SIGNALS = st.integers(1, 2**31 - 1), st.integers(1, 255), st.integers(1, 64)
 ADDRESSES = st.ip_addresses().map(str)
-# Arguments and variables are bytes on Unix: those that are no UTF-8 are lone surrogates in a str.
+# Arguments and variables are bytes on Unix: bytes that are not UTF-8 are lone surrogates in a str.
 WORDS = st.binary(max_size=20).map(lambda word: word.replace(b"\0", b"").decode(errors="surrogateescape"))
 ENVIRONMENTS = st.dictionaries(WORDS.map(lambda name: name.replace("=", "")), WORDS, max_size=4)
 MESSAGES = st.one_of(
@@ -40,11 +41,11 @@ MESSAGES = st.one_of(
     st.builds(Input, WORKERS, st.binary()),
     st.builds(InputWanted, WORKERS),
     st.builds(Started, WORKERS, PIDS),
-    st.builds(Joining, WORKERS),
-    st.builds(Joined, WORKERS),
-    st.builds(GaveUp, WORKERS),
+    st.one_of(st.builds(of, WORKERS, st.none() | WORKERS) for of in (InitStarted, InitDone, InitFailed)),
     st.one_of(st.builds(of, st.binary()) for of in (Want, Drop, Dropped)),
     st.builds(Have, st.binary(), st.binary()),
+    st.builds(Revoke, WORKERS, st.text()),
+    st.builds(StartWorkers, st.dictionaries(WORKERS, ENVIRONMENTS, max_size=3)),
     st.one_of(st.builds(of, WORKERS, st.integers(0, 255), st.binary()) for of in (Ask, Answer)),
     st.builds(Exited, WORKERS, st.integers(-255, 255), st.booleans()),
     st.builds(Refused, WORDS, CODES),
@@ -63,6 +64,7 @@ MESSAGES = st.one_of(
         st.lists(ADDRESSES).map(tuple),
         st.booleans(),
         st.booleans(),
+        st.integers(1, 10**6),
         st.dictionaries(WORKERS, ENVIRONMENTS, max_size=3),
     ),
 )
@@ -85,7 +87,19 @@ def test_any_bytes_are_messages_or_the_begin_of_one_or_an_error(garbage):
 
 
 FIELDS = st.sampled_from(
-    ["worker", "pid", "returncode", "peer_lost", "left", "numbers", "signum", "token", "command", "workers"]
+    [
+        "worker",
+        "pid",
+        "returncode",
+        "peer_lost",
+        "left",
+        "peer_left",
+        "numbers",
+        "signum",
+        "token",
+        "command",
+        "workers",
+    ]
 )
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=3),
@@ -97,7 +111,7 @@ def _frame(kind: int, payload: bytes) -> bytes:
     return struct.pack(">BII", kind, 0, len(payload)) + payload
 
 
-@given(st.sampled_from([*range(3, 11), 14, 16, 17, 19]), JSON)
+@given(st.sampled_from([*range(3, 11), 14, 16, 17, 19, 25]), JSON)
 def test_any_json_in_a_frame_is_one_message_or_an_error(kind, value):
     try:
         messages = list(Decoder().feed(_frame(kind, json.dumps(value).encode())))
@@ -112,7 +126,7 @@ def test_a_payload_that_is_not_what_its_kind_says_is_an_error(payload):
         list(Decoder().feed(_frame(3, payload)))
 
 
-@given(st.sampled_from([11, 12, 13, 20, 21, 22]), st.integers(0, 2**32 - 1), st.binary())
+@given(st.sampled_from([11, 12, 13, 20, 21, 22, 24]), st.integers(0, 2**32 - 1), st.binary())
 def test_any_bytes_in_a_frame_of_the_store_are_one_message_or_an_error(kind, number, payload):
     try:
         messages = list(Decoder().feed(struct.pack(">BII", kind, number, len(payload)) + payload))
@@ -123,7 +137,7 @@ def test_any_bytes_in_a_frame_of_the_store_are_one_message_or_an_error(kind, num
 
 @pytest.mark.parametrize("header", [(99, 0, 0), (1, 0, MAX_PAYLOAD_BYTES + 1)])
 def test_a_bad_header_is_told_before_its_payload_is_waited_for(header):
-    with pytest.raises(ProtocolError, match="not a frame of hvdlite's"):
+    with pytest.raises(ProtocolError, match="invalid frame: "):
         list(Decoder().feed(struct.pack(">BII", *header)))
 
 
@@ -134,10 +148,10 @@ def test_messages_before_the_garbage_still_come_out():
         next(messages)
 
 
-# Of each kind in JSON: a payload that is right, and for each field values that are wrong.
+# For each kind in JSON: a valid payload, and for each field invalid values.
 RIGHT = {
     3: {"worker": 0, "pid": 1},
-    4: {"worker": 0, "returncode": -9, "peer_lost": False, "left": False},
+    4: {"worker": 0, "returncode": -9, "peer_lost": False, "left": False, "peer_left": False},
     5: {"why": "no", "exit_code": 1},
     7: {"version": "1", "slots": None, "address": "10.0.0.1", "port": 1, "machine": None},
     17: {"numbers": [0], "signum": 15},
@@ -145,13 +159,18 @@ RIGHT = {
     23: {"count": 0},
 }
 START = {"token": "0f-1", "command": ["true"], "cwd": "/", "environment": {}, "inherits": True, "peers": ["::1"]}
-RIGHT[16] = {**START, "in_python": False, "as_horovod": False, "workers": {"0": {}}}
+RIGHT[16] = {**START, "in_python": False, "as_horovod": False, "slots": 1, "workers": {"0": {}}}
+RIGHT[25] = {"workers": {"0": {}}}
+RIGHT[9] = {"worker": 0, "after": None}
 HUGE = 10**4000
 WRONG = {
     **dict.fromkeys(["worker", "pid", "returncode", "exit_code", "port", "count", "signum"], (HUGE, -300, 1.0, True)),
     **dict.fromkeys(["why", "version", "cwd", "token", "interface"], ("\0", "\ud800", 1, ["x"])),
-    **dict.fromkeys(["beats", "left", "inherits", "peer_lost", "count_slots", "in_python", "as_horovod"], (0, "true")),
+    **dict.fromkeys(
+        ["beats", "left", "inherits", "peer_lost", "peer_left", "count_slots", "in_python", "as_horovod"], (0, "true")
+    ),
     "slots": [0, HUGE, "1"],
+    "after": [-1, HUGE, "1", True],
     "address": ["", "host", "1.2.3", "10.0.0.1; id", 7],
     "machine": ["\ud800", 1],
     "numbers": [None, [HUGE], [-1], "12", {"0": 1}],
@@ -170,7 +189,7 @@ def test_a_field_that_is_missing_or_not_what_it_counts_is_an_error_and_no_other_
     assert len(read(RIGHT[kind])) == 1
     for name in RIGHT[kind]:
         for wrong in WRONG[name]:
-            with pytest.raises(ProtocolError, match="does not hold what it should"):
+            with pytest.raises(ProtocolError, match="invalid frame of kind "):
                 read({**RIGHT[kind], name: wrong})
         with pytest.raises(ProtocolError):
             read({other: value for other, value in RIGHT[kind].items() if other != name})
@@ -183,7 +202,7 @@ def test_bytes_of_a_name_that_are_no_text_are_kept():
 
 
 def test_each_end_reads_only_what_the_other_may_say_and_no_long_words_of_an_agent():
-    for kind in {*range(1, 24)} - {2, 15}:
+    for kind in {*range(1, 26)} - {2, 15}:
         for kinds, is_read in ((FROM_AGENT, kind in FROM_AGENT), (FROM_LAUNCHER, kind in FROM_LAUNCHER)):
             header = struct.pack(">BII", kind, 0, 1 << 20)
             if is_read:
@@ -191,6 +210,6 @@ def test_each_end_reads_only_what_the_other_may_say_and_no_long_words_of_an_agen
             else:
                 with pytest.raises(ProtocolError):
                     list(Decoder(kinds).feed(header))
-    with pytest.raises(ProtocolError):  # of many small values, which are large ones here
+    with pytest.raises(ProtocolError):  # many small values, which decode to large objects
         list(Decoder(FROM_AGENT).feed(struct.pack(">BII", 5, 0, (1 << 20) + 1)))
     assert {8} == FROM_AGENT & FROM_LAUNCHER

@@ -1,4 +1,4 @@
-"""The agent's end of the wire: beats, silence, and what the launcher does not read."""
+"""The agent's channel: beats, a silent launcher, and bytes that the launcher does not read."""
 
 import os
 import selectors
@@ -98,6 +98,6 @@ def test_who_reads_nothing_is_sent_no_beats_on_top(wire):
 
 def test_the_end_of_the_commands_closes_the_channel(wire):
     os.close(wire.to_agent)
-    wire.to_agent = os.dup(wire.from_agent)  # so that there is something to close
+    wire.to_agent = os.dup(wire.from_agent)  # so that there is a descriptor to close
     assert list(wire.channel.receive()) == []
     assert wire.channel.closed

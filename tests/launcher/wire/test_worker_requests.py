@@ -1,10 +1,10 @@
-"""Workers' requests on the wire: what goes in comes out, however it is cut; what is none is told at once."""
+"""Workers' requests decode to what was encoded, however the bytes are split; invalid ones are refused at once."""
 
 import struct
 
 import pytest
 from hvdlite_launcher.errors import ProtocolError
-from hvdlite_launcher.wire.worker_requests import MAX_REQUEST_BYTES, Operation, RequestDecoder, frame, pack, unpack
+from hvdlite_launcher.wire.worker_requests import MAX_REQUEST_BYTES, RequestDecoder, StoreRequest, frame, pack, unpack
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +23,7 @@ def test_any_bytes_are_byte_strings_or_an_error(garbage):
     assert pack(parts) == garbage
 
 
-@given(st.lists(st.tuples(st.sampled_from(Operation), st.binary(max_size=50)), max_size=3), st.integers(1, 9))
+@given(st.lists(st.tuples(st.sampled_from(StoreRequest), st.binary(max_size=50)), max_size=3), st.integers(1, 9))
 def test_one_request_after_another_comes_out_however_it_is_cut(requests, step):
     decoder = RequestDecoder()
     for request in requests:
@@ -44,10 +44,10 @@ def test_any_bytes_are_one_request_or_its_begin_or_an_error(garbage):
 
 @pytest.mark.parametrize("header", [(0, 0), (13, 0), (255, 5), (1, MAX_REQUEST_BYTES + 1)])
 def test_a_bad_header_is_told_before_its_payload_is_waited_for(header):
-    with pytest.raises(ProtocolError, match="not a request"):
+    with pytest.raises(ProtocolError, match="invalid request"):
         RequestDecoder().feed(struct.pack(">BI", *header))
 
 
 def test_a_second_request_before_the_first_is_answered_is_an_error():
-    with pytest.raises(ProtocolError, match="not a request"):
-        RequestDecoder().feed(frame(Operation.COUNT, b"") + frame(Operation.COUNT, b""))
+    with pytest.raises(ProtocolError, match="invalid request"):
+        RequestDecoder().feed(frame(StoreRequest.COUNT, b"") + frame(StoreRequest.COUNT, b""))

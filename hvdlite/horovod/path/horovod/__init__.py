@@ -1,4 +1,4 @@
-"""The `horovod` that a child process of a program under the shim imports: it hands over to `hvdlite.horovod`."""
+"""The `horovod` that child processes of a program under the shim import: it replaces itself by `hvdlite.horovod`."""
 
 import sys
 

@@ -6,21 +6,20 @@ The public functions `allreduce`, `allgather`, ...: up to four forms of each `ba
     operation_async(tensor)   returns a Handle ── poll(handle) ── synchronize(handle) ── what operation(tensor) returns
     operation_async_(tensor)  ... and overwrites the tensor
 
-For values of the user's own; gradients of a `DistributedOptimizer` take the way of `optim`. What holds for all:
+They are for the user's own values; `DistributedOptimizer` averages gradients in `optim`. For all of them:
 
-- What is asynchronous is asked for now, carried out when all ranks have asked, and reads its tensors later: they must
-  not be changed before it is over. The results of a group are a tuple then.
-- Every rank of ``process_set``, which may be all, must call the function; those that have called the
-  same, with the same ``name``, pair up. ``name`` is what messages call it; without one, they pair up in the order of
-  their calls.
-- Tensors may have any number of dimensions, also none and of no length, any layout in memory, and dtypes from uint8,
-  int8 to int64, bool, float16, bfloat16, float32, float64 to complex64 and complex128; the functions that do no
-  arithmetic take all others that PyTorch can copy. What cannot travel (see `sendable`) is a TypeError or a ValueError
-  before anything is asked of the other ranks. Arguments are left alone but by the functions whose names end in ``_``,
-  which overwrite them.
-- Results are contiguous, and the same bits on every rank that gets the same.
-- The gradient of each is Horovod's (see `base`); it does not flow through those that end in ``_``, nor through the
-  asynchronous ones.
+- An asynchronous function returns at once. The operation runs when all ranks have called it, and reads its tensors
+  then: do not change them before it has ended. The results of a grouped function are then a tuple.
+- Every rank of ``process_set``, by default all ranks, must call the function. Calls of the same function with the same
+  ``name`` pair up; calls without a name pair up in their order. Messages use ``name``.
+- Tensors may have any number of dimensions, including none, any lengths, including 0, and any layout in memory. Dtypes
+  are uint8, int8 to int64, bool, float16, bfloat16, float32, float64, complex64 and complex128; the functions without
+  arithmetic take all others that PyTorch can copy. A tensor that cannot be sent (see `sendable`) is a TypeError or a
+  ValueError before anything is sent to the other ranks. Arguments are not changed, except by the functions whose names
+  end in ``_``.
+- Results are contiguous, and bitwise equal on all ranks that get the same result.
+- The gradient of each function is Horovod's (see `base`). No gradient flows through the functions whose names end in
+  ``_``, nor through the asynchronous ones.
 """
 
 from __future__ import annotations
@@ -71,15 +70,15 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """One tensor of all ranks', of the same shape and dtype: their average unless ``op`` says otherwise.
+    """Combines the tensors of all ranks, of one shape and dtype: their average unless ``op`` says otherwise.
 
-    ``op``: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum` (see `adasum`). ``average=`` is how older programs
-    say Average or Sum. ``prescale_factor`` multiplies what goes in, ``postscale_factor`` what comes out. An
-    average is the sum divided by the number of ranks, and truncated towards zero where it is of integers; what travels
-    in 16 bits is divided before it is summed, so that it overflows no sooner than the values. ``compression`` is how
-    floats travel.
+    ``op``: `Average`, `Sum`, `Min`, `Max`, `Product` or `Adasum` (see `adasum`). ``average=`` is the form of older
+    programs for Average or Sum. ``prescale_factor`` multiplies the inputs, ``postscale_factor`` the result. An average
+    is the sum divided by the number of ranks; for integers it is truncated towards zero. Values sent in 16 bits are
+    divided before the sum, so that it overflows no sooner than they do. ``compression`` is the form in which floats are
+    sent.
 
-    The gradient is the same operation on the gradients of all ranks' results: ``op``, factors and ``compression``.
+    The gradient is the same operation on the gradients of all ranks' results, with ``op``, factors and ``compression``.
     """
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
     return _allreduce(ALLREDUCE, tensor, *arguments, compression).differentiable()[0]
@@ -94,7 +93,7 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """`allreduce`, into the tensor itself."""
+    """Does `allreduce`, and overwrites the tensor with the result."""
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
     _allreduce(ALLREDUCE, tensor, *arguments, in_place=True).start().wait()
     return tensor
@@ -109,7 +108,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`allreduce` in the background."""
+    """Begins `allreduce`, and returns its handle."""
     return _allreduce(ALLREDUCE, tensor, average, name, op, prescale_factor, postscale_factor, process_set).start()
 
 
@@ -122,7 +121,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`allreduce_` in the background."""
+    """Begins `allreduce_`, and returns its handle."""
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
     return _allreduce(ALLREDUCE, tensor, *arguments, in_place=True).start()
 
@@ -137,7 +136,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """`allreduce` of several tensors as one operation; a list of results. Dtypes and devices may be mixed."""
+    """Does `allreduce` of several tensors as one operation; returns a list. Dtypes and devices may be mixed."""
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
     return list(_allreduce(GROUPED_ALLREDUCE, tensors, *arguments, compression).differentiable())
 
@@ -151,7 +150,7 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> tuple[Tensor, ...]:
-    """`grouped_allreduce`, into the tensors themselves; these, as a tuple."""
+    """Does `grouped_allreduce`, and overwrites the tensors; returns them as a tuple."""
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
     _allreduce(GROUPED_ALLREDUCE, tensors, *arguments, in_place=True).start().wait()
     return tuple(tensors)
@@ -166,7 +165,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`grouped_allreduce` in the background."""
+    """Begins `grouped_allreduce`, and returns its handle."""
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
     return _allreduce(GROUPED_ALLREDUCE, tensors, *arguments).start()
 
@@ -180,7 +179,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`grouped_allreduce_` in the background."""
+    """Begins `grouped_allreduce_`, and returns its handle."""
     arguments = (average, name, op, prescale_factor, postscale_factor, process_set)
     return _allreduce(GROUPED_ALLREDUCE, tensors, *arguments, in_place=True).start()
 
@@ -188,9 +187,10 @@ def grouped_allreduce_async_(
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: ReduceOp, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """The sum or the average of sparse COO tensors: all ranks' indices and values, joined and not coalesced.
+    """Begins the sum or average of sparse COO tensors: all ranks' indices and values, joined and not coalesced.
 
-    Ranks may have different numbers of values. The handle may be called, as Horovod's result, or synchronized.
+    Ranks may have different numbers of values. As in Horovod the returned handle may be called; it may also be
+    synchronized.
     """
     what = title(SPARSE_ALLREDUCE, name)
     layout = layout_of(tensor)
@@ -199,7 +199,9 @@ def sparse_allreduce_async(
         raise TypeError(f"{what}: {kind} is not a sparse COO tensor: pass tensor.to_sparse(), or use hvd.allreduce")
     reduction = make_reduction(what, None, op, 1.0, 1.0)
     if reduction.op not in (Average, Sum):
-        raise ValueError(f"{what}: op=hvd.{reduction.op.name} is not for sparse tensors: use hvd.Average or hvd.Sum")
+        raise ValueError(
+            f"{what}: op=hvd.{reduction.op.name} does not work for sparse tensors: use hvd.Average or hvd.Sum"
+        )
     return SparseAllreduce(tensor, reduction, name, process_set).start()
 
 
@@ -219,7 +221,7 @@ def _allreduce(
     what = title(kind, name)
     members = check_tensors(kind, tensors, what)
     if in_place:
-        # The results are the given ones, subclasses included.
+        # The results are the given tensors, including those of subclasses.
         members = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     reduction = make_reduction(what, average, op, prescale_factor, postscale_factor, compression)
     return Allreduce(kind, members, reduction, name, process_set, in_place=in_place)
@@ -234,10 +236,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """This rank's rows of the average (or sum) of all ranks' tensors, of the same shape and dtype.
+    """Returns this rank's rows of the average (or sum) of all ranks' tensors, of one shape and dtype.
 
-    Rows are spread evenly over the ranks, in their order; where that does not come out, the first ones get one more.
-    Other arguments are as for `allreduce`. The gradient is what all ranks have for their rows, joined, times both
+    Rows are spread evenly over the ranks, in their order; if they do not divide evenly, the first ranks get one more.
+    Other arguments are as for `allreduce`. The gradient is all ranks' gradients of their rows, joined, times both
     factors, and times the number of ranks for a sum.
     """
     collective = _reducescatter(
@@ -255,7 +257,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """`reducescatter` of several tensors as one operation; a list of results."""
+    """Does `reducescatter` of several tensors as one operation; returns a list."""
     arguments = (name, op, process_set, prescale_factor, postscale_factor, compression)
     return list(_reducescatter(GROUPED_REDUCESCATTER, tensors, *arguments).differentiable())
 
@@ -268,7 +270,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """`reducescatter` in the background."""
+    """Begins `reducescatter`, and returns its handle."""
     return _reducescatter(REDUCESCATTER, tensor, name, op, process_set, prescale_factor, postscale_factor).start()
 
 
@@ -280,7 +282,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """`grouped_reducescatter` in the background."""
+    """Begins `grouped_reducescatter`, and returns its handle."""
     return _reducescatter(
         GROUPED_REDUCESCATTER, tensors, name, op, process_set, prescale_factor, postscale_factor
     ).start()
@@ -303,10 +305,10 @@ def _reducescatter(
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """The tensors of all ranks, joined along the first dimension in rank order.
+    """Joins the tensors of all ranks along the first dimension, in rank order.
 
-    The first dimension may differ between ranks, the others and the dtype may not. A scalar counts as a
-    tensor of one element. The gradient of a rank's rows is the average of what all ranks have for them.
+    The first dimension may differ between ranks; the others and the dtype must be equal. A scalar counts as a tensor of
+    one element. The gradient of a rank's rows is the average of all ranks' gradients of these rows.
     """
     return _allgather(ALLGATHER, tensor, name, process_set).differentiable()[0]
 
@@ -314,19 +316,19 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
-    """`allgather` of several tensors as one operation; a tuple of results."""
+    """Does `allgather` of several tensors as one operation; returns a tuple."""
     return _allgather(GROUPED_ALLGATHER, tensors, name, process_set).differentiable()
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
-    """`allgather` in the background."""
+    """Begins `allgather`, and returns its handle."""
     return _allgather(ALLGATHER, tensor, name, process_set).start()
 
 
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """`grouped_allgather` in the background."""
+    """Begins `grouped_allgather`, and returns its handle."""
     return _allgather(GROUPED_ALLGATHER, tensors, name, process_set).start()
 
 
@@ -337,10 +339,10 @@ def _allgather(kind: Kind, tensors: Tensor | Sequence[Tensor], name: str | None,
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """The root's tensor, on every rank. Every rank passes one of the same shape and dtype.
+    """Returns the root's tensor on every rank. Every rank passes a tensor of the same shape and dtype.
 
-    ``root_rank`` is the root's rank among all, in a process set too. The gradient is the average of all ranks' on the
-    root, and zeros elsewhere.
+    ``root_rank`` is the root's global rank, also in a process set. The gradient is the average of all ranks' gradients
+    on the root, and zeros on the others.
     """
     return _broadcast(tensor, root_rank, name, process_set).differentiable()[0]
 
@@ -348,7 +350,7 @@ def broadcast(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """`broadcast`, into the tensor itself."""
+    """Does `broadcast`, and overwrites the tensor with the result."""
     broadcast_async_(tensor, root_rank, name, process_set).wait()
     return tensor
 
@@ -356,14 +358,14 @@ def broadcast_(
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """`broadcast` in the background."""
+    """Begins `broadcast`, and returns its handle."""
     return _broadcast(tensor, root_rank, name, process_set).start()
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """`broadcast_` in the background."""
+    """Begins `broadcast_`, and returns its handle."""
     return _broadcast(tensor, root_rank, name, process_set, in_place=True).start()
 
 
@@ -380,11 +382,11 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Rows of this rank's tensor to every rank, in rank order; what it gets in turn, joined in rank order.
+    """Sends rows of this rank's tensor to every rank, in rank order; joins the rows that it receives in rank order.
 
-    ``splits`` are how many rows go to each rank, as a list or a one-dimensional int32 tensor; rows that are left over
-    go nowhere. With splits the result is a pair: the tensor, and how many rows came from each rank, as an int32 tensor.
-    Without them all ranks get as many. The gradient is what comes back of the rows, sent back.
+    ``splits`` are the numbers of rows for each rank, as a list or a one-dimensional int32 tensor; rows left over are
+    not sent. With splits the result is a pair: the tensor, and the number of rows received from each rank, as an int32
+    tensor. Without them every rank gets the same number of rows. The gradients of the received rows are sent back.
     """
     output, received = _alltoall(tensor, splits, name, process_set).differentiable()
     return output if splits is None else (output, received)
@@ -396,7 +398,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """`alltoall` in the background; the result is a pair without ``splits`` too, as in Horovod."""
+    """Begins `alltoall`, and returns its handle; as in Horovod the result is a pair also without ``splits``."""
     return _alltoall(tensor, splits, name, process_set).start()
 
 
@@ -411,8 +413,8 @@ def _alltoall(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank has called it."""
-    # Something of its own to tell, so that even a controller that does not ask makes the ranks meet.
+    """Returns when every rank has called it."""
+    # A value for `own`, so that the controller of HVDLITE_CHECK=0 exchanges values and thereby waits for all ranks.
     submit(Operation(BARRIER, lambda execution: None, own=0), process_set, []).wait()
 
 
@@ -422,9 +424,9 @@ def poll(handle: Handle) -> bool:
 
 
 def synchronize(handle: Handle | None) -> Any:
-    """Wait, without burning a core, for what an asynchronous function has begun; its result, as often as one asks.
+    """Waits, without using the CPU, for the operation of an asynchronous function; returns its result.
 
-    Raises what went wrong with it. None for None, as in Horovod: there is nothing to wait for.
+    It may be called repeatedly. Raises the operation's error if it failed. Returns None for None, as in Horovod.
     """
     return None if handle is None else _known(handle, "synchronize").wait()
 
@@ -432,7 +434,7 @@ def synchronize(handle: Handle | None) -> Any:
 def _known(handle: object, asker: str) -> Handle:
     if not isinstance(handle, Handle):
         raise WrongTypeError(
-            f"{asker}({shown(handle)}): this is not a handle: pass what hvd.allreduce_async, or another function whose "
-            "name has _async in it, has returned"
+            f"{asker}({shown(handle)}): this is not a handle: pass the result of hvd.allreduce_async or another "
+            "function with _async in its name"
         )
     return handle

@@ -1,9 +1,9 @@
 """
 Chooses flat or hierarchical (two-level) collectives, as configured or by timing all-reduces on both.
 
-    wanted ── True: two levels, False: flat, None: both are tried out at start ── rank 0's medians decide for all
-
-The engines themselves are in `torch_engine` and `hierarchy`.
+`runtime.bootstrap` calls `choose_levels` for the group of all ranks. When no level is configured, and there are GPUs,
+each rank times both engines, and rank 0's medians decide for all ranks. The engines are in `torch_engine` and
+`hierarchy`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WARM_UP, _TRIALS = 2, 5
 
 
 class HierarchicalEngineFactory:
-    """Engines of two levels, between all ranks; some of the ranks get flat ones."""
+    """Opens two-level engines between all ranks; `among` gives flat ones for some of the ranks."""
 
     def __init__(
         self,
@@ -41,8 +41,8 @@ class HierarchicalEngineFactory:
     ) -> None:
         """``flat`` is between all ranks, each of which must make one of these, with its own ``host_groups``.
 
-        ``within`` is between the ranks of this host, if not as the flat ones are. ``token`` is equal on all ranks
-        and never used before.
+        ``within`` opens the engines between the ranks of this host; by default ``flat`` opens them. ``token`` is equal
+        on all ranks and never used before.
         """
         self._flat = flat
         self._host_groups = host_groups
@@ -58,7 +58,7 @@ class HierarchicalEngineFactory:
         return self.around(self._flat.open())
 
     def around(self, flat: Engine) -> HierarchicalEngine:
-        """An engine of two levels over a flat one, which it takes charge of; every rank must call it."""
+        """Returns a two-level engine over a flat one, which it takes over. Every rank must call it."""
         with contextlib.ExitStack() as undo:
             scatter, gather = (cast(HostEngine, self._open_of(self._within, undo)) for _ in range(2))
             across = self._open_of(self._across, undo)
@@ -72,7 +72,7 @@ class HierarchicalEngineFactory:
         return engine
 
     def restrict(self, engine: HierarchicalEngine, devices: set[str]) -> None:
-        """Have this engine and all further ones take tensors on such devices alone."""
+        """Use two levels only for tensors on ``devices``, in this engine and in all that are opened later."""
         self._devices, engine.devices = devices, frozenset(devices)
 
     def close(self, engine: Engine, /) -> None:
@@ -81,7 +81,7 @@ class HierarchicalEngineFactory:
         self._flat.close(engine.flat)
 
     def abandon(self, engine: HierarchicalEngine) -> None:
-        """Give back all but the flat engine."""
+        """Close all parts but the flat engine."""
         engine.close()
         closes: list[Callable[[Engine], None]] = [self._within.close, self._across.close, self._within.close]
         for close, part in zip(closes, engine.parts, strict=True):
@@ -99,19 +99,20 @@ def choose_levels(
     wanted: bool | None,
     device: torch.device | None,
 ) -> None:
-    """Have a group's all-reduces go within hosts and between them, where that is wanted, or is the faster.
+    """Give the group a two-level engine where that is wanted, or faster.
 
-    Every rank must call it, with equal arguments but for ``within`` and ``device``, before anything else is made of the
-    group; ``engine_factory`` is where its engines come from. ``within`` is where those between the ranks of this host
-    come from if they have something better: tensors of the CPU then go that way unless they are wanted not to.
-    ``nodes`` tells the ranks' hosts apart. ``device`` is this rank's own GPU to measure on, or None on all ranks.
+    Every rank must call it before making another group from this one, with equal arguments except ``within`` and
+    ``device``. ``engine_factory`` is the factory that opened the group's engine. ``within`` is a better engine factory
+    for the ranks of this host (shared memory), or None; CPU tensors then use two levels unless ``wanted`` is False.
+    ``nodes`` are the ranks' hosts. ``wanted`` is True for two levels, False for flat, and None to measure. ``device``
+    is this rank's GPU to measure on, or None on all ranks.
     """
     host_groups = host_groups_of(group.rank, nodes)
     if host_groups is None:
         if wanted and group.rank == 0:
             log.warning(
-                "hierarchical all-reduces have no effect: they are between several hosts with as many ranks each, more "
-                "than one; these have %s",
+                "hierarchical all-reduces are not used: they need several hosts with the same number of ranks, at "
+                "least 2 on each; these hosts have %s",
                 ", ".join(str(list(nodes).count(node)) for node in dict.fromkeys(nodes)),
             )
         return
@@ -123,7 +124,7 @@ def choose_levels(
     engine = levels.around(group.engine)
     try:
         if wanted is None and (device is None or fastest([group.engine, engine], group, device) == 0):
-            # None made of them now takes tensors of GPUs.
+            # Engines made from now on do not use two levels for GPU tensors either.
             levels.restrict(engine, devices)
     except BaseException:
         levels.abandon(engine)
@@ -135,17 +136,17 @@ def choose_levels(
 
 
 def fastest(engines: Sequence[Engine], group: Group, device: torch.device) -> int:
-    """The place of the engine with the fastest all-reduces of some sizes, as rank 0 finds. Every rank must call it.
+    """Returns the index of the engine with the fastest all-reduces, as rank 0 measures. Every rank must call it.
 
-    Each is to be between the ranks of ``group``, whose own engine carries the verdict.
+    Every engine must be between the ranks of ``group``, whose own engine sends the result.
     """
     medians_s = [[_median_s(engine, numel_bytes, device) for engine in engines] for numel_bytes in _TRIAL_BYTES]
-    # Each size counts as much as any other.
-    shares = [sum(row[place] / min(row) for row in medians_s) for place in range(len(engines))]
+    # Every size has the same weight.
+    shares = [sum(row[index] / min(row) for row in medians_s) for index in range(len(engines))]
     (chosen, *_) = group.all_gather_json(shares.index(min(shares)), "hvd.init()")
     if group.rank == 0:
         log.info(
-            "all-reduces of %s MiB took %s ms by each of the ways there are: number %d is taken",
+            "all-reduces of %s MiB took %s ms with each engine, flat and hierarchical: engine %d is used",
             [numel_bytes // 2**20 for numel_bytes in _TRIAL_BYTES],
             [[round(1e3 * seconds, 3) for seconds in row] for row in medians_s],
             chosen + 1,
@@ -154,7 +155,7 @@ def fastest(engines: Sequence[Engine], group: Group, device: torch.device) -> in
 
 
 def _median_s(engine: Engine, numel_bytes: int, device: torch.device) -> float:
-    from statistics import median  # noqa: PLC0415  # takes 10 ms to import, and most jobs have one way alone
+    from statistics import median  # noqa: PLC0415  # takes 10 ms to import, and most jobs never measure
 
     tensor = torch.zeros(numel_bytes // 4, device=device)
     return median([_seconds_of_one(engine, tensor) for _ in range(_WARM_UP + _TRIALS)][_WARM_UP:])

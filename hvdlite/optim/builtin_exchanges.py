@@ -1,12 +1,13 @@
 """
-The built-in exchanges, and the choice of one for an optimizer.
+The built-in exchanges, and `exchange_of`, which chooses one for an optimizer.
 
-    AllReduce            a bucket is cast where a compression says so, summed over all ranks, and divided
-    CompressedAllReduce  a compression of the user's own makes wires of its gradients, which are summed and divided
-    StepAdasum           what each rank's own step has changed is combined (arXiv 2006.02924)
-    SingleRank           there is nobody to exchange anything with
+    AllReduce            casts a bucket if there is a cast compression, sums it over all ranks, and divides it
+    CompressedAllReduce  compresses gradients by a user's own compression, sums the wires over all ranks, divides them
+    StepAdasum           combines by Adasum what each rank's own optimizer step has changed (arXiv 2006.02924)
+    SingleRank           does nothing, for a single rank
 
-Sparse gradients go another way, beside any of these: see `sparse_gather`.
+`reducer` calls `exchange_of`; `in_flight` and `step_deltas` call the exchange for each bucket. Sparse gradients use
+none of these: see `sparse_gather`.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from .flags import ParticipantCount, presence_of
 from .plan import BucketPlan
 from .settings import Scaling, Settings
 
-# Where a bucket is scaled and cast in one pass. On a CPU that is slower than in two: PyTorch makes a copy for it.
+# Device types on which a bucket is scaled and cast in one pass. On a CPU two passes are faster: PyTorch's one-pass
+# operation makes a copy.
 SCALES_ON_THE_WAY = frozenset({"cuda"})
 
 
 def exchange_of(settings: Settings, size: int) -> Exchange:
-    """The exchange of an optimizer over so many ranks."""
+    """Creates an optimizer's exchange over ``size`` ranks. Raises TypeError if a user's factory returns no Exchange."""
     if settings.exchange is not None:
         exchange = settings.exchange()
         if not isinstance(exchange, Exchange):
@@ -51,21 +53,21 @@ def exchange_of(settings: Settings, size: int) -> Exchange:
 
 
 class SingleRank(Exchange):
-    """Leaves gradients where autograd has put them: a rank alone takes no bucket's memory and copies nothing."""
+    """The exchange of a single rank: leaves gradients where autograd has put them, without buckets and copies."""
 
     by_host = False
     aligned = True
 
     def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
-        """Launch nothing."""
+        """Launches nothing."""
         return ExchangeWork()
 
     def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
-        """Change nothing."""
+        """Changes nothing."""
 
 
 class AllReduce(Exchange):
-    """Sums a bucket, cast to fewer bits where the settings say so, and divides it, in one pass over the ranks."""
+    """Averages or sums a bucket by one all-reduce, cast to 16 bits where the settings say so."""
 
     word = "all-reduce"
     by_host = False
@@ -75,31 +77,31 @@ class AllReduce(Exchange):
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._wires = _Wires()
-        # By dtype and the number of ranks: the same for many buckets.
+        # By dtype and number of ranks, since many buckets share one.
         self._scalings: dict[tuple[torch.dtype, int], Scaling] = {}
 
     def scale_before(self, dtype: torch.dtype, size: int) -> float:
-        """The factor of gradients before they are summed, as in `Settings.scaling`; by 16 bits it prevents overflow."""
+        """Returns the factor of gradients before they are summed, as in `Settings.scaling`."""
         return self._settings.scaling(dtype, size).before
 
     def scales(self, plan: BucketPlan) -> bool:
-        """Whether the scaling is part of a cast, on a device where that takes no longer than the cast alone."""
+        """Whether `begin` casts this bucket, on a device where scaling in the same pass costs nothing."""
         return plan.device.type in SCALES_ON_THE_WAY and self._cast_of(plan) is not None
 
     def _cast_of(self, plan: BucketPlan) -> CastCompression | None:
-        """How the bucket is cast, if it is."""
+        """Returns the cast of this bucket, or None if it is sent in its own dtype."""
         cast = self._settings.compression
         return cast if isinstance(cast, CastCompression) and cast.casts(plan.dtype.to_real()) else None
 
     def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
-        """Cast, and launch the all-reduce, of the counts too; in the bucket's own memory where nothing is cast."""
+        """Casts the bucket with its counts into a wire, or uses its own memory, and launches the all-reduce."""
         wire, memory = as_real(gradients.with_counts), None
         cast = self._cast_of(gradients.plan)
         if cast is not None:
             source = wire
             memory = self._wires.take(links.all, source.numel(), cast.dtype, source.device)
             wire = memory.tensor
-            # The counts are not scaled.
+            # Only the gradients are scaled, not the counts behind them.
             cast.convert(source, gradients.scale, as_real(gradients.flat).numel(), wire)
         if gradients.launching is not None:
             gradients.launching()
@@ -107,7 +109,7 @@ class AllReduce(Exchange):
         return ExchangeWork([work], (links.all.size, cast, memory), wire, takes_memory=memory is not None)
 
     def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
-        """Cast back, and make of the sum the average."""
+        """Casts the sum back into the bucket, and divides it where the result is an average."""
         size, cast, memory = begun.kept
         dtype = gradients.plan.dtype
         scaling = self._scalings.get((dtype, size))
@@ -117,7 +119,7 @@ class AllReduce(Exchange):
         if cast is not None:
             factor = 1.0
             if scaling.over is not None:
-                # On the way back, as if all ranks took part.
+                # Scale in the cast as if all ranks took part. `Scaling.finish` corrects this if some did not.
                 factor, scaling = scaling.over / size, replace(scaling, over=float(size))
             cast.convert(memory.tensor, factor, total.numel(), as_real(gradients.with_counts))
             self._wires.give_back(memory)
@@ -125,11 +127,11 @@ class AllReduce(Exchange):
 
 
 class CompressedAllReduce(Exchange):
-    """Lets a compression of the user's own pack a bucket's gradients into wires, and averages those.
+    """Compresses a bucket's gradients by a user's own compression, and averages or sums the wires.
 
-    Ranks tell each other first that it worked on all of them, with equal sizes, and their counts: so a compression that
-    fails on one rank is an error on all, at the same place. It is waited for, and hence nothing happens during
-    backward, when another rank may be waiting for something else.
+    The ranks first check together that the compression worked on all of them and made wires of equal sizes. So an
+    error on one rank is an error on all, in the same bucket. `begin` waits for this check. Therefore buckets are not
+    sent during backward, when another rank may be waiting in a different collective.
     """
 
     word = "all-reduce"
@@ -144,7 +146,7 @@ class CompressedAllReduce(Exchange):
         self._reduction = settings.of_wires()
 
     def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
-        """Pack, wait for all ranks to have packed, and launch the wires."""
+        """Compresses, waits until all ranks have, and launches the all-reduces of the wires."""
         what = f"the {self.word} of the {gradients.what}"
         tensors, words = [as_real(gradients.flat)], [f"the {gradients.plan.describe()}"]
         if self._compression.takes_each:
@@ -166,7 +168,7 @@ class CompressedAllReduce(Exchange):
         )
 
     def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
-        """Unpack the averages."""
+        """Decompresses the averages into the bucket."""
         pack, flats, underway = begun.kept
         for each, (flat, counts, packed) in zip(underway, flats, strict=True):
             each.finish()
@@ -174,7 +176,7 @@ class CompressedAllReduce(Exchange):
         if gradients.takes_part:
             pack.unpack()
             begun.failure = pack.failure
-        # No wire is needed any more.
+        # Frees the wires.
         begun.kept, begun.wire, begun.works = None, None, ()
         pack.packed.clear()
 
@@ -186,9 +188,9 @@ class _Packed(NamedTuple):
 
 
 class StepAdasum(Exchange):
-    """Combines what the ranks' steps have changed; each parameter has a dot product of its own.
+    """Combines what the ranks' optimizer steps have changed by Adasum, with separate dot products for each parameter.
 
-    It waits for the other ranks, one bucket after the other: no bucket is there before the step.
+    `begin` waits for the other ranks, one bucket after the other: the deltas exist only after the optimizer's step.
     """
 
     word = "Adasum"
@@ -201,7 +203,7 @@ class StepAdasum(Exchange):
         self._compression = settings.compression
 
     def begin(self, gradients: Gradients, links: Links) -> ExchangeWork:
-        """Combine them."""
+        """Combines the deltas, and waits for the result."""
         what = f"the {self.word} of the {gradients.what}"
         counts = [piece.spec.numel for piece in gradients.plan.slices]
         if isinstance(self._compression, CustomCompression):
@@ -212,15 +214,16 @@ class StepAdasum(Exchange):
         return ExchangeWork()
 
     def finish(self, gradients: Gradients, begun: ExchangeWork, count: ParticipantCount) -> None:
-        """Nothing is left to be done."""
+        """Does nothing: `begin` has already combined the deltas."""
 
 
 def _combine_packed(
     group: Group, compression: CustomCompression, tensors: Sequence[Tensor], counts: Sequence[int], what: str
 ) -> None:
-    """Replace deltas by the Adasum of all ranks', packed by a compression of the user's own.
+    """Replaces the deltas, in place, by the Adasum of all ranks' deltas, compressed by a user's own compression.
 
-    ``tensors`` are either those of each parameter or a flat one of all; ``counts`` are the parameters' elements.
+    ``tensors`` holds either one tensor for each parameter or one flat tensor of all parameters. ``counts`` are the
+    numbers of elements of the parameters.
     """
     reduction = Reduction(Adasum)
 
@@ -231,7 +234,7 @@ def _combine_packed(
         if not is_inexact or _reals(wire) != _reals(tensor):
             raise ValueError(
                 f"op=hvd.Adasum: {of}: {compression!r} makes {wire.numel()} numbers of {wire.dtype} out of "
-                f"{tensor.numel()} of {tensor.dtype}: use one that keeps each number a floating-point number of its own"
+                f"{tensor.numel()} of {tensor.dtype}: use a compression that keeps the number of elements and floats"
             )
 
     pack = PackedTensors(compression, tensors, [what] * len(tensors), check)
@@ -245,40 +248,40 @@ def _combine_packed(
 
 
 class _Wire(NamedTuple):
-    """What travels, and the memory that it lies in, if that is to be used again."""
+    """A tensor to send, and the memory under it if `_Wires` is to reuse that."""
 
     tensor: Tensor
     memory: Tensor | None
 
 
 class _Wires:
-    """Memory for wires, used again by one bucket after the other: the engine's own, where it has some."""
+    """A pool of memory for wires on a CPU, in the engine's own memory where it has some. Buckets reuse it in turn."""
 
     def __init__(self) -> None:
-        # What no wire uses at present.
+        # Memory that no wire uses now.
         self._free: list[Tensor] = []
 
     def take(self, group: Group, numel: int, dtype: torch.dtype, device: torch.device) -> _Wire:
-        """A flat tensor of any contents, to travel among a group's ranks."""
+        """Returns a flat, uninitialized tensor to send between a group's ranks."""
         if device.type != "cpu":
-            # PyTorch keeps such memory itself, and knows which stream still reads it.
+            # PyTorch's allocator pools such memory itself, and knows which stream still reads it.
             return _Wire(torch.empty(numel, dtype=dtype, device=device), None)
         nbytes = numel * dtype.itemsize
         memory = next((each for each in self._free if each.numel() >= nbytes), None)
-        # What is too small for this bucket would lie there for nothing: some bucket is always the largest.
+        # If no free memory is large enough, drop all of it: memory for the largest bucket serves the others too.
         self._free = [] if memory is None else [each for each in self._free if each is not memory]
         if memory is None:
             memory = group.zeros(nbytes, torch.uint8, device)
         return _Wire(memory[:nbytes].view(dtype), memory)
 
     def give_back(self, wire: _Wire) -> None:
-        """It has travelled, and been read."""
+        """Returns a wire's memory to the pool, after the collective has ended and the wire was read."""
         if wire.memory is not None:
             self._free.append(wire.memory)
 
 
 def as_real(flat: Tensor) -> Tensor:
-    """A tensor's numbers, with complex ones as pairs of real ones, flat, in the same memory."""
+    """Returns a flat tensor as real numbers, in the same memory: complex numbers become pairs."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 

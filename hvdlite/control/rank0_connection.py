@@ -1,0 +1,270 @@
+"""
+A rank's connection to rank 0: sends messages from any thread, receives on one, and keeps the reason of its end.
+
+    say ── mailbox ──► coordinator ──► mailbox ── listening thread ── take (each message), look (about twice a second)
+                                                      └─ at the end: all requests fail, the executor ends
+
+`control_client` and `submission` use it; the messages are listed in `coordinator`. The listening thread runs no
+operations and waits for no other thread. So it receives the ends of other ranks, and reports this one's waits, even
+while an operation hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ..comm.group import Group
+from ..comm.work import CollectiveWatch
+from ..errors import LOOK_THERE, UNKNOWN_END, CommunicationError, PeerLostError, describe_end
+from .executor import Executor
+from .frames import FrameError
+from .heartbeat import LOOK_S, WaitReports
+from .mailbox import Mailbox
+
+# Most time for sending the remaining messages on close.
+_PARTING_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EndReason:
+    """Why no operation can be requested any more; ``words`` complete "allreduce failed because"."""
+
+    words: str
+    is_peer_loss: bool = False
+
+
+class _Rank0EndedError(Exception):
+    """Rank 0 has sent "over": it has ended normally."""
+
+    def __init__(self, reason: EndReason) -> None:
+        super().__init__(reason.words)
+        self.reason = reason
+
+
+class Rank0Connection:
+    """Sends to rank 0 and listens to it, until this rank closes or rank 0 ends."""
+
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        group: Group,
+        watch: CollectiveWatch,
+        executor: Executor,
+        reports: WaitReports,
+        lock: threading.Lock,
+        *,
+        take: Callable[[list[Any]], None],
+        fail_all: Callable[[], None],
+    ) -> None:
+        """``mailbox`` leads to the coordinator; ``group`` has all ranks; ``lock`` guards setting `end_reason`.
+
+        The thread passes each message to ``take``, except those about ends. ``fail_all`` fails all requests; it is
+        called on any thread, once rank 0 can answer nothing.
+        """
+        self._mailbox = mailbox
+        self._group = group
+        self._watch = watch
+        self._executor = executor
+        self._lock = lock
+        self._reports = reports
+        self._take = take
+        self._fail_all = fail_all
+        self._pid = os.getpid()
+        # Why no request is possible any more; None while the connection is usable.
+        self.end_reason: EndReason | None = None
+        self._is_closing = False
+        self._early: list[list[Any]] = []
+        # Whether rank 0 has lost another rank: then rank 0's own end is not the first.
+        self._rank_0_follows = False
+        self._has_said_lost = False
+        self._wake, self._woken = socket.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        mailbox.wake = self._wake_up
+        self._thread = threading.Thread(target=self._run, name="hvdlite-listener", daemon=True)
+
+    def start(self, early: Iterable[list[Any]]) -> None:
+        """Starts the threads; ``early`` are the messages that rank 0 sent right after its welcome."""
+        self._mailbox.send(["here", self._pid])
+        self._executor.start()
+        self._early = list(early)
+        self._thread.start()
+
+    # -- on any thread
+
+    @property
+    def is_open(self) -> bool:
+        """Whether this process can send requests: not after the end, and not in a forked child."""
+        return self.end_reason is None and os.getpid() == self._pid
+
+    def send(self, *messages: list[Any]) -> None:
+        """Sends messages if the connection still exists; raises a ValueError if one is too long."""
+        self._mailbox.send_all(messages)
+
+    def say(self, message: list[Any]) -> None:
+        """Sends a message; fails all requests if the connection has ended, since there will be no answer."""
+        if os.getpid() != self._pid:
+            self.end_reason = EndReason(
+                "this process is a fork of a rank, such as a DataLoader's worker, and not a rank itself: call "
+                "collectives in the main process"
+            )
+        elif self.end_reason is None:
+            self._mailbox.send(message)
+        self.fail_if_ended()
+
+    def fail_if_ended(self) -> None:
+        """Fails requests added after the end: the listening thread fails only those that it finds."""
+        if self.end_reason is not None:
+            self._fail_all()
+
+    def error_of_end(self, what: str) -> CommunicationError:
+        """The error of an operation that will have no answer."""
+        reason = self.end_reason or self._reason_of_first_end()
+        # The first words are Horovod's.
+        words = f"Horovod has been shut down. {what} failed because {reason.words}"
+        return PeerLostError(f"{words}: {LOOK_THERE}") if reason.is_peer_loss else CommunicationError(words)
+
+    def revoke(self, reason: str) -> None:
+        """Fails all requests, now and later, with ``reason``; the connection stays open until `close`."""
+        with self._lock:
+            self.end_reason = self.end_reason or EndReason(reason, is_peer_loss=True)
+        self._fail_all()
+
+    def close(self) -> None:
+        """Sends "bye" to rank 0, and waits for the listening thread's end."""
+        with self._lock:
+            self.end_reason = self.end_reason or EndReason("hvd.shutdown() was called")
+        self._mailbox.send(["bye"])
+        self._is_closing = True
+        self._wake_up()
+        if self._thread.ident is None:
+            # The thread, which would close them, was never started.
+            self._close_sockets()
+            return
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+        # Not for long: it may be in an operation that another rank has abandoned.
+        self._executor.ended_within(LOOK_S)
+
+    def _wake_up(self) -> None:
+        # A full buffer wakes the thread as well; a closed socket means that it has ended.
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+
+    def _close_sockets(self) -> None:
+        for each in (self._mailbox, self._wake, self._woken):
+            each.close()
+
+    # -- the thread
+
+    def _run(self) -> None:
+        self._watch.listening_thread, self._watch.say_lost = threading.get_ident(), self._say_lost
+        reason, ended_normally = None, False
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._woken, selectors.EVENT_READ)
+                selector.register(self._mailbox, selectors.EVENT_READ)
+                for message in self._early:
+                    self._hear_message(message)
+                self._listen(selector)
+                self._part(selector)
+        except _Rank0EndedError as over:
+            reason, ended_normally = over.reason, True
+        except FrameError as error:
+            reason = EndReason(f"{self._group.describe_rank(0)} sent invalid data: {error}")
+        except (EOFError, OSError):
+            pass
+        finally:
+            self._hear_of_rank_0(ended_normally=ended_normally)
+            with self._lock:
+                self.end_reason = self.end_reason or reason or self._reason_of_first_end()
+            self._fail_all()
+            if self._is_closing:
+                self._executor.give_up(self.error_of_end)
+            else:
+                # The other ranks also run what has been agreed on.
+                self._executor.finish()
+            self._close_sockets()
+
+    def _listen(self, selector: selectors.BaseSelector) -> None:
+        """Serves the connection until this rank closes; raises an EOFError or a `_Rank0EndedError` when rank 0 ends."""
+        looks_at_s = time.monotonic() + LOOK_S
+        is_flushing = False
+        while not self._is_closing:
+            ready = selector.select(max(0.0, looks_at_s - time.monotonic()))
+            for key, events in ready:
+                if key.fileobj is self._woken:
+                    with contextlib.suppress(BlockingIOError):
+                        self._woken.recv(4096)
+                    continue
+                if events & selectors.EVENT_READ:
+                    self._hear()
+            if is_flushing or self._mailbox.has_outgoing:
+                self._mailbox.flush()
+                if is_flushing != self._mailbox.has_outgoing:
+                    is_flushing = not is_flushing
+                    events = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_flushing else 0)
+                    selector.modify(self._mailbox, events)
+            if (now_s := time.monotonic()) >= looks_at_s:
+                looks_at_s = now_s + LOOK_S
+                self._reports.look(now_s)
+
+    def _part(self, selector: selectors.BaseSelector) -> None:
+        """Sends the remaining messages, for `_PARTING_S` at most if rank 0 does not read them."""
+        give_up_at_s = time.monotonic() + _PARTING_S
+        selector.unregister(self._woken)
+        selector.modify(self._mailbox, selectors.EVENT_WRITE)
+        self._mailbox.flush()
+        while self._mailbox.has_outgoing and (left_s := give_up_at_s - time.monotonic()) > 0:
+            selector.select(left_s)
+            self._mailbox.flush()
+        self._mailbox.hang_up()
+
+    def _hear(self) -> None:
+        messages = self._mailbox.receive()
+        self._reports.heard()
+        for message in messages:
+            self._hear_message(message)
+
+    def _hear_message(self, message: list[Any]) -> None:
+        match message:
+            case ["left", int(rank), bool(ended_normally)]:
+                self._watch.record_first_end(rank, ended_normally)
+            case ["over", str(words), bool(is_peer_loss)]:
+                raise _Rank0EndedError(EndReason(words, is_peer_loss))
+            case ["lost", 0]:
+                self._rank_0_follows = True
+            case _:
+                self._take(message)
+
+    # -- which rank ended first
+
+    def _say_lost(self) -> None:
+        """Reports that this rank has lost another one: if it ends because of that, its end is not the first."""
+        if not self._has_said_lost:
+            self._has_said_lost = True
+            self._mailbox.send(["lost"])
+
+    def _hear_of_rank_0(self, *, ended_normally: bool) -> None:
+        """Records the end of the connection to rank 0."""
+        if self._group.rank == 0 or self._is_closing:
+            return
+        if self._rank_0_follows:
+            self._watch.record_unknown_end()
+        else:
+            self._watch.record_first_end(0, ended_normally)
+
+    def _reason_of_first_end(self) -> EndReason:
+        first = self._watch.known_end
+        if first is None and self._rank_0_follows:
+            return EndReason(UNKNOWN_END, is_peer_loss=True)
+        rank, ended_normally = first or (0, False)
+        return EndReason(describe_end(self._group.describe_rank(rank), ended_normally), is_peer_loss=not ended_normally)

@@ -1,0 +1,111 @@
+"""
+`run`: calls a training function again each time the ranks have changed, with its state restored or kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from ..comm.reduce_op import Max
+from ..errors import CommunicationError, HvdliteError
+from ..log import log
+from ..ops.api import allreduce
+from ..runtime.world import current_world, enter_again, note_elastic_program
+from .notifications import listening
+from .state import HostsUpdatedInterrupt, State
+
+Result = TypeVar("Result")
+
+# How often the same ranks go back to the same commit, before the error is raised.
+_ATTEMPTS = 3
+
+
+def run(func: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorate ``func(state, *args, **kwargs)`` so that it is called again when ranks are lost, come or go.
+
+    Before each call the state of rank 0, the oldest worker, is sent to all ranks (`State.sync`). Call collectives only
+    in ``func``, and not before it. A call of ``func`` ends by:
+
+    - a lost rank (`hvd.CommunicationError`, or a `HorovodInternalError` that the program raises): the state is restored
+      to its last commit. If the same ranks fail three times without a commit in between, the error is raised;
+    - `HostsUpdatedInterrupt`, from `State.commit` or `State.check_host_updates`: the state is kept as it is;
+    - any other exception, which is raised: a mismatch between ranks, or a wrong shape, would come again.
+
+    In the first two cases `hvd.shutdown` and `hvd.init` are called, then the reset callbacks, then ``func`` again.
+    Returns what ``func`` returns. A worker that was removed from the job ends in that `hvd.init`, with exit code 0
+    (`WorkerRemovedError`).
+
+    In a job that is not elastic (``hvdlite-run`` without ``--min-np``, torchrun) the error of a lost rank is raised.
+    """
+    return run_fn(func, enter_again)
+
+
+def run_fn(func: Callable[..., Result], reset: Callable[[], None]) -> Callable[..., Result]:
+    """Does the same as `run`, with your own ``reset``, which must call `hvd.shutdown` and `hvd.init`."""
+
+    @functools.wraps(func)
+    def call(state: State, *args: Any, **kwargs: Any) -> Result:
+        note_elastic_program()
+        needs_sync = True
+        is_reset = False
+        failures = _Failures()
+        while True:
+            try:
+                # Before `listening`, which reports each change of hosts only once.
+                state.forget_news()
+                with listening(state):
+                    if is_reset:
+                        state.on_reset()
+                    # A rank may be lost when some ranks have got a `HostsUpdatedInterrupt`, and others have not yet.
+                    if _any_rank(needs_sync):
+                        state.sync()
+                    return func(state, *args, **kwargs)
+            except HvdliteError as error:
+                if not _is_recoverable(error) or failures.are_too_many(state):
+                    raise
+                log.warning("elastic: going back to the last commit, since %s", error)
+                state.restore()
+                needs_sync = True
+            except HostsUpdatedInterrupt as interrupt:
+                log.info("elastic: %s", interrupt)
+                needs_sync = not interrupt.skip_sync
+            reset()
+            is_reset = True
+
+    return call
+
+
+class _Failures:
+    """Counts the failures of the same ranks since the last commit."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._commits = -1
+        self._members = 0
+
+    def are_too_many(self, state: State) -> bool:
+        """Counts one more failure; true if it is the third of the same ranks from the same commit on."""
+        world = current_world()
+        has_newcomers = world.seat is not None and world.seat.newcomers > 0
+        if has_newcomers or world.topology.size != self._members or state._commits != self._commits:
+            self._count = 0
+        self._members, self._commits = world.topology.size, state._commits
+        self._count += 1
+        return self._count >= _ATTEMPTS
+
+
+def _is_recoverable(error: HvdliteError) -> bool:
+    # Programs raise Horovod's HorovodInternalError themselves, which is this very class.
+    is_of_a_lost_rank = isinstance(error, CommunicationError) or type(error) is HvdliteError
+    return is_of_a_lost_rank and current_world().seat is not None
+
+
+def _any_rank(needs_sync: bool) -> bool:
+    """Whether ``needs_sync`` is true on any rank. Every rank must call it, and waits for all."""
+    if current_world().seat is None:
+        return needs_sync
+    return bool(allreduce(torch.tensor(int(needs_sync)), op=Max, name="hvd.elastic.run").item())

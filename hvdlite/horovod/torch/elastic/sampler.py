@@ -1,0 +1,5 @@
+"""`horovod.torch.elastic.sampler`: `ElasticSampler`, from `hvdlite.elastic`."""
+
+from hvdlite.elastic import ElasticSampler
+
+__all__ = ["ElasticSampler"]

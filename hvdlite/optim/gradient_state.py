@@ -1,0 +1,81 @@
+"""
+`GradientState`: the progress of one parameter's gradient in the current step, and its *home*.
+
+The home keeps the gradient between backward and step. It is a `bucket`, or one of `unbucketed_gradients`. `layout`
+creates the states; `reducer` looks one up for every gradient.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Protocol
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ..errors import GradientError
+from .plan import Slice
+
+
+class Home(Protocol):
+    """The object that keeps a gradient between backward and step."""
+
+    def take(self, state: GradientState, /, last_pass: bool) -> bool:
+        """Keeps ``param.grad``, to which a backward pass has just added. It is complete if this was the last pass.
+
+        Returns True if it was the last gradient that a bucket waited for.
+        """
+        ...
+
+
+class GradientState:
+    """One parameter's home and slice of a bucket, and the progress of its gradient in this step."""
+
+    __slots__ = ("fresh", "home", "name", "param", "passes", "piece", "ready", "scaled", "sparse", "view")
+
+    def __init__(self, home: Home, piece: Slice, param: Tensor) -> None:
+        self.home = home
+        self.piece = piece
+        self.name = piece.spec.name
+        self.param = param
+        # The view of the bucket's buffer that `param.grad` is set to, once the bucket has memory. Outside of buckets:
+        # the gradient as `InPlaceHome` last saw it.
+        self.view: Tensor | None = None
+        self.passes = 0
+        # Whether the gradient is complete for this step.
+        self.ready = False
+        self.sparse = False
+        # Whether the view already holds the gradient times the bucket's scale.
+        self.scaled = False
+        # Whether no pass has added to the gradient since autograd created it.
+        self.fresh = False
+
+
+def misfit(state: GradientState, grad: Tensor) -> GradientError:
+    """Returns the error for a gradient whose dtype or device is not that of its bucket."""
+    spec = state.piece.spec
+    return GradientError(
+        f"parameter {state.name!r} had dtype {spec.dtype} on {spec.device} when the optimizer was "
+        f"wrapped and has a gradient of {grad.dtype} on {grad.device} now: move or convert the model "
+        "before hvd.DistributedOptimizer(...)"
+    )
+
+
+def changed_too_early(what: str, param: Tensor) -> GradientError:
+    """Returns the error for a gradient that was changed before it was averaged; ``what`` begins the message."""
+    if _is_in_ddp(param):
+        return GradientError(
+            f"{what} while it was being averaged, by DistributedDataParallel (DDP), which averages the same gradients: "
+            "use one of the two, hvd.DistributedOptimizer without DDP, or DDP with the original optimizer"
+        )
+    return GradientError(
+        f"{what} while it was being averaged, so the ranks would have come to differ: call optimizer.synchronize() "
+        "after backward() and before clipping, changing or dropping gradients; register hooks that change gradients "
+        "before hvd.DistributedOptimizer(...)"
+    )
+
+
+def _is_in_ddp(param: Tensor) -> bool:
+    # A parameter has no reference to its modules. Searching all objects is slow, but an error is about to be raised.
+    modules = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    return any(param is other for module in modules for other in module.parameters())

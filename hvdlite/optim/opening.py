@@ -1,0 +1,193 @@
+"""
+`Opening`: opens an optimizer's own engine between its ranks, at its first use rather than when it is constructed.
+
+    constructor: claims a number ── first step of any optimizer, or a join: begins all openings ── _run ── wait
+                                     _run: compares arguments and models, opens the engine, tunes the bucket cap
+
+`gradient_hooks` creates an `Opening` and waits for it; the `ReducerRegistry` begins it. Each rank numbers its
+optimizers in the order of construction, without communication. Optimizers with the same number belong together, in
+whatever order ranks first use them. The work is an operation of the controller, named by that number.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from weakref import ref
+
+import torch
+
+from ..comm.group import Group
+from ..control.handle import Handle
+from ..control.operation import OPTIMIZER, Execution, Operation
+from ..control.reducer_registry import ReducerRegistry, SitsOut
+from ..errors import MismatchError
+from .exchange import Links
+from .plan import Description, first_difference
+
+Submit = Callable[[Group, Operation], Handle]
+"""Submits an operation, which runs once all ranks of the group have submitted it: `submit` of a controller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An optimizer's open engine, as groups. ``cap_bytes`` is autotune's choice, or None without autotune."""
+
+    group: Group
+    links: Links
+    cap_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The values of an optimizer's arguments that ranks compare, and ``words``, their names in messages."""
+
+    values: tuple[object, ...]
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tune:
+    """Autotune of the bucket cap in bytes: ``measure`` chooses one, ``known`` was chosen before, for the same hosts.
+
+    ``known`` is used only if it is equal on all ranks. A rank that was not in that earlier world has None.
+    """
+
+    measure: Callable[[Group], int]
+    known: int | None = None
+
+    def cap(self, group: Group) -> int:
+        """Returns the cap, equal on all ranks. Every rank must call it; it waits for all."""
+        known = self.known
+        if group.size > 1 and group.agree(known, "autotune") is not None:
+            known = None
+        return self.measure(group) if known is None else known
+
+
+class Opening:
+    """The opening of one optimizer's engine in one world. It also closes the engine again."""
+
+    def __init__(
+        self,
+        ranks: Group,
+        registry: ReducerRegistry,
+        number: int,
+        member: SitsOut,
+        submit: Submit | None,
+        *,
+        arguments: Arguments | None,
+        description: Description,
+        by_host: bool,
+        tune: Tune | None,
+        device: torch.device | None,
+    ) -> None:
+        """``number`` is the optimizer's number among those of these ranks. ``member`` sits out steps for `join`.
+
+        ``submit`` is the method of the world's controller, or None if there is no world. The ranks compare
+        ``arguments`` and ``description``. ``tune`` chooses the bucket cap over the new engine. ``device`` is the GPU of
+        the parameters, or None.
+        """
+        self.ranks = ranks
+        self.number = number
+        self._registry = registry
+        self._member = ref(member)
+        self._submit = submit
+        self._arguments = arguments
+        self._description = description
+        self._by_host = by_host
+        self._tune = tune
+        self._device = device
+        self._handle: Handle | None = None
+        self._lock = threading.Lock()
+        self._group: Group | None = None
+        self._is_closed = False
+
+    def begin(self) -> None:
+        """Submits the opening without waiting for other ranks. With no controller, or one rank, runs it at once."""
+        operation = Operation(OPTIMIZER, self._run, f"optimizer {self.number}")
+        if self._submit is not None and self.ranks.size > 1:
+            self._handle = self._submit(self.ranks, operation)
+            return
+        handle = Handle(operation.describe())
+        try:
+            handle.succeed(self._run(Execution(self.ranks, handle.what, [None] * self.ranks.size, self.ranks.size)))
+        except Exception as error:  # noqa: BLE001 - raised in `wait`
+            handle.fail(error)
+        self._handle = handle
+
+    def has_ended(self) -> bool:
+        """Whether the opening has succeeded or failed, so that `wait` returns at once."""
+        return self._handle is not None and self._handle.is_ended()
+
+    def wait(self) -> Opened:
+        """Waits for all ranks, and returns the engine. Raises the same error on every rank if the opening failed."""
+        assert self._handle is not None, "it has begun"
+        opened: Opened = self._handle.wait()
+        return opened
+
+    def close(self) -> None:
+        """Closes the engine, now or as soon as it is open. Waits for no other rank."""
+        with self._lock:
+            self._is_closed = True
+            group, self._group = self._group, None
+        if group is not None:
+            group.close()
+
+    def _run(self, execution: Execution) -> Opened:
+        among = execution.group
+        if self._arguments is not None:
+            _require_same_arguments(among, self._arguments)
+        require_same_model(among, self._description)
+        member = self._member()
+        if member is not None:
+            self._registry.enter(self.ranks, self.number, member)
+        group = self.ranks.duplicate()
+        try:
+            with self._on_device():
+                links = Links(group, by_host=self._by_host)
+                opened = Opened(group, links, None if self._tune is None else self._tune.cap(group))
+        except BaseException:
+            group.close()
+            raise
+        with self._lock:
+            if not self._is_closed:
+                self._group = group
+                return opened
+        # The optimizer was closed or garbage-collected before its first use.
+        group.close()
+        return opened
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._device is None else torch.cuda.device(self._device)
+
+
+def _require_same_arguments(group: Group, arguments: Arguments) -> None:
+    values = None if group.size == 1 else group.agree(repr(arguments.values), OPTIMIZER.name)
+    if values is not None:
+        other = next(i for i, item in enumerate(values) if item != values[0])
+        raise MismatchError(
+            f"{OPTIMIZER.name}: {arguments.words} is {values[0]} on {group.describe_rank(0)} and {values[other]} on "
+            f"{group.describe_rank(other)}: every rank must pass the same value"
+        )
+
+
+def require_same_model(group: Group, description: Description) -> None:
+    """Raises MismatchError on every rank if the ranks' parameters differ. Every rank must call it; it waits for all."""
+    if group.size > 1:
+        raise_difference(group, group.agree(description, "comparing the models"))
+
+
+def raise_difference(group: Group, descriptions: Sequence[Description] | None) -> None:
+    """Raises MismatchError for the first parameter that differs between the ranks' descriptions, if one does."""
+    for rank, description in enumerate(descriptions or ()):
+        difference = first_difference(descriptions[0] if descriptions else (), description)
+        if difference is not None:
+            name, here, there = difference
+            raise MismatchError(
+                f"parameter {name!r} has {here} on {group.describe_rank(0)} and {there} on "
+                f"{group.describe_rank(rank)}: every rank must build the same model; check the arguments that "
+                "determine its sizes"
+            )

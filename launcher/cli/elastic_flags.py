@@ -1,0 +1,242 @@
+"""The flags of elastic jobs, and of jobs that are restarted: numbers of workers, hosts, and what follows a failure.
+
+`flag_parser` adds them, and `hvdlite_run` makes the `ElasticSpec` or `RestartSpec` of a `JobSpec` with them. As with
+horovodrun, --min-np and --host-discovery-script make a job elastic. So does --on-failure with replace, shrink or
+blacklist. All other flags here need one of these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Collection
+
+from ..errors import UsageError
+from ..plan.elastic_spec import DiscoveryScript, ElasticSpec, OnFailure, Policy, RestartSpec
+from ..plan.hosts import AUTO, Host
+from . import flag_values
+
+HELP = """\
+Flags of a job whose ranks may change while it runs, and of one that starts anew after a failure:
+
+  --min-np, --min-num-proc N
+                        elastic: go on with N workers or more. The job begins with -np workers or more; without -np,
+                        with N or more
+  --max-np, --max-num-proc N
+                        use N workers at most; by default one for each slot of the hosts
+  --host-discovery-script COMMAND
+                        elastic: a command that prints the hosts, one in a line, as node1:4; it is run every second
+  --slots-per-host, --slots N
+                        the number of slots of hosts that it prints without one (1)
+  --on-failure replace|shrink|blacklist|restart|stop
+                        what follows a worker's failure. replace: a new worker starts in its slot; shrink: the slot
+                        stays empty; blacklist: its host gets no workers for a while; restart: the whole command is
+                        started again, for programs that are not elastic; stop: the job ends. The first three make a
+                        job elastic. The default of an elastic job is replace, with --horovod blacklist
+  --max-restarts N      how many failures are followed by new workers: in each slot within 5 minutes; with restart, in
+                        the whole job (3)
+  --spares N            start N workers more than --max-np, which wait until one of the others is lost
+  --elastic-timeout SECONDS
+                        how long to wait for --min-np workers (HVDLITE_ELASTIC_TIMEOUT or HOROVOD_ELASTIC_TIMEOUT where
+                        it is set, else 600)
+  --reset-limit N       end the job if its ranks change more than N times
+  --blacklist-cooldown-range LOW HIGH
+                        how many seconds a lost host gets no workers, and with blacklist one with a failed worker: LOW
+                        after its first failure, twice as long after each further one, HIGH at most. By default, it
+                        never gets any again
+"""
+
+_OF_RESTART, _OF_NONE = "restart", "stop"
+_ELASTIC_ANSWERS = tuple(each.value for each in (OnFailure.REPLACE, OnFailure.SHRINK, OnFailure.BLACKLIST))
+_ANSWERS = (*_ELASTIC_ANSWERS, _OF_RESTART, _OF_NONE)
+_ELASTIC_TIMEOUT_S = 600.0
+_MAX_RESTARTS = 3
+# Flags without effect in a job that is not elastic. --min-np is not one of them: a job that is restarted may shrink.
+_OF_ELASTIC = {
+    "max_num_proc": "--max-np",
+    "slots_per_host": "--slots-per-host",
+    "spares": "--spares",
+    "elastic_timeout": "--elastic-timeout",
+    "reset_limit": "--reset-limit",
+    "blacklist_cooldown_range": "--blacklist-cooldown-range",
+}
+
+DESTS = frozenset({*_OF_ELASTIC, "min_num_proc", "host_discovery_script", "on_failure", "max_restarts"})
+"""The dests of all flags that `add_flags` adds."""
+
+OF_WORKERS = DESTS - {"host_discovery_script", "slots_per_host"}
+"""The dests of flags about workers, and not about hosts."""
+
+TEXTS = ("host_discovery_script", "on_failure")
+"""The dests of flags whose value is text and cannot be a number."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds all flags to ``parser``; one that is not given is None."""
+    parser.add_argument("--min-np", "--min-num-proc", dest="min_num_proc", type=flag_values.workers)
+    parser.add_argument("--max-np", "--max-num-proc", dest="max_num_proc", type=flag_values.workers)
+    parser.add_argument("--host-discovery-script", type=_command)
+    parser.add_argument("--slots", "--slots-per-host", dest="slots_per_host", type=flag_values.workers)
+    parser.add_argument("--on-failure", type=_answer)
+    parser.add_argument("--max-restarts", type=flag_values.count)
+    parser.add_argument("--spares", type=flag_values.count)
+    parser.add_argument("--elastic-timeout", type=flag_values.positive_seconds)
+    parser.add_argument("--reset-limit", type=flag_values.count)
+    parser.add_argument("--blacklist-cooldown-range", type=flag_values.seconds, nargs=2)
+
+
+def is_elastic(options: argparse.Namespace) -> bool:
+    """Returns whether the ranks of the job may change; raises `UsageError` for flags that contradict each other."""
+    answer = options.on_failure
+    if answer == _OF_RESTART:
+        if options.host_discovery_script is not None:
+            raise UsageError(
+                "--on-failure restart starts a command anew on the hosts of -H or --hostfile that are left; "
+                "with --host-discovery-script a job is elastic: leave one of them out"
+            )
+        _refuse(options, _OF_ELASTIC, "--on-failure restart starts all workers anew")
+        return False
+    if answer in _ELASTIC_ANSWERS or options.min_num_proc is not None or options.host_discovery_script is not None:
+        return True
+    _refuse(
+        options,
+        _OF_ELASTIC,
+        "the job's ranks do not change without --min-np, --host-discovery-script or --on-failure replace",
+    )
+    if options.max_restarts is not None:
+        raise UsageError("--max-restarts: nothing is started anew; say --on-failure restart, or replace")
+    return False
+
+
+def restart_of(options: argparse.Namespace) -> RestartSpec | None:
+    """Returns how often the job is to be started anew; None if its first failure ends it."""
+    if options.on_failure != _OF_RESTART:
+        return None
+    least = options.min_num_proc or options.num_proc or 1
+    if options.num_proc is not None and least > options.num_proc:
+        raise UsageError(f"--min-np {least} is more than -np {options.num_proc}")
+    return RestartSpec(_max_restarts(options), least)
+
+
+def elastic_of(options: argparse.Namespace, hosts: Collection[Host], timeout_s: float | None) -> ElasticSpec:
+    """Returns what the flags of an elastic job ask for.
+
+    ``hosts`` are those of -H or --hostfile, none if they are to be discovered. ``timeout_s`` is the value of the
+    variable that stands for --elastic-timeout, if it is set.
+    """
+    policy = _policy(options, timeout_s)
+    if options.host_discovery_script is None:
+        if options.slots_per_host is not None:
+            raise UsageError(
+                "--slots-per-host is for hosts that a --host-discovery-script prints; -H says how many slots each has, "
+                "as in node1:4"
+            )
+        _require_slots(policy, hosts)
+        return ElasticSpec(policy)
+    return ElasticSpec(policy, script_of(options))
+
+
+def script_of(options: argparse.Namespace) -> DiscoveryScript:
+    """Returns the script that finds the hosts; --host-discovery-script must be given."""
+    return DiscoveryScript(options.host_discovery_script, os.getcwd(), options.slots_per_host or 1)
+
+
+def slots_here(options: argparse.Namespace) -> int:
+    """Returns how many slots an elastic job has on this machine if the user names no hosts."""
+    most = options.max_num_proc or options.num_proc or options.min_num_proc or 1
+    return int(most + (options.spares or 0))
+
+
+def _policy(options: argparse.Namespace, timeout_s: float | None) -> Policy:
+    start, least, most = options.num_proc, options.min_num_proc, options.max_num_proc
+    on_failure = OnFailure(options.on_failure or ("blacklist" if options.horovod else "replace"))
+    if least is None and on_failure is OnFailure.SHRINK:
+        raise UsageError("--on-failure shrink: with how few workers may the job go on? Say --min-np N")
+    if least is None and start is None:
+        raise UsageError("how many workers? An elastic job needs --min-np N, with how few it goes on, or -np N")
+    if least is None and options.host_discovery_script is None and most is None:
+        most = start  # elastic only in that a worker may be replaced
+    least = start if least is None else least
+    if most is not None and least > most:
+        raise UsageError(f"--min-np {least} is more than --max-np {most}")
+    if start is not None and start < least:
+        raise UsageError(f"-np {start} is less than --min-np {least}")
+    if start is not None and most is not None and start > most:
+        raise UsageError(f"-np {start} is more than --max-np {most}")
+    if options.spares and most is None:
+        raise UsageError("--spares are workers beyond --max-np: say --max-np N, or each slot gets a rank")
+    if options.spares and on_failure is OnFailure.SHRINK:
+        raise UsageError("--spares take the places of others, which --on-failure shrink leaves empty: leave one out")
+    return Policy(
+        min_np=least,
+        max_np=most,
+        start_np=start,
+        spares=options.spares or 0,
+        on_failure=on_failure,
+        elastic_timeout_s=options.elastic_timeout or timeout_s or _ELASTIC_TIMEOUT_S,
+        cooldown_s=_cooldown_s(options),
+        reset_limit=options.reset_limit,
+        max_restarts=_max_restarts(options),
+    )
+
+
+def _require_slots(policy: Policy, hosts: Collection[Host]) -> None:
+    """Raises `UsageError` if hosts that stay the same will never have enough slots."""
+    if any(host.slots == AUTO for host in hosts):
+        return
+    slots = sum(host.slots for host in hosts)
+    for flag, number in (("--min-np", policy.min_np), ("-np", policy.start_np or 0)):
+        if number > slots:
+            raise UsageError(
+                f"{flag} {number} is more than the {slots} slots of the hosts; say how many they have, as in "
+                f"host:{number}"
+            )
+    if policy.max_np is not None and policy.spares and policy.max_np + policy.spares > slots:
+        raise UsageError(
+            f"--spares {policy.spares}: the hosts have {slots} slots, and --max-np {policy.max_np} leaves too few"
+        )
+
+
+def _cooldown_s(options: argparse.Namespace) -> tuple[float, float] | None:
+    if options.blacklist_cooldown_range is None:
+        return None
+    low, high = options.blacklist_cooldown_range
+    if not 0 < low <= high:
+        raise UsageError(
+            f"--blacklist-cooldown-range {low:g} {high:g}: the first is the shortest time, more than 0, and the second "
+            "the longest, such as 10 600"
+        )
+    return low, high
+
+
+def _max_restarts(options: argparse.Namespace) -> int:
+    return _MAX_RESTARTS if options.max_restarts is None else int(options.max_restarts)
+
+
+def _refuse(options: argparse.Namespace, dests: dict[str, str], why: str) -> None:
+    for dest, name in dests.items():
+        if getattr(options, dest) is not None:
+            raise UsageError(f"{name} has no meaning here: {why}")
+
+
+def _answer(text: str) -> str:
+    if text not in _ANSWERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(_ANSWERS)}")
+    return text
+
+
+def _command(text: str) -> str:
+    """Returns a command for a shell; it may be a file's path alone, which need not be quoted."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(f"{text!r} is no command")
+    path = os.path.abspath(text)
+    if os.path.isdir(path):
+        raise argparse.ArgumentTypeError(f"{text} is a directory")
+    if not os.path.exists(path):
+        if "/" in text and not any(character.isspace() for character in text):
+            raise argparse.ArgumentTypeError(f"{text}: no such file or directory")
+        return text
+    if not os.access(path, os.X_OK):
+        raise argparse.ArgumentTypeError(f"{text} is not executable: chmod +x {shlex.quote(text)}")
+    return shlex.quote(path)

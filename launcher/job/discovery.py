@@ -1,0 +1,245 @@
+"""Finds out, while an elastic job runs, which hosts there are: runs the user's script again and again, in a thread.
+
+    script ── lines such as node1:4 ──► Discovery ──► HostsFound, DiscoveryFailed ──► the job's event loop
+
+`launch` creates and closes it. If the first run fails, the only event is `DiscoveryFailed`. A later failure is shown to
+the user once, and the hosts stay as they are until a run succeeds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import select
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from ..errors import LauncherError, UsageError, in_words
+from ..plan.elastic_spec import DiscoveryScript
+from ..plan.hosts import AUTO, Host, find_this_machine, parse_host
+from ..system import process_tree
+from ..system.signals import signal_name
+from ..system.terminal_text import one_line
+from ..wire.messages import DiscoveryFailed, HostsFound
+
+_MOST_BYTES = 1 << 20
+_SHOWN_CHARACTERS = 200
+# Interval between checks of a run whose shell has ended while its output is still open, or the other way round.
+_LOOK_S = 0.05
+_REAP_S = 1.0
+# A script may read a file while it is being written, so an empty list counts only when printed twice in a row.
+_TIMES_EMPTY = 2
+
+
+class ScriptError(LauncherError):
+    """The script failed, or its output is not a list of hosts; the message does not name the script."""
+
+
+class Discovery:
+    """Runs a script until it is closed; leaving the context closes it."""
+
+    def __init__(
+        self,
+        script: DiscoveryScript,
+        put: Callable[[HostsFound | DiscoveryFailed], object],
+        say: Callable[[str], object],
+    ) -> None:
+        """``put`` is called with each event, and ``say`` with text for the user; both in the discovery's own thread."""
+        self._script = script
+        self._put = put
+        self._say = say
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="discovery")
+        self._printed: tuple[Host, ...] | None = None  # by the last run that succeeded; `_found` are its hosts
+        self._found: dict[str, int] = {}
+        self._last: dict[str, int] | None = None  # those of the last event
+
+    def __enter__(self) -> Discovery:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        is_failing, times_empty = False, 0
+        while not self._closed.is_set():
+            try:
+                found = self._hosts()
+            except (LauncherError, OSError) as error:
+                if self._closed.is_set():
+                    return
+                why = _words_of(self._script, error)
+                if self._last is None:
+                    self._put(DiscoveryFailed(why))
+                    return
+                if not is_failing:
+                    self._say(f"{why}. The hosts stay as they are; it is run again every {self._script.period_s:g} s")
+                is_failing = True
+            else:
+                if is_failing:
+                    self._say(f"--host-discovery-script {one_line(self._script.command)} works again")
+                is_failing = False
+                times_empty = 0 if found else times_empty + 1
+                if found != self._last and (found or times_empty == _TIMES_EMPTY):
+                    self._last = found
+                    self._put(HostsFound(found))
+            self._closed.wait(self._script.period_s)
+
+    def _hosts(self) -> dict[str, int]:
+        printed = _printed_hosts(self._script, self._closed.is_set)
+        if printed != self._printed:  # not each time, since names are looked up
+            self._found = {host.label: host.slots for host in find_this_machine(printed)}
+            self._printed = printed
+        return self._found
+
+
+def discover(script: DiscoveryScript) -> tuple[Host, ...]:
+    """Runs a script once, and returns the hosts that it prints; raises `LauncherError` if it fails."""
+    try:
+        return find_this_machine(_printed_hosts(script, lambda: False))
+    except (LauncherError, OSError) as error:
+        raise LauncherError(_words_of(script, error)) from error
+
+
+def _printed_hosts(script: DiscoveryScript, is_closed: Callable[[], bool]) -> tuple[Host, ...]:
+    output = run_script(script, is_closed)
+    return tuple(parse_discovered(output.decode(errors="backslashreplace"), script.slots_per_host))
+
+
+def parse_discovered(text: str, slots_per_host: int) -> list[Host]:
+    """Parses what a script printed: ``host`` or ``host:slots`` in each line. A `ScriptError` has the line's number.
+
+    A repeated line has no effect, as with horovodrun.
+    """
+    hosts: dict[str, Host] = {}
+    lines: dict[str, int] = {}
+    for number, line in enumerate(text.split("\n"), start=1):
+        item = line.partition("#")[0].strip()
+        if not item:
+            continue
+        try:
+            host = parse_host(item)
+        except UsageError as error:
+            raise ScriptError(f"line {number} of its output: {error}") from None
+        if host.slots == AUTO:
+            raise ScriptError(f"line {number} of its output: {one_line(item)!r}: say how many slots, such as node1:4")
+        if not item.rpartition("]")[2].count(":"):
+            host = Host(host.name, slots_per_host, host.user)
+        if hosts.setdefault(host.label, host) != host:
+            raise ScriptError(
+                f"line {number} of its output: {host.label} has {host.slots} slots, and in line {lines[host.label]} "
+                f"{hosts[host.label].slots}; name each host once"
+            )
+        lines.setdefault(host.label, number)
+    return list(hosts.values())
+
+
+def run_script(script: DiscoveryScript, is_closed: Callable[[], bool]) -> bytes:
+    """Returns the output of one run; raises `ScriptError` if it fails. Ends all processes that the run started.
+
+    The run is killed if it takes too long, prints too much, or ``is_closed`` returns True.
+    """
+    process = subprocess.Popen(
+        ["/bin/sh", "-c", script.command],
+        cwd=script.cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    with process.stdout, process.stderr:
+        stdout, stderr = process.stdout.fileno(), process.stderr.fileno()
+        outputs = {stdout: bytearray(), stderr: bytearray()}
+        try:
+            fault = _read_until_end(process, outputs, time.monotonic() + script.limit_s, is_closed)
+        finally:
+            process_tree.kill_tree(process.pid)
+            process.wait()
+            _reap_group(process.pid)
+    said = _last_line(bytes(outputs[stderr]))
+    if fault is _Fault.LATE:
+        raise ScriptError(f"it ran for {script.limit_s:g} s, and was killed{said}")
+    if fault is _Fault.LONG:
+        raise ScriptError("it printed more than any list of hosts has, and was killed")
+    if fault is _Fault.CLOSED:
+        raise ScriptError("the job ends")
+    if code := process.returncode:
+        how = {126: "it cannot be executed", 127: "it was not found"}.get(code, f"it ended with exit code {code}")
+        raise ScriptError((how if code > 0 else f"it was killed by {signal_name(-code)}") + said)
+    return bytes(outputs[stdout])
+
+
+class _Fault(enum.Enum):
+    """Why a run is killed."""
+
+    LATE = enum.auto()
+    LONG = enum.auto()
+    CLOSED = enum.auto()
+
+
+def _read_until_end(
+    process: subprocess.Popen[bytes],
+    outputs: Mapping[int, bytearray],
+    give_up_at: float,
+    is_closed: Callable[[], bool],
+) -> _Fault | None:
+    """Reads until the script has ended, even if a process that it started keeps its output open."""
+    still_open = set(outputs)
+    for descriptor in outputs:
+        os.set_blocking(descriptor, False)
+    while True:
+        has_ended = process.poll() is not None  # before reading, so that nothing is missed
+        still_open = {descriptor for descriptor in still_open if _drain(descriptor, outputs[descriptor])}
+        if any(len(output) > _MOST_BYTES for output in outputs.values()):
+            return _Fault.LONG
+        if has_ended:
+            return None
+        if time.monotonic() > give_up_at:
+            return _Fault.LATE
+        if is_closed():
+            return _Fault.CLOSED
+        if still_open:
+            select.select(still_open, (), (), _LOOK_S)
+        else:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=_LOOK_S)
+
+
+def _drain(descriptor: int, output: bytearray) -> bool:
+    """Reads the available bytes, up to `_MOST_BYTES`; returns False at the end of the output."""
+    while len(output) <= _MOST_BYTES:
+        try:
+            data = os.read(descriptor, 1 << 16)
+        except BlockingIOError:
+            return True
+        if not data:
+            return False
+        output += data
+    return True
+
+
+def _reap_group(pid: int) -> None:
+    """Reaps the processes of a killed group that this process has adopted, which would else pile up with each run."""
+    give_up_at = time.monotonic() + _REAP_S
+    with contextlib.suppress(ChildProcessError):
+        while time.monotonic() < give_up_at:
+            if os.waitpid(-pid, os.WNOHANG)[0] == 0:
+                time.sleep(0.005)
+
+
+def _last_line(stderr: bytes) -> str:
+    lines = stderr.decode(errors="backslashreplace").split("\n")
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f": {one_line(last)[:_SHOWN_CHARACTERS]}" if last else ""
+
+
+def _words_of(script: DiscoveryScript, error: Exception) -> str:
+    return f"--host-discovery-script {one_line(script.command)}: {in_words(error) or error}"

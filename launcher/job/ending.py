@@ -1,0 +1,149 @@
+"""Ends the workers of a job: signals, the grace period, SIGKILL, and what a signal to the launcher does.
+
+    a judgement, or a signal to the launcher ──► Ending ──► signals to workers, an Outcome
+
+`supervisor` calls it when its alarm is due. Workers that are to end get a signal, and SIGKILL after a grace period. It
+is longer if the launcher was signalled, since workers may have to write a checkpoint. The first cause determines
+the outcome; what workers do after they were signalled does not.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from ..system.signals import signal_name
+from .failure_message import Outcome
+from .roster import Roster
+
+# From the first signal to SIGKILL after a failure of a worker, a host or the screen.
+FAILURE_GRACE_S = 3.0
+# Signals to the launcher within this time of the first count as one: timeout(1) signals its child and then the child's
+# process group, systemd sends SIGTERM and SIGHUP.
+SAME_SIGNAL_S = 0.2
+# How long to wait after SIGKILL for the workers' `Exited`. Then hanging up on the agents ends what still runs.
+GIVE_UP_S = 1.0
+
+
+class Ending:
+    """The workers that run, the outcome once it is decided, and the steps of the job's end."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        *,
+        signal_workers: Callable[[Collection[int], int], None],
+        say: Callable[[str], None],
+        log: Callable[[str], None],
+        grace: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """``grace``: seconds from a signal to the launcher to SIGKILL. After a failure it is `FAILURE_GRACE_S` at most.
+
+        ``say`` shows a message; ``log`` shows one with ``--verbose`` only.
+        """
+        self._roster = roster
+        self._signal_workers = signal_workers
+        self._say = say
+        self._log = log
+        self._grace = grace
+        self.clock = clock
+        self.running: set[int] = set()
+        """The numbers of the workers that run."""
+        self.outcome: Outcome | None = None
+        """The outcome of the job, once there is a cause for its end."""
+        self.effect_of = 0
+        """If the launcher receives this signal now, that is the cause, and what set the outcome is its effect."""
+        self.has_killed = False
+        """Whether the workers were sent SIGKILL."""
+        self.gave_up = False
+        """Whether workers did not end after SIGKILL."""
+        self._signalled_at: float | None = None
+        self._is_ending = False
+        self._alarm: tuple[float, Callable[[], None]] | None = None
+
+    def decide(self, outcome: Outcome) -> None:
+        """Sets the outcome, unless there is an earlier cause."""
+        self.outcome = self.outcome or outcome
+
+    def interrupt(self, signum: int, at_s: float | None = None) -> None:
+        """Passes the launcher's first signal on to the workers. A later one, or one while the job ends, kills them.
+
+        ``at_s`` is when it was received, by the clock, which may be long ago on a busy machine; the default is now.
+        A scheduler may signal the workers too, and writes to a closed terminal fail. If such an effect of the signal
+        arrived first, the signal is still the cause.
+        """
+        at_s = self.clock() if at_s is None else at_s
+        if self._signalled_at is not None and at_s - self._signalled_at < SAME_SIGNAL_S:
+            return
+        is_effect = self._signalled_at is None and self.effect_of == signum and not self.has_killed
+        self._signalled_at = at_s
+        name, workers = signal_name(signum), f"{len(self.running)} worker{'s' if len(self.running) > 1 else ''}"
+        if self.outcome is not None and not is_effect:
+            self.outcome = replace(self.outcome, hasty=True)
+            if not self.has_killed:
+                self._say(f"{name}: {workers} killed at once")
+                self._kill()
+            return
+        self.outcome = Outcome(128 + signum, hasty=True)
+        if not self.running:
+            return
+        if self._grace == 0:
+            self._say(f"{name}: {workers} killed at once (--grace 0)")
+            self._kill()
+            return
+        again = "Ctrl-C again" if signum == signal.SIGINT else "a second signal"
+        self._say(
+            f"{name} passed on to {workers}: what still runs in {self._grace:g} s is "
+            f"killed ({again}: at once; --grace sets the time)"
+        )
+        self.end(signum, self._grace)
+
+    def end(self, signum: int = signal.SIGTERM, grace: float | None = None) -> None:
+        """Signals the running workers. SIGKILL follows after ``grace``, by default `FAILURE_GRACE_S` at most.
+
+        Workers are signalled once: a second call only changes the grace, if it is given one.
+        """
+        if not self.running or (self._is_ending and grace is None):
+            return
+        grace = min(self._grace, FAILURE_GRACE_S) if grace is None else grace
+        if grace == 0:
+            self._kill()
+            return
+        if not self._is_ending:
+            self._is_ending = True
+            self._log(f"{signal_name(signum)} to {self._roster.name(self.running)}, SIGKILL in {grace:g} s")
+            self._signal_workers(sorted(self.running), signum)
+        self._set_alarm(grace, self._end_grace)
+
+    def _end_grace(self) -> None:
+        # The user gave workers this time for a checkpoint, and should know that it was too short.
+        if self._signalled_at is not None:
+            self._say(f"{self._roster.name(self.running)} still ran after {self._grace:g} s: killed (--grace)")
+        self._kill()
+
+    def _kill(self) -> None:
+        self._is_ending = self.has_killed = True
+        self._log(f"SIGKILL to {self._roster.name(self.running)}")
+        self._signal_workers(sorted(self.running), signal.SIGKILL)
+        self._set_alarm(GIVE_UP_S, self._give_up)
+
+    def _give_up(self) -> None:
+        self.gave_up = True
+
+    # ------------------------------------------------------------------ alarm
+
+    def _set_alarm(self, delay_s: float, action: Callable[[], None]) -> None:
+        """Sets the only alarm, replacing another: each step of the job's end follows from the one before."""
+        self._alarm = self.clock() + delay_s, action
+
+    def time_left_s(self) -> float | None:
+        """Returns the seconds until `ring` is due; None if the job is not ending."""
+        return None if self._alarm is None else self._alarm[0] - self.clock()
+
+    def ring(self) -> None:
+        """Takes the next step of the job's end."""
+        alarm, self._alarm = self._alarm, None
+        if alarm is not None:
+            alarm[1]()

@@ -1,0 +1,455 @@
+"""Decides which workers an elastic job has, and which of them are the ranks of each generation.
+
+    hosts found, workers that ask for a generation or end, time ──► Membership ──► start, publish, notify, dismiss, end
+
+A *generation* is one world: the ranks from one hvd.init() to the next hvd.shutdown(). It ends when one of its workers
+is lost, or when its ranks leave it because hosts have changed. Each remaining worker then asks for the next one. When
+all of them have asked, it is published: the remaining workers in their order, the oldest first, then new ones. A
+worker's number is its identity, and is never used again. Its slot on its host stays the same, and its rank may change.
+
+`host_slots` knows the slots in which workers may be started. Nothing here has a thread, process or clock: tests replay
+events.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..plan.elastic_spec import OnFailure, Policy
+from .host_slots import HostSlots, Place
+
+# After this time the user is told for which workers of the last generation the next one waits.
+_TELL_OF_LATE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of a generation. ``since`` is the first generation that it was in."""
+
+    worker: int
+    place: Place
+    since: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A world: its members by rank, and why the one before has ended ("" if only because hosts have changed)."""
+
+    number: int
+    members: tuple[Member, ...]
+    why: str
+
+
+# The actions that `Membership` returns, for the launcher to carry out.
+
+
+@dataclass(frozen=True)
+class StartWorker:
+    worker: int
+    place: Place
+
+
+@dataclass(frozen=True)
+class Publish:
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class Notify:
+    """Tell rank 0 that hosts have changed, so that all ranks leave the generation at their next commit."""
+
+    added: bool
+    removed: bool
+
+
+@dataclass(frozen=True)
+class Dismiss:
+    """Tell a worker that asks for the next generation that it has no place any more: it ends with exit code 0."""
+
+    worker: int
+    why: str
+
+
+@dataclass(frozen=True)
+class EndWorkers:
+    workers: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Say:
+    text: str
+
+
+@dataclass(frozen=True)
+class EndJob:
+    """No generation can follow, so the job ends. ``why`` is None if the workers' failures explain it.
+
+    ``is_limit``: a limit that the user has set is reached, so that the last failure is the cause behind it.
+    """
+
+    why: str | None
+    is_limit: bool = False
+
+
+@dataclass(frozen=True)
+class JobDone:
+    """All ranks of the last generation have ended with exit code 0: workers that wait for a place end, too."""
+
+
+Action = StartWorker | Publish | Notify | Dismiss | EndWorkers | Say | EndJob | JobDone
+
+
+@dataclass
+class _Worker:
+    number: int
+    place: Place
+    since: int | None = None
+    # The last generation that it was in (0 if none), once it asks for the next one.
+    asks_after: int | None = None
+    # Why it was told to end, if it was; its end is then no failure.
+    why_dismissed: str | None = None
+    is_being_ended: bool = False
+
+    @property
+    def is_dismissed(self) -> bool:
+        return self.why_dismissed is not None
+
+
+@dataclass
+class _Wait:
+    """A wait before the next generation: for members that have not left the last one, or for more workers.
+
+    ``due_s`` is when `time_passes` must be called.
+    """
+
+    is_for_late: bool
+    since_s: float
+    is_told: bool = False
+    due_s: float = math.inf
+
+
+class Membership:
+    """The workers and generations of a job. Methods take an event and return actions; ``now_s`` never goes back."""
+
+    def __init__(self, policy: Policy, jitter: Callable[[], float] = lambda: 0.0) -> None:
+        """``jitter`` draws a number from 0 to 1, for cooldowns."""
+        self._policy = policy
+        self._slots = HostSlots(policy, jitter)
+        self._workers: dict[int, _Worker] = {}  # those that run
+        self._next_worker = 0
+        self.current: Generation | None = None
+        self._causes: list[str] = []  # of the end of the current generation
+        self._notified: Notify | None = None
+        self._wait: _Wait | None = None
+        self._done: list[str] = []  # the names of those that have ended with exit code 0
+        self._has_hosts = False
+        self._is_over = False
+
+    # ------------------------------------------------------------ what happens
+
+    def hosts_found(self, hosts: Mapping[str, int], now_s: float) -> list[Action]:
+        """Sets the hosts and the number of slots of each. Hosts that were found first are filled first."""
+        self._has_hosts = True
+        self._slots.found(hosts)
+        return self._go_on(now_s)
+
+    def asks(self, worker: int, after: int, now_s: float) -> list[Action]:
+        """A worker asks for the generation after ``after``, which is 0 if it has been in none."""
+        if worker in self._workers:
+            self._workers[worker].asks_after = after
+        return self._go_on(now_s)
+
+    def ended(self, worker: int, failure: str | None, now_s: float) -> list[Action]:
+        """A worker has ended; ``failure`` is None if it did so with exit code 0."""
+        gone = self._workers.pop(worker, None)
+        if gone is None or gone.is_dismissed:
+            return self._go_on(now_s)
+        if failure is None and (self.current is None or self._is_member(gone)):
+            self._done.append(f"worker {worker} on {gone.place.host}")
+            return self._go_on(now_s)
+        failure = failure or f"worker {worker} on {gone.place.host} ended before it was a rank"
+        if self._is_member(gone):
+            self._causes.append(failure)
+        elif self.current is None and not gone.is_being_ended and not self._is_over:
+            # There is no state yet that could be kept, and new workers would probably fail in the same way.
+            return list(self._end(None))
+        if gone.is_being_ended:  # for a failure that has been counted
+            return self._go_on(now_s)
+        return [*self._count_failure(gone.place, None, now_s), *self._go_on(now_s)]
+
+    def host_lost(self, host: str, why: str, now_s: float) -> list[Action]:
+        """A host is lost with all its workers. It gets no new ones until its cooldown is over."""
+        lost = [each for each in self._workers.values() if each.place.host == host]
+        for each in lost:
+            del self._workers[each.number]
+            if self._is_member(each):
+                self._causes.append(why)
+        if lost and self._policy.on_failure is OnFailure.STOP:
+            return [] if self._is_over else list(self._end(why))
+        self._slots.count_failure(host)
+        return [*self._bar(host, now_s), *self._go_on(now_s)]
+
+    def barred_until_s(self, host: str) -> float:
+        """Returns when a host's cooldown is over; infinite if it never is."""
+        return self._slots.barred_until_s(host)
+
+    def time_passes(self, now_s: float) -> list[Action]:
+        """Must be called at `deadline_s`."""
+        return self._go_on(now_s)
+
+    def deadline_s(self) -> float | None:
+        """Returns when `time_passes` must be called, or None. It is later than every ``now_s`` so far."""
+        if self._is_over or not self._has_hosts:
+            return None
+        due = [self._slots.next_change_s()]
+        if self._wait is not None:
+            due.append(self._wait.due_s)
+        return min((at_s for at_s in due if at_s is not None), default=None)
+
+    # ------------------------------------------------------------- what to do
+
+    def _go_on(self, now_s: float) -> list[Action]:
+        if self._is_over or not self._has_hosts:
+            return []
+        self._slots.forget(now_s)
+        actions = [*self._dismissals(), *self._starts()]
+        wait, self._wait = self._wait, None  # set again below if it goes on
+        actions += self._next_generation(wait, now_s)
+        return actions
+
+    def _starts(self) -> Iterator[Action]:
+        """Starts workers in free slots, up to --max-np and --spares; none once a rank has ended with exit code 0."""
+        if self._done or (self.current is not None and not self._members()):
+            return
+        usable = self._slots.usable()
+        if self.current is None and sum(usable.values()) < self._least() and not self._workers:
+            return
+        taken = {each.place for each in self._workers.values()}
+        room = (
+            self._most() + self._policy.spares - sum(1 for each in self._workers.values() if each.place.host in usable)
+        )
+        for host, slots in usable.items():
+            for slot in range(slots):
+                place = Place(host, slot)
+                if room > 0 and place not in taken and self._slots.may_fill(place):
+                    room -= 1
+                    worker = _Worker(self._next_worker, place)
+                    self._next_worker += 1
+                    self._workers[worker.number] = worker
+                    yield StartWorker(worker.number, place)
+
+    def _dismissals(self) -> Iterator[Action]:
+        """Dismisses workers whose host or slot was removed, once they ask for the next generation."""
+        for each in list(self._workers.values()):
+            if each.asks_after is not None and (each.is_dismissed or not self._slots.is_there(each.place)):
+                # A dismissed worker that asks again is dismissed again, even if its host has come back.
+                each.why_dismissed, each.asks_after = each.why_dismissed or self._slots.removal(each.place), None
+                yield Dismiss(each.number, each.why_dismissed)
+
+    def _next_generation(self, wait: _Wait | None, now_s: float) -> Iterator[Action]:
+        members, joiners = self._members(), self._joiners()
+        if self._done:
+            yield from self._last_ends(members)
+            return
+        if self.current is not None and not members:
+            barred = ", ".join(self._slots.barred())
+            if self._policy.on_failure is OnFailure.BLACKLIST and barred and not self._slots.usable():
+                yield Say(
+                    f"no host is left: after a failure these get no more workers (--on-failure blacklist): {barred}. "
+                    "Where that is one host, --on-failure replace starts a new worker on it"
+                )
+            yield from self._end(None if self._causes else "all hosts have been removed")
+            return
+        leaving = [each for each in members if each.asks_after is not None]
+        if self.current is not None and not leaving and len(members) == len(self.current.members):
+            yield from self._notify(members, joiners)
+            return
+        if late := [each for each in members if each.asks_after is None]:
+            yield from self._wait_for_late(late, wait, now_s)
+            return
+        if self.current is None and self._has_starting():
+            return
+        candidates = [*leaving, *joiners][: self._most()]
+        if len(candidates) < self._least():
+            yield from self._wait_for_more(wait, now_s)
+        else:
+            yield from self._publish(candidates)
+
+    def _wait_for_late(self, late: Sequence[_Worker], wait: _Wait | None, now_s: float) -> Iterator[Action]:
+        """Waits for members that have not left an ended generation, and ends them after --elastic-timeout."""
+        limit_s = self._policy.elastic_timeout_s
+        self._wait = wait if wait is not None and wait.is_for_late else _Wait(is_for_late=True, since_s=now_s)
+        waited_s = now_s - self._wait.since_s
+        self._wait.due_s = self._wait.since_s + limit_s
+        names = ", ".join(f"worker {each.number} on {each.place.host}" for each in late)
+        if waited_s >= limit_s:
+            self._wait = None
+            why = f"did not come to the next generation within {limit_s:g} s (--elastic-timeout)"
+            self._causes.append(f"{names} {why}")
+            for each in late:
+                each.is_being_ended = True
+            yield EndWorkers(tuple(each.number for each in late), f"it {why}")
+            for each in late:
+                yield from self._count_failure(each.place, f"{names} {why}", now_s)
+            if not self._is_over:
+                yield from self._next_generation(None, now_s)
+        elif waited_s >= _TELL_OF_LATE_S and not self._wait.is_told:
+            self._wait.is_told = True
+            yield Say(
+                f"the next generation has been waiting {waited_s:.0f} s for {names}: a long computation, or a hang. "
+                f"What does not come within {limit_s:g} s (--elastic-timeout) is ended"
+            )
+        elif not self._wait.is_told:
+            self._wait.due_s = self._wait.since_s + min(_TELL_OF_LATE_S, limit_s)
+
+    def _last_ends(self, members: Collection[_Worker]) -> Iterator[Action]:
+        """Ends the job after a rank has ended with exit code 0: well if all others do so too."""
+        living = members if self.current is not None else self._workers.values()
+        asking = [each.number for each in living if each.asks_after is not None]
+        if self._causes:
+            yield from self._end(None)
+        elif asking:
+            waits = f"worker {asking[0]} waits" if len(asking) == 1 else f"workers {', '.join(map(str, asking))} wait"
+            yield from self._end(f"{self._done[0]} ended with exit code 0, and {waits} for it in hvd.init()")
+        elif not living:
+            self._is_over = True
+            yield JobDone()
+
+    def _notify(self, members: Collection[_Worker], joiners: Collection[_Worker]) -> Iterator[Action]:
+        added = bool(joiners) and len(members) < self._most()
+        removed = any(not self._slots.is_there(each.place) for each in members)
+        notify = Notify(added, removed)
+        if (added or removed) and notify != self._notified:
+            self._notified = notify
+            yield notify
+
+    def _publish(self, candidates: Iterable[_Worker]) -> Iterator[Action]:
+        number = 1 if self.current is None else self.current.number + 1
+        limit = self._policy.reset_limit
+        if limit is not None and number - 1 > limit:
+            yield from self._end(f"--reset-limit {limit}: the ranks have changed more often", is_limit=True)
+            return
+        members = []
+        for each in candidates:
+            each.since = number if each.since is None else each.since
+            each.asks_after = None
+            members.append(Member(each.number, each.place, each.since))
+        why = "; ".join(dict.fromkeys(self._causes)) or ("the job begins" if number == 1 else "")
+        self.current = Generation(number, tuple(members), why)
+        self._causes, self._notified = [], None
+        yield Publish(self.current)
+
+    def _wait_for_more(self, wait: _Wait | None, now_s: float) -> Iterator[Action]:
+        """Waits until there are enough workers. It waits twice as long if enough of them have been started."""
+        limit_s, times = self._policy.elastic_timeout_s, "--elastic-timeout"
+        if wait is None or wait.is_for_late:
+            wait = _Wait(is_for_late=False, since_s=now_s)
+            yield Say(
+                f"waiting {limit_s:g} s ({times}) for {self._words_of_least()}: so far {self._words_of_what_there_is()}"
+            )
+        if len(self._started()) >= self._least():
+            limit_s, times = 2 * limit_s, f"{times} {limit_s:g}, and as long again for workers that were starting"
+        wait.due_s = wait.since_s + limit_s
+        if now_s < wait.due_s:
+            self._wait = wait
+            return
+        yield from self._end(
+            f"waited {limit_s:g} s ({times}) for {self._words_of_least()}: only {self._words_of_what_there_is()}",
+            is_limit=True,
+        )
+
+    def _started(self) -> list[_Worker]:
+        """Returns the running workers that are not being ended, whether they have called hvd.init() or not."""
+        return [each for each in self._workers.values() if not each.is_dismissed and not each.is_being_ended]
+
+    def _words_of_what_there_is(self) -> str:
+        usable = self._slots.usable()
+        hosts = ", ".join(f"{label}:{slots}" for label, slots in usable.items())
+        workers = self._started()
+        starting = sum(each.asks_after is None for each in workers)
+        words = _count(len(workers), "worker")
+        words += f", of which {starting} not yet in hvd.init()" if starting else ""
+        words += f", and {_count(sum(usable.values()), 'slot')}"
+        words += f" ({hosts})" if hosts else ""
+        places = [Place(host, slot) for host, slots in usable.items() for slot in range(slots)]
+        if empty := sum(not self._slots.may_fill(place) for place in places):
+            words += f", of which {empty} stay empty after failures"
+        barred = ", ".join(self._slots.barred())
+        return words + (f"; hosts that get no workers after failures: {barred}" if barred else "")
+
+    def _count_failure(self, place: Place, why: str | None, now_s: float) -> Iterator[Action]:
+        """Applies the policy after a worker has failed; ``why`` is the reason if the job ends."""
+        self._slots.count_failed_worker(place, now_s)
+        if self._policy.on_failure is OnFailure.STOP and not self._is_over:
+            yield from self._end(why)
+        elif self._policy.on_failure is OnFailure.BLACKLIST:
+            yield from self._bar(place.host, now_s)
+        elif self._policy.on_failure is OnFailure.REPLACE and self._members():
+            yield from self._tell_of_empty_slot(place, now_s)
+
+    def _tell_of_empty_slot(self, place: Place, now_s: float) -> Iterator[Action]:
+        if not self._slots.is_there(place) or self._slots.may_fill(place):
+            return
+        failed = _count(self._slots.failures_in(place), "worker")
+        yield Say(
+            f"{place} stays empty for {self._slots.filled_again_s(place) - now_s:.0f} s: {failed} failed in it within "
+            f"{self._policy.restart_window_s:g} s (--max-restarts {self._policy.max_restarts})"
+        )
+
+    def _bar(self, host: str, now_s: float) -> Iterator[Action]:
+        """Excludes a host until its cooldown is over, and ends its workers."""
+        self._slots.bar(host, now_s)
+        others = [each for each in self._workers.values() if each.place.host == host and not each.is_being_ended]
+        for each in others:
+            each.is_being_ended = True
+        if others:
+            yield EndWorkers(tuple(each.number for each in others), f"{host} gets no more workers after a failure")
+
+    def _end(self, why: str | None, *, is_limit: bool = False) -> Iterator[Action]:
+        self._is_over = True
+        yield EndJob(why, is_limit)
+
+    # ----------------------------------------------------------------- looking
+
+    def _least(self) -> int:
+        """The number of workers that the next generation needs."""
+        start = self._policy.start_np
+        return self._policy.min_np if start is None or self.current is not None else start
+
+    def _words_of_least(self) -> str:
+        flag = "--min-np" if self._least() == self._policy.min_np else "-np"
+        return f"at least {_count(self._least(), 'worker')} ({flag})"
+
+    def _most(self) -> int:
+        return self._policy.max_np if self._policy.max_np is not None else 1 << 30
+
+    def _is_member(self, worker: _Worker) -> bool:
+        return self.current is not None and any(each.worker == worker.number for each in self.current.members)
+
+    def _members(self) -> list[_Worker]:
+        """Returns the running members of the current generation that are not being ended, by rank."""
+        if self.current is None:
+            return []
+        living = [self._workers.get(each.worker) for each in self.current.members]
+        return [each for each in living if each is not None and not each.is_dismissed and not each.is_being_ended]
+
+    def _joiners(self) -> list[_Worker]:
+        """Returns the workers that ask for their first generation, in the order of their numbers."""
+        return [
+            each
+            for each in self._workers.values()
+            if each.since is None and each.asks_after is not None and self._may_join(each)
+        ]
+
+    def _may_join(self, worker: _Worker) -> bool:
+        return not worker.is_dismissed and not worker.is_being_ended and self._slots.is_there(worker.place)
+
+    def _has_starting(self) -> bool:
+        return any(each.since is None and each.asks_after is None for each in self._workers.values())
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -1,0 +1,77 @@
+"""The settings of an elastic job, and of one that is restarted after a failure, as plain values.
+
+`cli.elastic_flags` makes them for a `JobSpec`; `job.membership` follows the policy, `job.discovery` runs the script.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class OnFailure(enum.Enum):
+    """What an elastic job does after a worker has failed."""
+
+    REPLACE = "replace"  # a new worker takes its slot
+    SHRINK = "shrink"  # the others go on, and nobody takes its place
+    BLACKLIST = "blacklist"  # its host gets no workers until its cooldown is over
+    STOP = "stop"  # the job ends, as one that is not elastic
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The rules of an elastic job's membership.
+
+    ``start_np`` is how many workers the first generation needs, None for ``min_np``. ``max_np`` None: as many as there
+    are slots. ``spares`` workers more than ``max_np`` are started, and wait for a place.
+
+    ``cooldown_s`` is for how long a host gets no workers after its first failure, and at most; None: for ever.
+
+    ``max_restarts`` of one slot are made within ``restart_window_s``; then it stays empty for a while. ``reset_limit``
+    is how many generations may follow the first; None: any number.
+    """
+
+    min_np: int
+    max_np: int | None = None
+    start_np: int | None = None
+    spares: int = 0
+    on_failure: OnFailure = OnFailure.REPLACE
+    elastic_timeout_s: float = 600.0
+    cooldown_s: tuple[float, float] | None = None
+    reset_limit: int | None = None
+    max_restarts: int = 3
+    restart_window_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class DiscoveryScript:
+    """A program that prints a line for each host that is there: ``host`` or ``host:slots``.
+
+    ``command`` is for a shell in the directory ``cwd``. A line without slots means ``slots_per_host``. It is run every
+    ``period_s`` seconds, and may take ``limit_s``.
+    """
+
+    command: str
+    cwd: str
+    slots_per_host: int = 1
+    period_s: float = 1.0
+    limit_s: float = 10.0
+
+
+@dataclass(frozen=True)
+class ElasticSpec:
+    """An elastic job. Its hosts are those that ``discovery`` finds; if that is None, they are `JobSpec.hosts`."""
+
+    policy: Policy
+    discovery: DiscoveryScript | None = None
+
+
+@dataclass(frozen=True)
+class RestartSpec:
+    """A job that is not elastic, and is started anew after a failure, at most ``max_restarts`` times.
+
+    It then runs on the hosts that are left, with at least ``min_np`` workers.
+    """
+
+    max_restarts: int
+    min_np: int

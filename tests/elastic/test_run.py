@@ -1,0 +1,193 @@
+"""What `run` does when a training function ends in each way."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import hvdlite.torch as hvd
+from hvdlite.elastic import HostsUpdatedInterrupt, HostUpdates, State, run
+from hvdlite.errors import CommunicationError, MismatchError, NotInitializedError, PeerLostError
+from hvdlite.rendezvous.seat import Seat
+
+
+class Recorded(State):
+    """Notes what is done with it."""
+
+    def __init__(self, done: list[str]) -> None:
+        super().__init__(lambda value: value, lambda: 0)
+        self.done = done
+
+    def save(self):
+        self.done.append("save")
+
+    def restore(self):
+        self.done.append("restore")
+
+    def sync(self):
+        self.done.append("sync")
+
+    def reset(self):
+        self.done.append("reset")
+
+
+@pytest.fixture
+def done(monkeypatch):
+    """What has been done, in order, under a launcher that replaces workers."""
+    done: list[str] = []
+    # The package has the function `run` in the place of its module.
+    module = sys.modules["hvdlite.elastic.run"]
+    monkeypatch.setattr(module, "enter_again", lambda: done.append("enter"))
+    monkeypatch.setattr(module, "_any_rank", lambda needs_sync: needs_sync)
+    monkeypatch.setattr(module, "listening", lambda state: contextlib.nullcontext())
+    in_world(monkeypatch, Seat(generation=2, rank=0, size=2, newcomers=0))
+    return done
+
+
+def in_world(monkeypatch, seat):
+    world = SimpleNamespace(seat=seat, topology=SimpleNamespace(size=2))
+    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "current_world", lambda: world)
+
+
+def trained(done, *ends):
+    """The result of a function whose calls end in these ways; the last one returns."""
+    ways = iter(ends)
+
+    @run
+    def train(state, factor, *, offset=0):
+        done.append("train")
+        end = next(ways, None)
+        if end is not None:
+            raise end
+        return 2 * factor + offset
+
+    return train(Recorded(done), 3, offset=1)
+
+
+def test_a_function_that_ends_well_is_called_once_after_states_were_made_equal(done):
+    assert trained(done) == 7
+    assert done == ["sync", "train"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PeerLostError("rank 1 has gone"), CommunicationError("timed out"), hvd.HorovodInternalError("the program's own")],
+)
+def test_a_lost_rank_restores_the_last_commit_and_begins_again(done, error):
+    assert trained(done, error) == 7
+    assert done == ["sync", "train", "restore", "enter", "reset", "sync", "train"]
+
+
+def test_new_hosts_keep_the_state_and_make_it_equal_on_all(done):
+    trained(done, HostsUpdatedInterrupt())
+    assert done == ["sync", "train", "enter", "reset", "sync", "train"]
+
+
+def test_removed_hosts_alone_leave_states_equal(done):
+    trained(done, HostsUpdatedInterrupt(skip_sync=True))
+    assert done == ["sync", "train", "enter", "reset", "train"]
+
+
+def test_a_rank_that_is_lost_after_hosts_were_removed_makes_states_equal_again(done):
+    trained(done, HostsUpdatedInterrupt(skip_sync=True), PeerLostError("rank 1 has gone"))
+    assert done[-5:] == ["restore", "enter", "reset", "sync", "train"]
+
+
+@pytest.mark.parametrize("error", [MismatchError("other shapes"), ValueError("the program's"), KeyboardInterrupt()])
+def test_what_would_come_again_at_each_try_is_raised(done, error):
+    with pytest.raises(type(error)):
+        trained(done, error)
+    assert done == ["sync", "train"]
+
+
+def test_a_lost_rank_is_raised_where_nobody_takes_its_place(done, monkeypatch):
+    in_world(monkeypatch, None)
+    with pytest.raises(PeerLostError):
+        trained(done, PeerLostError("rank 1 has gone"))
+    assert "restore" not in done
+
+
+def test_a_rank_that_is_lost_while_states_are_made_equal_counts_too(done):
+    lost = iter([PeerLostError("rank 1 has gone"), None])
+
+    class Lost(Recorded):
+        def sync(self):
+            super().sync()
+            if error := next(lost):
+                raise error
+
+    assert run(lambda state: "done")(Lost(done)) == "done"
+    assert done == ["sync", "restore", "enter", "reset", "sync"]
+
+
+def test_the_same_ranks_that_fail_three_times_without_a_commit_raise_the_error(done):
+    with pytest.raises(PeerLostError, match="third"):
+        trained(done, *(PeerLostError(which) for which in ("first", "second", "third")))
+    assert done.count("restore") == 2
+
+
+def test_a_commit_in_between_is_progress(done):
+    failures = iter(range(10))
+
+    class Committed(Recorded):
+        def check_host_updates(self):
+            pass
+
+    @run
+    def train(state):
+        state.commit()
+        if next(failures, None) is not None:
+            raise PeerLostError("again")
+        return "done"
+
+    assert train(Committed(done)) == "done"
+
+
+def test_other_ranks_than_those_that_failed_try_again(done, monkeypatch):
+    newcomers = iter([0, 0, 1, 0])
+    world = SimpleNamespace(seat=None, topology=SimpleNamespace(size=2))
+
+    def seat_taken():
+        done.append("enter")
+        world.seat = Seat(generation=3, rank=0, size=2, newcomers=next(newcomers))
+
+    seat_taken()
+    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "current_world", lambda: world)
+    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "enter_again", seat_taken)
+    assert trained(done, *(PeerLostError(f"{number}") for number in range(3))) == 7
+
+
+def test_news_of_hosts_that_come_while_reset_callbacks_run_are_heard_and_those_of_the_world_before_are_not(
+    done, monkeypatch
+):
+    heard_in = []
+
+    @contextlib.contextmanager
+    def listening(state):
+        heard_in.append(len(heard_in))
+        state.on_hosts_updated(float(len(heard_in)), HostUpdates.ADDED)
+        yield
+
+    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "listening", listening)
+
+    @run
+    def train(state):
+        if len(heard_in) == 1:
+            raise PeerLostError("rank 1 has gone")
+        if len(heard_in) == 2:
+            done.append("check")
+            state.check_host_updates()
+        return "done"
+
+    assert train(Recorded(done)) == "done"
+    assert done.count("check") == 1
+    assert len(heard_in) == 3, "the news of the second world have interrupted it"
+
+
+def test_a_program_that_has_not_called_init_is_told_so_once():
+    with pytest.raises(NotInitializedError) as raised:
+        run(lambda state: None)(Recorded([]))
+    assert raised.value.__context__ is None

@@ -1,0 +1,103 @@
+"""The sampler of elastic programs: nothing twice and nothing left out, whatever the number of ranks becomes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from worlds import run_worlds
+
+from hvdlite.elastic import ElasticSampler, TorchState, sampler
+
+
+def samplers(monkeypatch: pytest.MonkeyPatch, count: int, length: int, state=None, **arguments) -> list[ElasticSampler]:
+    """One for each of ``count`` ranks."""
+    made = []
+    for rank in range(count):
+        monkeypatch.setattr(sampler, "rank", lambda rank=rank: rank)
+        monkeypatch.setattr(sampler, "size", lambda: count)
+        one = ElasticSampler(range(length), **arguments)
+        if state is not None:
+            one.load_state_dict(state)
+        made.append(one)
+    return made
+
+
+@given(st.integers(0, 50), st.integers(1, 9), st.booleans())
+def test_all_ranks_together_see_every_sample_and_each_as_many(length, count, shuffle):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        drawn = [list(each) for each in samplers(monkeypatch, count, length, shuffle=shuffle)]
+        assert len({len(each) for each in drawn}) == 1
+        counts = Counter(index for each in drawn for index in each)
+        assert set(counts) == set(range(length))
+        # The last are repeated, once more than others at most.
+        assert not counts or max(counts.values()) - min(counts.values()) <= 1
+
+
+@given(st.integers(1, 60), st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), max_size=5), st.integers(1, 4))
+def test_nothing_is_seen_twice_or_left_out_when_ranks_come_and_go_in_an_epoch(length, worlds, batch_size):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        state, seen = None, []
+        for count, batches in [*worlds, (2, 1000)]:
+            ranks = samplers(monkeypatch, count, length, state)
+            for each in ranks:
+                iter(each)
+            steps = min(batches, -(-len(ranks[0]) // batch_size))
+            for batch in range(steps):
+                for each in ranks:
+                    seen += each.get_indices(batch, batch_size)
+                    each.record_batch(batch, batch_size)
+            state = ranks[0].state_dict()
+            if state["processed_num"] >= length:
+                break
+        assert set(seen) == set(range(length))
+        # Only the tail's padding is seen again.
+        assert len(seen) - length < 5 * batch_size
+
+
+def test_another_epoch_has_another_order_and_the_same_epoch_the_same(monkeypatch):
+    (one,) = samplers(monkeypatch, 1, 20)
+    (other,) = samplers(monkeypatch, 1, 20)
+    first = list(one)
+    assert list(other) == first
+    one.set_epoch(1)
+    assert list(one) != first
+    assert sorted(one) == sorted(first)
+
+
+def test_a_new_epoch_begins_with_all_samples(monkeypatch):
+    (one,) = samplers(monkeypatch, 1, 20)
+    iter(one)
+    one.record_batch(0, 20)
+    one.set_epoch(1)
+    assert len(one) == 20
+
+
+def test_what_was_recorded_by_indices_counts_as_well(monkeypatch):
+    one, _ = samplers(monkeypatch, 2, 20)
+    one.record_indices([3, 4, 5])
+    assert one.state_dict() == {"epoch": 0, "processed_num": 6}
+
+
+def test_ranks_get_rank_0s_place_in_the_epoch_and_their_own_part_of_the_rest():
+    def sync(rank):
+        own = ElasticSampler(range(20), shuffle=False)
+        if rank == 0:
+            own.record_batch(0, 4)
+        TorchState(sampler=own).sync()
+        return list(own)
+
+    first, second = run_worlds(2, sync)
+    assert sorted([*first, *second]) == list(range(8, 20))
+
+
+def test_a_reset_divides_the_rest_anew(monkeypatch):
+    (own,) = samplers(monkeypatch, 1, 20, shuffle=False)
+    own.record_batch(0, 4)
+    state = TorchState(sampler=own)
+    monkeypatch.setattr(sampler, "size", lambda: 4)
+    monkeypatch.setattr(sampler, "rank", lambda: 1)
+    state.on_reset()
+    assert list(own) == [5, 9, 13, 17]

@@ -1,0 +1,584 @@
+"""An elastic job on scripts of events: who is started, which seats are given, what is said, and how it ends."""
+
+from __future__ import annotations
+
+import errno
+import json
+import signal
+from queue import Empty
+
+import pytest
+from hvdlite_launcher.job.elastic_hosts import ElasticHosts
+from hvdlite_launcher.job.elastic_job import ElasticJob
+from hvdlite_launcher.job.ending import FAILURE_GRACE_S, Ending
+from hvdlite_launcher.job.membership import Membership
+from hvdlite_launcher.job.roster import Roster
+from hvdlite_launcher.job.supervisor import Supervisor
+from hvdlite_launcher.plan.elastic_spec import OnFailure, Policy
+from hvdlite_launcher.store.server import Store
+from hvdlite_launcher.wire.messages import (
+    Answered,
+    DiscoveryFailed,
+    Exited,
+    Hello,
+    HostsFound,
+    InitDone,
+    InitFailed,
+    InitStarted,
+    Interrupted,
+    Lost,
+    Output,
+    Refused,
+    ScreenFailed,
+    Started,
+)
+
+TERM, KILL, INT = signal.SIGTERM, signal.SIGKILL, signal.SIGINT
+START_TIMEOUT_S = 60.0
+TIME_PASSES = object()  # nothing happens until the loop does not want to wait longer
+
+
+class ScriptIsOverError(Exception):
+    pass
+
+
+class Agent:
+    """An agent to whose store messages nobody listens."""
+
+    def __init__(self) -> None:
+        self.told: list = []
+
+    def send(self, message) -> None:
+        self.told.append(message)
+
+
+class Played:
+    """A run of the supervisor over a script, in which a function stands for what it looks at or does at that point."""
+
+    def __init__(self, *script, **policy) -> None:
+        self.now_s = 0.0
+        self.connected: list[str] = []
+        self.left: list[str] = []
+        self.started: dict[int, str] = {}
+        self.variables: dict[int, dict] = {}
+        self.signals: list = []
+        self.said: list[str] = []
+        self.ranks: dict[int, int | None] = {}
+        self.finished: list[int] = []
+        self.shown: list[bytes] = []
+        self.store = Store()
+        self._script = list(script)
+        roster = Roster()
+        self.ending = Ending(
+            roster, signal_workers=self._signal, say=self.say, log=lambda _: None, grace=30, clock=lambda: self.now_s
+        )
+        self.job = ElasticJob(
+            Membership(Policy(**{"min_np": 1, **policy})),
+            ElasticHosts(self, start_timeout_s=START_TIMEOUT_S, say=self.say),
+            self.ending,
+            roster,
+            store=self.store,
+            screen=self,
+            signal_workers=self._signal,
+            log=lambda _: None,
+            here=lambda: "a",
+            start_timeout_s=START_TIMEOUT_S,
+        )
+        supervisor = Supervisor(
+            self.job, self.ending, roster, send_input=None, stdin=None, screen=self, log=lambda _: None
+        )
+        self.outcome = None
+        try:
+            self.outcome = supervisor.run(self)
+        except ScriptIsOverError:
+            return
+        assert not self._script, f"the loop ended before {self._script}"
+
+    # the queue of events
+
+    def get(self, timeout):
+        while self._script:
+            event = self._script.pop(0)
+            if event is TIME_PASSES:
+                assert timeout is not None, "the loop would wait for ever"
+                self.now_s = round(self.now_s + timeout, 6)
+                raise Empty
+            if not callable(event):
+                return event
+            if (made := event(self)) is not None:
+                return made
+        raise ScriptIsOverError
+
+    # the agents
+
+    def connect_later(self, label, slots):
+        self.connected.append(label)
+
+    def leave(self, label):
+        self.left.append(label)
+
+    def start_worker(self, label, worker, variables, hellos):
+        assert label in hellos
+        self.started[worker] = label
+        self.variables[worker] = variables
+
+    def _signal(self, numbers, signum):
+        self.signals.append((self.now_s, sorted(numbers), signum))
+
+    # the screen
+
+    def show(self, output):
+        self.shown.append(output.data)
+
+    def begin(self, worker):
+        pass
+
+    def set_rank(self, worker, rank):
+        self.ranks[worker] = rank
+
+    def finish(self, worker):
+        self.finished.append(worker)
+
+    def say(self, text):
+        self.said.append(text)
+
+    # what a worker reads
+
+    def seat(self, worker, after):
+        value = self.store.get(b"seat/%d/%d" % (worker, after))
+        return None if value is None else json.loads(value)
+
+    def news(self, generation, number=0):
+        value = self.store.get(b"world%d/hosts/%d" % (generation, number))
+        return None if value is None else json.loads(value)
+
+
+def answers(host, machine=None, slots=None):
+    return Answered(host, Hello("1", slots, None, 1, machine or f"machine of {host}"))
+
+
+def found(**hosts):
+    return HostsFound(hosts)
+
+
+def asks(*workers, after=0):
+    return [InitStarted(worker, after) for worker in workers]
+
+
+def begins(**hosts):
+    """The hosts are found and answer, and as many workers as they have slots ask for the first generation."""
+    size = sum(hosts.values())
+    return [HostsFound(hosts), *map(answers, hosts), *asks(*range(size)), *(InitDone(n, 0) for n in range(size))]
+
+
+KILLED_1 = Exited(1, -9)
+
+
+def test_workers_are_started_where_hosts_have_slots_and_given_seats_once_all_of_them_ask():
+    def check(job):
+        assert job.started == {0: "a", 1: "a", 2: "b"}
+        assert job.seat(0, 0) is None
+
+    played = Played(found(a=2, b=1), answers("b"), answers("a"), *asks(2, 0), check, *asks(1))
+    assert [played.seat(worker, 0) for worker in range(3)] == [
+        {"generation": 1, "rank": rank, "size": 3, "newcomers": 3} for rank in range(3)
+    ]
+    assert played.ranks == {0: 0, 1: 1, 2: 2}
+    assert played.variables[1]["HVDLITE_WORKER"] == played.variables[1]["LOCAL_RANK"] == "1"
+
+
+def test_the_first_generation_waits_for_all_hosts_that_were_found_first_and_not_for_one_that_fails():
+    played = Played(found(a=1, b=1, c=1), answers("a"), lambda job: bool(job.started) and 1 / 0, answers("b"))
+    assert played.started == {}
+    played = Played(found(a=1, b=1, c=1), answers("a"), answers("b"), Lost("c", "no route"))
+    assert played.started == {0: "a", 1: "b"}
+    assert played.said == ["c: no route"]
+
+
+def test_a_host_that_does_not_answer_in_time_is_done_without():
+    played = Played(found(a=1, b=1), answers("a"), TIME_PASSES, lambda job: None)
+    assert played.started == {0: "a"}
+    assert played.said == ["b: no answer within 60 s (--start-timeout)"]
+    assert played.left == ["b"]
+
+
+def test_who_lost_a_rank_gets_a_seat_among_those_that_are_left_and_is_told_why():
+    agent = Agent()
+    played = Played(
+        *begins(a=3),
+        lambda job: job.store.receive(agent, _want(b"world1/x")),
+        KILLED_1,
+        *asks(0, 2, after=1),
+        on_failure=OnFailure.SHRINK,
+    )
+    assert [(each.generation, each.why) for each in agent.told if hasattr(each, "why")] == [
+        (1, "worker 1 (rank 1 on a) was killed by SIGKILL"),
+        (1, "there is generation 2"),
+    ]
+    assert played.seat(2, 1) == {"generation": 2, "rank": 1, "size": 2, "newcomers": 0}
+    assert played.said == ["generation 2: 2 ranks; worker 1 (rank 1 on a) was killed by SIGKILL"]
+    assert played.ranks == {0: 0, 1: 1, 2: 1}
+    assert played.seat(0, 0) is None, "a seat is taken away when its worker asks again"
+
+
+def _want(key):
+    from hvdlite_launcher.wire.store_messages import Want  # noqa: PLC0415
+
+    return Want(key)
+
+
+def test_a_replacement_is_announced_to_rank_0_once_it_asks_and_joins_last():
+    def check(job):
+        assert job.started[2] == "a"
+        assert job.news(2) is None
+
+    played = Played(
+        *begins(a=2),
+        KILLED_1,
+        *asks(0, after=1),
+        check,
+        *asks(2),
+        lambda job: None if job.news(2)["added"] else 1 / 0,
+        *asks(0, after=2),
+    )
+    assert played.seat(2, 0) == {"generation": 3, "rank": 1, "size": 2, "newcomers": 1}
+    assert played.said[-1] == "generation 3: 2 ranks; worker 2 joins as rank 1 on a"
+
+
+def test_hosts_that_come_are_connected_to_and_hosts_that_go_are_left_when_their_workers_have_ended():
+    def removed(job):
+        assert job.news(2) == {"added": False, "removed": True, "timestamp": job.news(2)["timestamp"]}
+        assert job.left == []
+
+    played = Played(
+        *begins(a=1),
+        found(a=1, b=1),
+        answers("b"),
+        *asks(1),
+        *asks(0, after=1),
+        found(b=1),
+        removed,
+        *asks(0, after=2),
+        lambda job: None if job.seat(0, 2) == {"dismissed": "a has been removed from the job"} else 1 / 0,
+        Exited(0, 0),
+        *asks(1, after=2),
+    )
+    assert played.connected == ["a", "b"]
+    assert played.left == ["a"]
+    assert played.seat(1, 2) == {"generation": 3, "rank": 0, "size": 1, "newcomers": 0}
+    left = "worker 0 (rank 0 on a) has left: a has been removed from the job"
+    assert played.said[-1] == f"generation 3: 1 rank; {left}"
+
+
+def test_a_host_that_comes_back_is_connected_anew():
+    played = Played(*begins(a=1), found(a=1, b=1), answers("b"), found(a=1), Exited(1, 0), found(a=1, b=1))
+    assert played.connected == ["a", "b", "b"]
+
+
+def test_a_lost_host_is_named_and_connected_anew_after_its_cooldown():
+    played = Played(
+        *begins(a=1, b=2),
+        Lost("b", "the link is cut"),
+        *asks(0, after=1),
+        TIME_PASSES,
+        lambda job: None,
+        cooldown_s=(10, 100),
+    )
+    assert played.connected == ["a", "b", "b"]
+    assert played.now_s == 10
+    assert played.finished == [1, 2]
+    assert played.said == ["lost b: the link is cut", "generation 2: 1 rank; lost b: the link is cut"]
+
+
+def test_two_names_of_one_machine_are_one_host_with_the_slots_of_both():
+    played = Played(found(a=1, b=2), answers("a", "m"), answers("b", "m"))
+    assert list(played.started.values()) == ["a"] * 3
+    assert played.left == ["b"]
+    assert played.said == ["b is a further name of a, and not a host of its own"]
+
+
+def test_slots_that_were_not_counted_are_those_that_the_host_says():
+    assert len(Played(found(a=0), answers("a", slots=3)).started) == 3
+
+
+def test_workers_of_a_blacklisted_host_are_ended_and_killed_if_they_do_not_end():
+    played = Played(
+        *begins(a=2, b=1),
+        KILLED_1,
+        TIME_PASSES,
+        Exited(0, -9),
+        *asks(2, after=1),
+        on_failure=OnFailure.BLACKLIST,
+    )
+    assert played.signals == [(0, [0], TERM), (FAILURE_GRACE_S, [0], KILL)]
+    why = "a gets no more workers after a failure"
+    killed = "worker 1 (rank 1 on a) was killed by SIGKILL"
+    assert played.said[-1] == f"generation 2: 1 rank; worker 0 (rank 0 on a) was ended: {why}; {killed}"
+
+
+def test_a_worker_that_is_ended_with_its_host_and_ends_well_is_no_rank_that_is_done():
+    played = Played(*begins(a=2, b=1), KILLED_1, Exited(0, 0), *asks(2, after=1), on_failure=OnFailure.BLACKLIST)
+    assert played.seat(2, 1)["generation"] == 2
+
+
+# --------------------------------------------------------------- how it ends
+
+
+def test_a_job_whose_ranks_end_well_ends_well_and_those_that_wait_for_a_place_are_ended():
+    played = Played(*begins(a=2), found(a=2, b=1), answers("b"), *asks(2), Exited(0, 0), Exited(1, 0), Exited(2, -15))
+    assert (played.outcome.exit_code, played.outcome.message) == (0, "")
+    assert played.signals == [(0, [2], TERM)]
+
+
+def test_a_program_that_never_calls_init_ends_well():
+    assert Played(found(a=2), answers("a"), Exited(1, 0), Exited(0, 0)).outcome.exit_code == 0
+
+
+def test_a_rank_that_fails_after_another_was_done_fails_the_job():
+    played = Played(*begins(a=2), Exited(0, 0), Started(1, 7), Output(1, "stderr", b"why\n"), Exited(1, 3))
+    assert played.outcome.exit_code == 3
+    assert (
+        played.outcome.message == "rank 1 on a (pid 7) failed first, with exit code 3. The end of its stderr:\n    why"
+    )
+
+
+def test_a_rank_that_waits_for_one_that_is_done_ends_the_job():
+    played = Played(*begins(a=2), Exited(0, 0), *asks(1, after=1), Exited(1, -15))
+    assert played.outcome.exit_code == 1
+    assert played.outcome.message == "worker 0 on a ended with exit code 0, and worker 1 waits for it in hvd.init()"
+
+
+def test_the_same_error_on_all_ranks_ends_the_job_with_the_first_and_without_another_try():
+    said = Output(1, "stderr", b"Traceback (most recent call last):\nValueError: shape\n")
+    ends = Exited(1, 1), Exited(0, 1, peer_lost=True), Exited(2, -15)
+    played = Played(*begins(a=2), Started(1, 11), said, *ends)
+    assert played.outcome.exit_code == 1
+    assert played.outcome.message.startswith("rank 1 on a (pid 11) failed first, with exit code 1.")
+    assert played.outcome.message.endswith("ValueError: shape")
+    assert played.signals == [(0, [2], TERM)]
+
+
+@pytest.mark.parametrize(
+    ("end", "exit_code", "rank"),
+    [(Exited(1, -15), 1, 0), (Exited(1, -9), 1, 0), (Exited(1, 0), 1, 0), (Exited(1, 5), 5, 1)],
+)
+def test_who_was_ended_with_its_host_is_not_the_cause_unless_it_fails_by_itself(end, exit_code, rank):
+    lost = Exited(0, 1, peer_lost=True)
+    played = Played(*begins(a=2), lost, end, on_failure=OnFailure.BLACKLIST)
+    assert (played.outcome.exit_code, played.outcome.rank) == (exit_code, rank)
+
+
+def test_after_a_cooldown_the_job_goes_on():
+    played = Played(
+        *begins(a=1, b=1),
+        Lost("b", "the link is cut"),
+        *asks(0, after=1),
+        TIME_PASSES,
+        answers("b"),
+        *asks(2),
+        *asks(0, after=2),
+        cooldown_s=(10, 100),
+    )
+    assert played.now_s == 10
+    assert played.seat(2, 0) == {"generation": 3, "rank": 1, "size": 2, "newcomers": 1}
+
+
+def test_who_only_lost_a_peer_is_not_the_cause_if_the_peer_fails_after_it():
+    played = Played(*begins(a=2), Exited(0, 1, peer_lost=True), Exited(1, 5), Exited(2, -15))
+    assert (played.outcome.exit_code, played.outcome.rank) == (5, 1)
+
+
+def test_of_a_later_generation_the_first_cause_is_that_of_its_own_end():
+    played = Played(*begins(a=2), KILLED_1, *asks(0, after=1), Exited(0, 4), Exited(2, -15))
+    assert (played.outcome.exit_code, played.outcome.rank) == (4, 0)
+
+
+def test_a_failure_before_the_first_generation_ends_the_job_as_in_one_that_is_not_elastic():
+    played = Played(found(a=2), answers("a"), Started(1, 5), Output(1, "stderr", b"no\n"), Exited(1, 2), Exited(0, -15))
+    assert played.outcome.exit_code == 2
+    assert played.outcome.message.startswith("worker 1 on a (pid 5) failed first, with exit code 2.")
+
+
+def test_a_replacement_that_fails_before_it_has_a_rank_is_told_and_is_no_cause_of_the_end():
+    played = Played(*begins(a=2), KILLED_1, *asks(0, after=1), Exited(2, 1), Exited(0, 6), Exited(3, -15))
+    assert "worker 2 on a failed with exit code 1 before it had a rank" in played.said
+    assert played.outcome.exit_code == 6
+
+
+def test_a_worker_that_fails_before_it_has_a_rank_is_the_cause_where_a_failure_ends_the_job():
+    ends = Exited(1, 7), Exited(0, -15)
+    played = Played(*begins(a=1), found(a=1, b=1), answers("b"), *ends, on_failure=OnFailure.STOP)
+    assert played.outcome.exit_code == 7
+    assert played.outcome.message.startswith("worker 1 on b (pid 0) failed first, with exit code 7.")
+
+
+def test_a_command_that_cannot_be_started_ends_the_job_with_the_code_of_a_shell():
+    played = Played(found(a=2, b=1), answers("a"), answers("b"), Refused("pyhton: command not found", 127, "b"))
+    assert (played.outcome.exit_code, played.outcome.message) == (127, "b: pyhton: command not found")
+
+
+def test_a_host_that_comes_later_and_cannot_start_the_command_is_done_without():
+    played = Played(*begins(a=1), found(a=1, b=1), answers("b"), Refused("python: command not found", 127, "b"))
+    assert played.said == ["lost b: python: command not found"]
+    assert played.left == ["b"]
+
+
+def test_a_worker_that_never_comes_to_the_first_generation_is_named_after_the_start_timeout():
+    played = Played(found(a=2), answers("a"), *asks(0), TIME_PASSES, Exited(0, -15), Exited(1, -15))
+    assert played.outcome.message == (
+        "worker 1 on a did not call hvd.init() within 60 s (--start-timeout) of the first that did"
+    )
+    assert played.outcome.exit_code == 1
+
+
+def test_ranks_that_cannot_connect_in_generation_after_generation_end_the_job():
+    script = [found(a=2), answers("a"), *asks(0, 1), *asks(0, 1, after=1), *asks(0, 1, after=2), *asks(0, 1, after=3)]
+    played = Played(*script, Exited(0, -15), Exited(1, -15))
+    assert played.outcome.message.startswith("the ranks of 3 generations in a row called hvd.init(), but were not conn")
+
+
+def test_hosts_that_cannot_be_found_out_end_the_job():
+    played = Played(DiscoveryFailed("the script failed"))
+    assert (played.outcome.exit_code, played.outcome.message) == (1, "the script failed")
+
+
+def test_a_job_of_whose_hosts_none_can_be_used_again_ends():
+    played = Played(found(a=1, b=1), Lost("a", "no route"), Lost("b", "refused"))
+    assert played.said == ["a: no route", "b: refused"]
+    assert played.outcome.message == (
+        "no host is left: each has had a failure and gets no more workers (--blacklist-cooldown-range)"
+    )
+
+
+def test_too_few_slots_end_the_job_after_the_elastic_timeout():
+    played = Played(found(a=1), answers("a"), TIME_PASSES, min_np=2, elastic_timeout_s=30)
+    assert played.now_s == 30
+    assert played.outcome.message == (
+        "waited 30 s (--elastic-timeout) for at least 2 workers (--min-np): only 0 workers, and 1 slot (a:1)"
+    )
+
+
+def test_a_limit_that_ends_the_job_is_told_with_the_last_failure():
+    limits = {"reset_limit": 0, "on_failure": OnFailure.SHRINK}
+    why, wrote = "--reset-limit 0: the ranks have changed more often", Output(1, "stderr", b"no memory\n")
+    end, others = Exited(1, 3), [Exited(0, 1, peer_lost=True), *asks(2, after=1), Exited(2, -15)]
+    played = Played(*begins(a=3), Started(1, 7), wrote, end, *others, **limits)
+    assert played.outcome.exit_code == 1
+    assert played.outcome.message == (
+        f"{why}. rank 1 on a (pid 7) failed last, with exit code 3. The end of its stderr:\n    no memory"
+    )
+    played = Played(*begins(a=1, b=1), Lost("b", "the link is cut"), *asks(0, after=1), Exited(0, -15), **limits)
+    assert played.outcome.message == f"{why}. lost b: the link is cut"
+    played = Played(*begins(a=1), found(a=1, b=1), answers("b"), *asks(1), *asks(0, after=1), Exited(0, -15),
+                    Exited(1, -15), **limits)  # fmt: skip
+    assert played.outcome.message == why, "nothing has failed"
+
+
+@pytest.mark.parametrize("when", [[], [found(a=1)]], ids=["before any host", "while one is connected to"])
+def test_a_signal_before_any_worker_runs_ends_the_job_at_once(when):
+    played = Played(*when, Interrupted(INT))
+    assert (played.outcome.exit_code, played.outcome.message, played.said) == (130, "", [])
+
+
+def test_a_signal_to_the_launcher_is_passed_on_and_nobody_is_started_any_more():
+    played = Played(*begins(a=2), Interrupted(TERM), KILLED_1, *asks(0, after=1), Exited(0, 0))
+    assert played.outcome.exit_code == 143
+    assert played.signals == [(0, [0, 1], TERM)]
+    assert list(played.started) == [0, 1]
+
+
+def test_output_that_cannot_be_written_ends_the_job():
+    gone = ScreenFailed("stdout", OSError(errno.ENOSPC, "No space left on device"))
+    played = Played(*begins(a=1), gone, Exited(0, -15))
+    assert played.outcome.message == "cannot write to stdout: No space left on device"
+
+
+def test_what_a_process_writes_that_an_ended_worker_has_left_is_shown():
+    played = Played(*begins(a=2), KILLED_1, *asks(0, after=1), Output(1, "stdout", b"late"))
+    assert played.shown == [b"late"]
+
+
+def test_a_host_that_is_given_up_may_still_report_on_its_workers():
+    refused = Refused("cannot fork: out of memory", 126, "b")
+    late = [Started(3, 9), Output(2, "stderr", b"late"), *asks(2, after=1), InitFailed(2, 1), Exited(2, -9)]
+    played = Played(*begins(a=1, b=2), KILLED_1, refused, *late, *asks(0, after=1))
+    assert played.left == ["b"]
+    assert played.shown == [b"late"]
+    assert played.seat(0, 1) == {"generation": 2, "rank": 0, "size": 1, "newcomers": 0}
+
+
+def test_news_of_hosts_are_younger_than_those_before_though_the_clock_is_set_back(monkeypatch):
+    times = iter([2000.0, 1000.0])
+    monkeypatch.setattr("hvdlite_launcher.job.seats.time.time", lambda: next(times))
+    news = []
+    Played(
+        *begins(a=1),
+        found(a=1, b=1),
+        answers("b"),
+        *asks(1),
+        lambda job: news.append(job.news(1)["timestamp"]),
+        *asks(0, after=1),
+        found(a=1),
+        lambda job: news.append(job.news(2)["timestamp"]),
+    )
+    assert news[0] == 2000
+    assert news[1] > news[0]
+
+
+def test_a_worker_of_a_host_that_comes_before_the_first_generation_has_as_long_for_init_as_the_others():
+    def late(job):
+        job.now_s = START_TIMEOUT_S - 1
+        return found(a=2, b=1)
+
+    played = Played(found(a=2), answers("a"), *asks(0), late, answers("b"), TIME_PASSES)
+    assert played.started == {0: "a", 1: "a", 2: "b"}
+    assert played.now_s == 2 * START_TIMEOUT_S - 1
+    assert "workers 1, 2 on a, b did not call hvd.init()" in played.ending.outcome.message
+
+
+def test_a_dismissed_worker_that_asks_again_is_told_again():
+    played = Played(*begins(a=1, b=1), found(a=1), *asks(1, after=1), *asks(1, after=1))
+    assert played.seat(1, 1) == {"dismissed": "b has been removed from the job"}
+
+
+# ------------------------------------------------------------------ what stays
+
+
+def test_the_generations_are_told_in_a_table():
+    played = Played(*begins(a=2), KILLED_1, *asks(0, after=1), *asks(2), *asks(0, after=2))
+    rows = [line.split(maxsplit=4) for line in played.job.table.text().splitlines()]
+    assert rows == [
+        ["generation", "after", "ranks", "changes"],
+        ["1", "0.0", "s", "2", "+ workers 0, 1 on a"],
+        ["2", "0.0", "s", "1", "- worker 1 (rank 1 on a) was killed by SIGKILL"],
+        ["3", "0.0", "s", "2", "+ worker 2 joins as rank 1 on a"],
+    ]
+    assert Played(*begins(a=2)).job.table.text() == ""
+
+
+def _held(thing, seen):
+    """How many entries the containers have that can be reached from an object of the launcher's."""
+    if id(thing) in seen or isinstance(thing, str | bytes | int | float | type | None):
+        return 0
+    seen.add(id(thing))
+    if isinstance(thing, dict):
+        return len(thing) + sum(_held(each, seen) for each in thing.values())
+    if isinstance(thing, list | set | tuple) or type(thing).__name__ == "deque":
+        return len(thing) + sum(_held(each, seen) for each in thing)
+    if type(thing).__module__.startswith("hvdlite_launcher"):
+        return sum(_held(each, seen) for each in getattr(thing, "__dict__", {}).values())
+    return 0
+
+
+def test_after_a_thousand_generations_nothing_more_is_held():
+    held = []
+
+    def generation(number, oldest, newest):
+        yield from (Exited(oldest, -9), *asks(newest, after=number), *asks(newest + 1), *asks(newest, after=number + 1))
+        if oldest in (100, 500):
+            yield lambda job: held.append(_held(job.job, set()) + _held(job.store, set()))
+
+    script = [event for n in range(501) for event in generation(2 * n + 1, n, n + 1)]
+    Played(*begins(a=2), *script, max_restarts=10**6, restart_window_s=0)
+    after_200, after_1000 = held
+    assert after_1000 <= after_200

@@ -1,0 +1,119 @@
+"""README and manual: snippets run, commands parse, links lead somewhere, and the API page has every public name."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hvdlite_launcher.cli.flag_parser import Parser
+from sybil import Sybil
+from sybil.parsers.myst import PythonCodeBlockParser
+
+import hvdlite as hvd
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "examples" / "horovod" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+SNIPPETS = Sybil(parsers=[PythonCodeBlockParser()])
+WITH_SNIPPETS = [page for page in PAGES if "```python" in page.read_text()]
+
+
+def ids(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, object]]:
+    """Defines the names that the pages assume: a model, a wrapped optimizer, a batch."""
+    monkeypatch.chdir(tmp_path)
+    on_term, threads = signal.getsignal(signal.SIGTERM), torch.get_num_threads()
+    torch.set_num_threads(1)
+    hvd.init()
+    model = torch.nn.Linear(20, 2)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+    x, y = torch.randn(8, 20), torch.randint(2, (8,))
+    yield {
+        "hvd": hvd,
+        "torch": torch,
+        "nn": torch.nn,
+        "signal": signal,
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "first_epoch": 0,
+        "x": x,
+        "y": y,
+        "loss": torch.nn.functional.cross_entropy(model(x), y),
+        "loader": [(x, y)] * 2,
+        "train": lambda _batch: None,
+    }
+    signal.signal(signal.SIGTERM, on_term)
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("page", WITH_SNIPPETS, ids=ids)
+def test_every_snippet_of_a_page_runs(page, program):
+    document = SNIPPETS.parse(page)
+    document.namespace.update(program)
+    count = 0
+    for example in document.examples():
+        example.evaluate()
+        count += 1
+    assert count == page.read_text().count("```python")
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """Returns the words of each hvdlite-run command in indented lines, lists of shell words, and code in sentences."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+    lines = re.findall(r"(?m)^ {4,}.*?(?<!\S)(hvdlite-run (?!\w+:).*)$", text)
+    in_sentences = [words.replace("\n", " ") for words in re.findall(r"`(hvdlite-run\s[^`]+)`", text)]
+    return [shlex.split(line.split(" && ")[0], comments=True) for line in [*lines, *in_sentences]]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands_of(page)], ids=ids)
+def test_every_command_of_a_page_is_one_that_the_launcher_takes(page):
+    parser = Parser()
+    for _, *words in commands_of(page):
+        if words[0].endswith(":") or "..." in words:
+            continue  # output of the launcher, or a placeholder for the reader's command
+        if len(words) == 1 and words[0].startswith("--"):
+            assert any(words[0] in flag.option_strings for flag in parser.flags)  # only a flag is mentioned
+        else:
+            flags, _ = parser.split_command(words)
+            parser.parse_args(flags)
+
+
+def anchors_of(page: Path) -> set[str]:
+    titles = re.findall(r"(?m)^#+ (.*)$", page.read_text())
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_link_of_a_page_leads_somewhere(page):
+    targets = re.findall(r"\]\((?!https?:)([^)\s]+)\)", page.read_text())
+    for target in targets:
+        path, _, anchor = target.partition("#")
+        other = page.parent / path if path else page
+        assert other.is_file(), f"{ids(page)}: {target}"
+        assert not anchor or anchor in anchors_of(other), f"{ids(page)}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_every_name_of_hvdlites_that_a_page_mentions_is_there(page):
+    for name in re.findall(r"(?<![\w.])hvd\.(\w+)", page.read_text()):
+        assert hasattr(hvd, name), f"{ids(page)}: hvd.{name}"
+
+
+def test_every_public_name_is_on_the_page_of_the_api():
+    page = (ROOT / "docs" / "api.md").read_text()
+    assert [name for name in hvd.__all__ if not re.search(rf"\b{name}\b", page)] == []
+
+
+def test_the_manual_has_every_page_in_its_contents():
+    index = (ROOT / "docs" / "index.md").read_text()
+    pages = {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"}
+    assert {line for line in index.splitlines() if line in pages} == pages

@@ -1,0 +1,98 @@
+"""A worker of an elastic job asks hvdlite-run for its rank in each generation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from local_store import local_agents
+
+import hvdlite as hvd
+from hvdlite.errors import WorkerRemovedError
+from hvdlite.rendezvous.launchers import ElasticWorker, read_elastic_worker, read_placement
+from hvdlite.rendezvous.seat import Seat, wait_for_seat
+from hvdlite.rendezvous.store_client import StoreClient
+
+WORKER = {
+    "HVDLITE_ELASTIC": "1", "HOROVOD_ELASTIC": "1", "HVDLITE_WORKER": "7", "HVDLITE_STORE": "unix:///s",
+    "HVDLITE_JOB_DIR": "/d", "HVDLITE_HOST": "b", "HVDLITE_LOCAL_RANK": "3",
+}  # fmt: skip
+
+
+@pytest.fixture
+def agent(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # its own path may be longer than a socket's
+    with local_agents(tmp_path.relative_to(tmp_path)) as (agent,):
+        yield agent
+
+
+def test_a_seat_and_the_environment_make_a_placement_whose_local_rank_is_the_slot():
+    assert read_elastic_worker(WORKER) == ElasticWorker(7, "unix:///s")
+    placement = read_placement(WORKER, Seat(generation=4, rank=1, size=2, newcomers=0))
+    assert (placement.rank, placement.size, placement.local_rank, placement.node) == (1, 2, 3, "b")
+    assert (placement.worker, placement.store_url, placement.launcher) == (7, "unix:///s", None)
+
+
+def test_before_init_an_elastic_worker_has_no_placement():
+    with pytest.raises(hvd.LaunchEnvironmentError, match=r"has no rank before hvd.init\(\)"):
+        read_placement(WORKER)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {"HVDLITE_ELASTIC": "1"},
+        # A static job within an elastic one, torchrun within it, and mpirun.
+        {**WORKER, "HVDLITE_RANK": "0", "HVDLITE_SIZE": "1"},
+        {**WORKER, "RANK": "0", "WORLD_SIZE": "1"},
+        {**WORKER, "OMPI_COMM_WORLD_RANK": "0"},
+    ],
+)
+def test_others_are_no_elastic_workers(environ):
+    assert read_elastic_worker(environ) is None
+
+
+@pytest.mark.parametrize("name", ["HVDLITE_STORE", "HVDLITE_LOCAL_RANK"])
+def test_a_missing_variable_is_named(name):
+    environ = {key: value for key, value in WORKER.items() if key != name}
+    with pytest.raises(hvd.LaunchEnvironmentError, match=f"{name} is not set"):
+        read_placement(environ, Seat(1, 0, 1, 1))
+
+
+def test_a_worker_waits_until_it_is_given_a_seat(agent):
+    client = StoreClient(agent.path)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(wait_for_seat, client, 7, 3)
+        seat = {"generation": 5, "rank": 2, "size": 4, "newcomers": 1}
+        agent.store.put(b"seat/7/0", json.dumps({**seat, "generation": 1}).encode())
+        agent.store.put(b"seat/7/3", json.dumps(seat).encode())
+        assert waiting.result(60) == Seat(5, 2, 4, 1)
+
+
+def test_an_agent_that_is_gone_while_a_worker_waits_for_its_seat_is_told(agent):
+    asked = threading.Event()
+    send = agent.cache._send
+    agent.cache._send = lambda message: (send(message), asked.set())
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(wait_for_seat, StoreClient(agent.path), 7, 0)
+        assert asked.wait(60)
+        agent.close()
+        with pytest.raises(hvd.CommunicationError, match=r"worker 7 was given no rank: .* has ended"):
+            waiting.result(60)
+
+
+def test_a_worker_that_is_dismissed_is_told_why(agent):
+    agent.store.put(b"seat/7/3", b'{"dismissed": "b has been removed"}')
+    with pytest.raises(WorkerRemovedError, match="worker 7 has been removed from the job: b has been removed"):
+        wait_for_seat(StoreClient(agent.path), 7, 3)
+
+
+def test_a_process_that_does_not_catch_its_removal_ends_well_and_without_a_traceback():
+    program = "from hvdlite.errors import WorkerRemovedError; raise WorkerRemovedError('gone')"
+    run = subprocess.run([sys.executable, "-c", program], timeout=100, check=False, capture_output=True)
+    assert (run.returncode, run.stderr) == (0, b"")
