@@ -572,15 +572,19 @@ def test_without_the_check_operations_are_carried_out_at_once():
 def test_an_answer_that_comes_after_a_rank_was_revoked_is_ignored(answer):
     """Its requests have failed, but rank 0 may have answered them before it heard of that."""
     messages = {"go": [[True, True], 2], "no": ["MismatchError", "they differ"]}
+    revoked = threading.Event()
 
     def rank(own: int) -> None:
         hvd.barrier()
         if own == 0:
+            # Its end would be the error of what rank 1 waits for.
+            assert revoked.wait(60)
             return
         client = current_world().controller
         request = add_up("a", 1)
         joining = client.join(average_of_active=False, stand_in=lambda *_: lambda _: None, sit_out=lambda *_: None)
         client.revoke("this world is over")
+        revoked.set()
         for handle_ in (request, joining):
             with pytest.raises(hvd.PeerLostError, match="this world is over"):
                 handle_.wait()
