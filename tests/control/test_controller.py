@@ -22,6 +22,7 @@ from worlds import attempt_worlds, run_worlds
 import hvdlite as hvd
 from hvdlite.comm.work import CollectiveWatch, Work
 from hvdlite.control import coordinator, frames, handle, heartbeat, mailbox, negotiation, rank0_connection, stall
+from hvdlite.control.control_client import ControlClient
 from hvdlite.control.handle import Handle
 from hvdlite.control.operation import Execution, Kind, Operation
 from hvdlite.environment import Environment
@@ -572,23 +573,25 @@ def test_without_the_check_operations_are_carried_out_at_once():
 def test_an_answer_that_comes_after_a_rank_was_revoked_is_ignored(answer):
     """Its requests have failed, but rank 0 may have answered them before it heard of that."""
     messages = {"go": [[True, True], 2], "no": ["MismatchError", "they differ"]}
-    revoked = threading.Event()
 
-    def rank(own: int) -> None:
-        hvd.barrier()
-        if own == 0:
-            # Its end would be the error of what rank 1 waits for.
-            assert revoked.wait(60)
-            return
-        client = current_world().controller
+    def rank_1(client: ControlClient) -> None:
         request = add_up("a", 1)
+        client.revoke("this world is over")
+        with pytest.raises(hvd.PeerLostError, match="this world is over"):
+            request.wait()
+        client._take([answer, int(request), *messages[answer]])
+        with pytest.raises(KeyError):
+            client._take([answer, int(request) + 1000, *messages[answer]])
+
+    _while_rank_0_asks_for_nothing(rank_1)
+
+
+def test_what_rank_0_writes_about_a_join_after_a_rank_was_revoked_is_ignored():
+    def rank_1(client: ControlClient) -> None:
         joining = client.join(average_of_active=False, stand_in=lambda *_: lambda _: None, sit_out=lambda *_: None)
         client.revoke("this world is over")
-        revoked.set()
-        for handle_ in (request, joining):
-            with pytest.raises(hvd.PeerLostError, match="this world is over"):
-                handle_.wait()
-        client._take([answer, int(request), *messages[answer]])
+        with pytest.raises(hvd.PeerLostError, match="this world is over"):
+            joining.wait()
         for about_its_join in (
             ["stand_in", 0, [True, None], 1, "allreduce", "'b'", {}],
             ["sit_out", 0, [1]],
@@ -596,8 +599,24 @@ def test_an_answer_that_comes_after_a_rank_was_revoked_is_ignored(answer):
             ["not_joined", "CommunicationError", "a rank has ended"],
         ):
             client._take(about_its_join)
-        with pytest.raises(KeyError):
-            client._take([answer, int(request) + 1000, *messages[answer]])
+
+    _while_rank_0_asks_for_nothing(rank_1)
+
+
+def _while_rank_0_asks_for_nothing(function: Callable[[ControlClient], None]) -> None:
+    """Calls ``function`` with the controller of rank 1 of 2, whose requests and join rank 0 leaves unanswered."""
+    is_done = threading.Event()
+
+    def rank(own: int) -> None:
+        hvd.barrier()
+        if own == 0:
+            # Its end would be an answer.
+            assert is_done.wait(60)
+            return
+        try:
+            function(current_world().controller)
+        finally:
+            is_done.set()
 
     run_worlds(2, rank)
 
