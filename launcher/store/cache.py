@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ..errors import ProtocolError
-from ..wire.messages import InitDone, InitFailed, InitStarted
+from ..wire.messages import InitDone, InitFailed, InitStarted, Newcomers
 from ..wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
 from ..wire.worker_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, generation_of, pack, unpack
 
@@ -148,12 +148,19 @@ class Cache:
         return lambda: self._asked.update({number: _ignore}) if number in self._asked else None
 
     def _announce(self, what: type[_Announcement], parts: list[bytes]) -> None:
-        if not 1 <= len(parts) <= 2 or not all(part.isdigit() and len(part) < 10 for part in parts):
+        most = 3 if what is InitStarted else 2
+        if not 1 <= len(parts) <= most or not all(part.isdigit() and len(part) < 10 for part in parts):
             raise ProtocolError("a worker's number is expected, and the last generation that it was in")
-        worker, *after = map(int, parts)
+        worker, *after = map(int, parts[:2])
         if worker not in self._workers:
             raise ProtocolError("no such worker on this host")
-        self._send(what(worker, *after))
+        if len(parts) <= 2:
+            self._send(what(worker, *after))
+            return
+        newcomers = int(parts[2])
+        if newcomers not in list(Newcomers):
+            raise ProtocolError("what a worker says of newcomers is 0, 1 or 2")
+        self._send(InitStarted(worker, after[0], Newcomers(newcomers)))
 
 
 def _nothing() -> None:
