@@ -285,7 +285,8 @@ class Environment:
             "SURVIVE",
             SWITCH,
             "0",
-            "1: in an elastic job the other ranks finish the step in which one is lost, as with `hvdlite-run --survive`",
+            "1: in an elastic job the other ranks finish the step in which one is lost, as `hvdlite-run "
+            "--survive` has it",
         ),
     )
     shm: bool = field(

@@ -46,8 +46,8 @@ def join(device: int = -1, average: str = _OF_ALL) -> int:
     world = current_world()
     if world.survival is not None:
         raise ValueError(
-            "hvd.join() does not work with hvdlite-run --survive, or hvd.init(survive=True): a rank that has joined has "
-            "no step that it could finish when another is lost. Leave one of them out"
+            "hvd.join() does not work with hvdlite-run --survive, or hvd.init(survive=True): a rank that has joined "
+            "has no step that it could finish when another is lost. Leave one of them out"
         )
     sitting = _Sitting(average_of_active=average == _OF_ACTIVE)
     handle = world.controller.join(

@@ -91,7 +91,7 @@ def check_survivable(settings: Settings, *, has_all_ranks: bool, params: Iterabl
     why = {
         "step_on_arrival=True, whose step is taken before all ranks have all averages": settings.step_on_arrival,
         "op=hvd.Adasum, whose step is taken before ranks combine it": settings.op == Adasum,
-        "an exchange= of your own, whose state would be that of a step that is begun again": settings.exchange is not None,
+        "an exchange= of your own, whose state would change twice in such a step": settings.exchange is not None,
         "a process_set, whose ranks are those of a world that may end": not has_all_ranks,
         "parameters on GPUs": any(param.is_cuda for param in params),
     }

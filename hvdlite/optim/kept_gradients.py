@@ -2,8 +2,8 @@
 `KeptGradients`: autograd's own gradients of a step, from which it can be averaged again if a rank is lost.
 
 A bucket copies each gradient into its buffer, and the sums of all ranks take its place there. `reducer` keeps the
-tensor that autograd has made, which costs the memory of all gradients once more, and no copy. Only where autograd has
-added to a view of the buffer (after `zero_grad(set_to_none=False)`, or in the later ones of several passes) is it copied.
+tensor that autograd has made, which costs the memory of all gradients once more, and no copy. It copies only what
+autograd has added to in a bucket's buffer: after `zero_grad(set_to_none=False)`, or in the later of several passes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KeptGradients:
             self._gradients[id(state.param)] = grad.detach().clone() if grad is state.view else grad
 
     def keep_rest(self, states: Mapping[int, GradientState]) -> None:
-        """Keeps what `keep` has not: incomplete gradients, and how far each of them is. Call it before they are sent."""
+        """Keeps incomplete gradients too, and how far each gradient is. Call it before the last buckets are sent."""
         for state in states.values():
             if not state.ready:
                 self.keep(state)
@@ -45,7 +45,7 @@ class KeptGradients:
         self._states = {own: _Kept(gradients.get(own), state.passes, state.ready) for own, state in states.items()}
 
     def put_back(self, states: Iterable[GradientState]) -> None:
-        """Gives the parameters the gradients that they had before these were sent, and lets their new homes take them."""
+        """Gives the parameters the gradients that they had before the step was sent, and has new buckets take them."""
         for state in states:
             kept = self._states[id(state.param)]
             state.param.grad = kept.gradient

@@ -1,9 +1,9 @@
 """
 `Survival`: lets a step of training be finished by the ranks that are left when others are lost (``--survive``).
 
-    synchronize ── a rank is lost ── go_on ── shutdown, init ── the ranks that are left exchange reports ── settle
-                                                                └─ somebody has all averages of the step: all have them
-                                                                └─ nobody: the reducer averages the step's gradients again
+    synchronize ── a rank is lost ── go_on ── shutdown, init ── the ranks that are left send reports ── settle
+                                                            └─ somebody has all averages of the step: all have them
+                                                            └─ nobody: the reducer averages the gradients again
 
 Each optimizer's step ends with a vote, a small all-reduce behind its last bucket: a rank takes the step only once all
 ranks have all averages of it. So when a rank is lost, either a rank is past the vote, and then each has the averages,
@@ -144,9 +144,9 @@ class Survival:
         elif not self._has_warned:
             self._has_warned = True
             log.warning(
-                "survive: there are %d ranks now. The program is in no function of hvd.elastic.run: what it has made for "
-                "%d ranks stays as it is, such as its sampler and its learning rate",
-                self._size,
+                "survive: now there %s. The program is in no function of hvd.elastic.run: what it has made for %d "
+                "ranks stays as it is, such as its sampler and its learning rate",
+                "is 1 rank" if self._size == 1 else f"are {self._size} ranks",
                 size,
             )
         return number is not None and self._settlement.passed.get(number, 0) > before

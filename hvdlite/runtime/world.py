@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..comm import deferred_close
-from ..environment import READ_BY_INIT, read_environment
+from ..environment import READ_BY_INIT, Environment, read_environment
 from ..errors import CommunicationError, LaunchEnvironmentError, NotInitializedError, describe_interrupt
 from ..rendezvous.process_state import ProcessState
 from ..rendezvous.seat import Seat
@@ -113,17 +113,7 @@ def _init(
             "hvd.init() was called in a child process of multiprocessing, which has the rank of its parent: put the "
             'main program under `if __name__ == "__main__":`'
         )
-    if hierarchical is not None and not isinstance(hierarchical, bool):
-        raise ValueError(f"hierarchical={shown(hierarchical)} is none of True, False and None")
-    environment = read_environment(os.environ)
-    if check_parameters is not None:
-        environment = replace(environment, check_parameters=_how_often(check_parameters))
-    if hierarchical is not None:
-        environment = replace(environment, hierarchical=hierarchical)
-    if survive is not None and not isinstance(survive, bool):
-        raise ValueError(f"survive={shown(survive)} is none of True, False and None")
-    if survive is not None:
-        environment = replace(environment, survive=survive)
+    environment = _environment_with(hierarchical, check_parameters, survive)
     timeout = timedelta(seconds=timeout_s or environment.timeout_s)
     _process.init_arguments = {
         "timeout_s": timeout_s,
@@ -155,6 +145,21 @@ def _init(
                 raise
         else:
             return
+
+
+def _environment_with(hierarchical: bool | None, check_parameters: object, survive: bool | None) -> Environment:
+    """Returns what the variables say, with these arguments of `init` in their places where they are not None."""
+    for name, given in (("hierarchical", hierarchical), ("survive", survive)):
+        if given is not None and not isinstance(given, bool):
+            raise ValueError(f"{name}={shown(given)} is none of True, False and None")
+    environment = read_environment(os.environ)
+    if check_parameters is not None:
+        environment = replace(environment, check_parameters=_how_often(check_parameters))
+    if hierarchical is not None:
+        environment = replace(environment, hierarchical=hierarchical)
+    if survive is not None:
+        environment = replace(environment, survive=survive)
+    return environment
 
 
 def last_seat() -> Seat | None:

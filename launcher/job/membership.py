@@ -159,9 +159,7 @@ class Membership:
         self._slots.found(hosts)
         return self._go_on(now_s)
 
-    def asks(
-        self, worker: int, after: int, now_s: float, newcomers: Newcomers = Newcomers.WELCOME
-    ) -> list[Action]:
+    def asks(self, worker: int, after: int, now_s: float, newcomers: Newcomers = Newcomers.WELCOME) -> list[Action]:
         """A worker asks for the generation after ``after``, which is 0 if it has been in none."""
         if worker in self._workers:
             self._workers[worker].asks_after = after

@@ -151,16 +151,18 @@ class Cache:
         most = 3 if what is InitStarted else 2
         if not 1 <= len(parts) <= most or not all(part.isdigit() and len(part) < 10 for part in parts):
             raise ProtocolError("a worker's number is expected, and the last generation that it was in")
-        worker, *after = map(int, parts[:2])
-        if worker not in self._workers:
+        numbers = [int(part) for part in parts]
+        if numbers[0] not in self._workers:
             raise ProtocolError("no such worker on this host")
-        if len(parts) <= 2:
-            self._send(what(worker, *after))
-            return
-        newcomers = int(parts[2])
-        if newcomers not in list(Newcomers):
-            raise ProtocolError("what a worker says of newcomers is 0, 1 or 2")
-        self._send(InitStarted(worker, after[0], Newcomers(newcomers)))
+        match numbers:
+            case [worker]:
+                self._send(what(worker))
+            case [worker, after]:
+                self._send(what(worker, after))
+            case [worker, after, newcomers] if newcomers in list(Newcomers):
+                self._send(InitStarted(worker, after, Newcomers(newcomers)))
+            case _:
+                raise ProtocolError("what a worker says of newcomers is 0, 1 or 2")
 
 
 def _nothing() -> None:
