@@ -53,7 +53,11 @@ class KeptGradients:
             if kept.is_ready:
                 state.home.take(state, True)
 
+    def begin(self) -> None:
+        """Forgets what `keep` has kept, for the next step; `put_back` still has what `keep_rest` found."""
+        self._gradients.clear()
+
     def forget(self) -> None:
-        """Frees the gradients, since all ranks have the averages."""
+        """Frees the gradients, since all ranks have the averages, or the step has failed."""
         self._gradients.clear()
         self._states.clear()

@@ -361,8 +361,16 @@ class Reducer(GradientHooks):
             return
         if self._phase is Phase.IDLE:
             self._begin_step()
-        phase, backwards = self._phase, set(self._backwards)
         kept.keep_rest(self._layout.states)
+        try:
+            self._complete_among_those_left(finish, survival, kept)
+        finally:
+            kept.forget()
+        assert self._number is not None, "it has met the others"
+        survival.note_passed(self._number)
+
+    def _complete_among_those_left(self, finish: Callable[[], None], survival: Survival, kept: KeptGradients) -> None:
+        phase, backwards = self._phase, set(self._backwards)
         while True:
             is_complete = False
             try:
@@ -371,7 +379,6 @@ class Reducer(GradientHooks):
                 is_complete = True
                 vote = torch.ones(1, dtype=torch.int32)
                 self._connected().all.all_reduce(vote, f"the end of a step ({self._trace.optimizer})").wait()
-                break
             except CommunicationError as error:
                 has_averages = survival.go_on(error, self._number) and is_complete
                 phase_now = self._phase
@@ -379,11 +386,10 @@ class Reducer(GradientHooks):
                 self._backwards |= backwards
                 if has_averages:
                     self._phase = phase_now
-                    break
+                    return
                 self._begin_again(phase, kept)
-        assert self._number is not None, "it has met the others"
-        survival.note_passed(self._number)
-        kept.forget()
+            else:
+                return
 
     def _require_whole(self) -> None:
         if self._is_broken:
@@ -563,6 +569,8 @@ class Reducer(GradientHooks):
         """Ends or gives up the step. Collectives that still run are not waited for, and keep their buckets' memory."""
         self._phase = Phase.DROPPED if self._phase is Phase.SPOILT else Phase.IDLE
         self._is_broken = False
+        if self._kept is not None:
+            self._kept.begin()
         self._queue.end()
         self._sparse.forget()
         self._layout.forget()

@@ -255,7 +255,7 @@ def test_whoever_dies_wherever_all_others_apply_the_same_averages_of_each_step_o
 
 
 def test_whoever_dies_wherever_two_optimizers_in_turn_agree_on_the_steps_of_each():
-    assert Exploration(trials(2, 4), optimizers=2).run() > 10_000
+    assert Exploration(trials(3, 5), optimizers=2).run() > 10_000
 
 
 def test_the_exploration_finds_ranks_that_settle_for_the_least_instead_of_the_most(monkeypatch):
