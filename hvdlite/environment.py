@@ -279,6 +279,16 @@ class Environment:
             "N: ranks compare parameters at an optimizer's first step and every N-th after it; 0: never",
         ),
     )
+    survive: bool = field(
+        default=False,
+        metadata=_own(
+            "SURVIVE",
+            SWITCH,
+            "0",
+            "1: in an elastic job the other ranks finish the step in which one is lost, as `hvdlite-run "
+            "--survive` has it",
+        ),
+    )
     shm: bool = field(
         default=True, metadata=_own("SHM", SWITCH, "1", "0: do not use shared memory between the ranks of a host")
     )

@@ -14,7 +14,7 @@ from ..comm.reduce_op import Max
 from ..errors import CommunicationError, HvdliteError
 from ..log import log
 from ..ops.api import allreduce
-from ..runtime.world import current_world, enter_again, note_elastic_program
+from ..runtime.world import current_world, enter_again, is_initialized, note_elastic_program
 from .notifications import listening
 from .state import HostsUpdatedInterrupt, State
 
@@ -75,6 +75,10 @@ def run_fn(func: Callable[..., Result], reset: Callable[[], None]) -> Callable[.
                 needs_sync = not interrupt.skip_sync
             reset()
             is_reset = True
+            survival = current_world().survival
+            if survival is not None and survival.must_restore:
+                state.restore()
+                needs_sync = True
 
     return call
 
@@ -101,7 +105,7 @@ class _Failures:
 def _is_recoverable(error: HvdliteError) -> bool:
     # Programs raise Horovod's HorovodInternalError themselves, which is this very class.
     is_of_a_lost_rank = isinstance(error, CommunicationError) or type(error) is HvdliteError
-    return is_of_a_lost_rank and current_world().seat is not None
+    return is_of_a_lost_rank and is_initialized() and current_world().seat is not None
 
 
 def _any_rank(needs_sync: bool) -> bool:

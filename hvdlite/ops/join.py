@@ -44,6 +44,11 @@ def join(device: int = -1, average: str = _OF_ALL) -> int:
         raise ValueError(f"join: average={shown(average)} is neither {_OF_ALL!r} nor {_OF_ACTIVE!r}")
     device = _check_device(device)
     world = current_world()
+    if world.survival is not None:
+        raise ValueError(
+            "hvd.join() does not work with hvdlite-run --survive, or hvd.init(survive=True): a rank that has joined "
+            "has no step that it could finish when another is lost. Leave one of them out"
+        )
     sitting = _Sitting(average_of_active=average == _OF_ACTIVE)
     handle = world.controller.join(
         average_of_active=sitting.average_of_active, stand_in=_stand_in_on(device), sit_out=sitting.begin

@@ -25,6 +25,7 @@ from ..ops.reduction import DTYPES
 from ..ops.sendable import check_sendable, check_writable
 from ..values import MOST, real_number, shown, whole_number
 from .exchange import Exchange
+from .settings import Settings
 
 MEBIBYTE = 2**20
 
@@ -83,6 +84,22 @@ def check_step_on_arrival(wanted: object, op: ReduceOp) -> bool:
             "leave out one of them"
         )
     return wanted
+
+
+def check_survivable(settings: Settings, *, has_all_ranks: bool, params: Iterable[Tensor]) -> None:
+    """Raises ValueError for what cannot go on in the step in which a rank is lost (``--survive``)."""
+    why = {
+        "step_on_arrival=True, whose step is taken before all ranks have all averages": settings.step_on_arrival,
+        "op=hvd.Adasum, whose step is taken before ranks combine it": settings.op == Adasum,
+        "an exchange= of your own, whose state would change twice in such a step": settings.exchange is not None,
+        "a process_set, whose ranks are those of a world that may end": not has_all_ranks,
+        "parameters on GPUs": any(param.is_cuda for param in params),
+    }
+    for what, is_given in why.items():
+        if is_given:
+            raise ValueError(
+                f"hvdlite-run --survive, or hvd.init(survive=True), does not work with {what}: leave one of them out"
+            )
 
 
 def check_cap(bucket_cap_mb: float | None, threshold_bytes: int | None, default_bytes: int) -> int:

@@ -33,6 +33,7 @@ from .arguments import (
     check_predivide,
     check_sparse_as_dense,
     check_step_on_arrival,
+    check_survivable,
     check_trained,
     groups_of,
 )
@@ -152,6 +153,9 @@ class DistributedOptimizer(AveragingOptimizer):
             check_step_on_arrival(step_on_arrival, op),
             exchange,
         )
+        if is_initialized() and current_world().survival is not None:
+            params = [param for entry in optimizer.param_groups for param in entry["params"]]
+            check_survivable(settings, has_all_ranks=process_set is global_process_set, params=params)
         self._given_settings, self._given_compression, self._given_process_set = settings, compression, process_set
         passes = check_positive_int(backward_passes_per_step, "backward_passes_per_step")
         named = check_trained(check_named_parameters(optimizer, named_parameters))
@@ -251,5 +255,6 @@ def _connection_of(process_set: ProcessSet, settings: Settings) -> Connection:
         world = current_world()
         return Connection(world.group.alone(), world.generation, settings.for_nonmember(), check, ranks)
     submit = None if world is None else world.controller.submit
+    survival = None if world is None else world.survival
     group = group_of(process_set, "hvd.DistributedOptimizer")
-    return Connection(group, process_set.membership().generation, settings, check, ranks, submit)
+    return Connection(group, process_set.membership().generation, settings, check, ranks, submit, survival)

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,14 +27,17 @@ from torch import Tensor
 from ..comm.engine import HasMemory
 from ..comm.group import Group
 from ..control.generation import Generation
-from ..errors import GradientError, NotInitializedError
+from ..errors import CommunicationError, GradientError, NotInitializedError, PeerLostError
+from ..log import log
 from ..ops.failures import raise_together
+from ..runtime.survival import Survival
 from .builtin_exchanges import exchange_of
 from .exchange import Exchange, Links
 from .flags import RankAndSize
 from .gradient_hooks import GradientHooks, number_of_backward, too_many_passes
 from .gradient_state import GradientState
 from .in_flight import BucketQueue
+from .kept_gradients import KeptGradients
 from .layout import Layout
 from .opening import Arguments, Opened, Opening, Submit, Tune
 from .plan import Description
@@ -57,7 +61,8 @@ class Connection:
     """The ranks that gradients are averaged over, and the settings, while the world's group is open.
 
     ``check_parameters`` is as in `parameter_check.ParameterCheck`. ``world`` is the group of all ranks, and ``submit``
-    the method of the world's controller. Both are None if there is no world.
+    the method of the world's controller. Both are None if there is no world. ``survival`` is the world's, and None
+    unless a step goes on where a rank is lost.
     """
 
     group: Group
@@ -66,6 +71,7 @@ class Connection:
     check_parameters: bool | int = False
     world: Group | None = None
     submit: Submit | None = None
+    survival: Survival | None = None
 
 
 # The arguments that the ranks compare, and autotune's function that chooses the cap, or None.
@@ -119,6 +125,10 @@ class Reducer(GradientHooks):
         self.settings = settings
         self.exchange = exchange_of(settings, group.size)
         self._world = connection.world
+        self._survival = connection.survival
+        self._kept = None if connection.survival is None else KeptGradients()
+        # Whether a rank was lost in this step, so that no more buckets are sent in this world.
+        self._is_broken = False
         self._links: Links | None = None
         # Whether the current step is the first, which plans buckets and allocates memory before the engine is open.
         self._is_provisional = False
@@ -295,8 +305,21 @@ class Reducer(GradientHooks):
             if not self._only_accumulating:
                 state.passes += 1
                 last_pass = state.passes >= self.backward_passes_per_step
+            if last_pass and self._kept is not None:
+                self._kept.keep(state)
             if state.home.take(state, last_pass) and self._links is not None:
-                self._queue.launch_full(self._links)
+                self._launch_full(self._links)
+
+    def _launch_full(self, links: Links) -> None:
+        if self._survival is None:
+            self._queue.launch_full(links)
+        elif not self._is_broken:
+            try:
+                self._queue.launch_full(links)
+            except CommunicationError as error:
+                # The rest of backward is needed all the same: `synchronize` averages the gradients again.
+                self._is_broken = True
+                log.info("survive: a rank was lost during backward: %s", error)
 
     def _count_pass(self, param: Tensor) -> None:
         """Counts a backward pass for a gradient that is not averaged (Adasum)."""
@@ -324,11 +347,64 @@ class Reducer(GradientHooks):
             self.follow_world()
         if self._deltas is None:
             self._require_not_closed()
-            self._synchronize(update)
+            if self._phase not in (Phase.AVERAGED, Phase.DROPPED):
+                self._complete(partial(self._synchronize, update))
+
+    def _complete(self, finish: Callable[[], None]) -> None:
+        """Calls ``finish``, which ends the step with all ranks; where one is lost, again with those that are left.
+
+        A rank returns only once all ranks have the averages: see `runtime.survival`.
+        """
+        survival, kept = self._survival, self._kept
+        if survival is None or kept is None:
+            finish()
+            return
+        if self._phase is Phase.IDLE:
+            self._begin_step()
+        kept.keep_rest(self._layout.states)
+        try:
+            self._complete_among_those_left(finish, survival, kept)
+        finally:
+            kept.forget()
+        assert self._number is not None, "it has met the others"
+        survival.note_passed(self._number)
+
+    def _complete_among_those_left(self, finish: Callable[[], None], survival: Survival, kept: KeptGradients) -> None:
+        phase, backwards = self._phase, set(self._backwards)
+        while True:
+            is_complete = False
+            try:
+                self._require_whole()
+                finish()
+                is_complete = True
+                vote = torch.ones(1, dtype=torch.int32)
+                self._connected().all.all_reduce(vote, f"the end of a step ({self._trace.optimizer})").wait()
+            except CommunicationError as error:
+                has_averages = survival.go_on(error, self._number) and is_complete
+                phase_now = self._phase
+                self.follow_world()
+                self._backwards |= backwards
+                if has_averages:
+                    self._phase = phase_now
+                    return
+                self._begin_again(phase, kept)
+            else:
+                return
+
+    def _require_whole(self) -> None:
+        if self._is_broken:
+            raise PeerLostError(f"a rank was lost during backward ({self._trace.optimizer})")
+
+    def _begin_again(self, phase: Phase, kept: KeptGradients) -> None:
+        """Begins the step again in a new world, with the gradients that were kept."""
+        self._kept = kept
+        self._begin_step()
+        kept.put_back(self._layout.states.values())
+        self._phase = phase
+        if phase is Phase.SPOILT:
+            self._layout.give_up()
 
     def _synchronize(self, update: Callable[[list[Tensor]], None] | None) -> None:
-        if self._phase in (Phase.AVERAGED, Phase.DROPPED):
-            return
         if self._phase is Phase.IDLE:
             self._begin_step()
         # Buckets that are not full are launched here and not at the end of backward. In between, ranks may wait for
@@ -492,6 +568,9 @@ class Reducer(GradientHooks):
     def _end_step(self) -> None:
         """Ends or gives up the step. Collectives that still run are not waited for, and keep their buckets' memory."""
         self._phase = Phase.DROPPED if self._phase is Phase.SPOILT else Phase.IDLE
+        self._is_broken = False
+        if self._kept is not None:
+            self._kept.begin()
         self._queue.end()
         self._sparse.forget()
         self._layout.forget()
@@ -521,8 +600,12 @@ class Reducer(GradientHooks):
         """Finishes the current step on all ranks, and drops its averages."""
         self._layout.give_up()
         try:
-            for _ in self._queue.finish_all(self._connected()):
-                pass
+            self._complete(self._finish_dropped)
         finally:
             self._end_step()
             self._backwards.clear()
+
+    def _finish_dropped(self) -> None:
+        self._layout.give_up()
+        for _ in self._queue.finish_all(self._connected()):
+            pass

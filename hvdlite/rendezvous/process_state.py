@@ -31,7 +31,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from .seat import Seat
+from .seat import Newcomers, Seat
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -53,6 +53,8 @@ class ProcessState:
         """Its rank in that generation."""
         self.is_elastic = False
         """Whether the program has entered a function of `hvd.elastic.run`, and so can go on in another world."""
+        self.newcomers = Newcomers.WELCOME
+        """What this process says of workers that were in no generation, when it asks for the next."""
         self.init_arguments: dict[str, Any] = {}
         """The arguments of the last `hvd.init`, with which `hvd.elastic.run` calls it again."""
 

@@ -11,10 +11,21 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from enum import IntEnum
 
 from ..errors import CommunicationError, WorkerRemovedError
 from ..log import log
 from .store_client import StoreClient
+
+
+class Newcomers(IntEnum):
+    """Whether a worker can go on in a generation that has workers which were in none before."""
+
+    WELCOME = 0
+    IF_NEEDED = 1
+    """Only if there are fewer than --min-np without them: its step is then begun again."""
+    NEVER = 2
+    """Its program could not give them the state of its training."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from ..rendezvous.launchers import ElasticWorker, read_elastic_worker, read_plac
 from ..rendezvous.placement import Placement, Topology, placements_to_topology
 from ..rendezvous.process_state import ProcessState
 from ..rendezvous.rank_info import RankInfo, agree_on_secret, exchange_rank_info, refuse
-from ..rendezvous.seat import Seat, wait_for_seat
+from ..rendezvous.seat import Newcomers, Seat, wait_for_seat
 from ..rendezvous.secret import given_secret
 from ..rendezvous.store_client import StoreClient, StoreRequest
 from ..shm.shm_factory import ShmEngineFactory
@@ -49,6 +49,7 @@ from ..signing import Signer
 from ..timeline import session as timeline
 from .process_set_registry import Registry
 from .startup_line import log_startup
+from .survival import Survival
 
 _GIVING_UP = timedelta(seconds=1)  # the timeout for telling the launcher that init has failed
 
@@ -57,6 +58,11 @@ _GENERATION_LIMIT = timedelta(seconds=30)
 
 # How often the same ranks of an elastic job try to connect before the error is raised.
 _ATTEMPTS = 3
+
+_CANNOT_SURVIVE = (
+    "hvd.init(survive=True), or HVDLITE_SURVIVE=1: the ranks of this job cannot change, so no step can go on without "
+    "one of them: start it with hvdlite-run --survive --min-np N"
+)
 
 _GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
 
@@ -68,7 +74,7 @@ class World:
     ``group`` is the group of all ranks. ``generation`` has the state that all groups of this world share; its module
     lists the state of a process, a generation, a group, a set and a thread. ``leave`` closes the default process group
     and the store's client; call it after the group is closed. ``pid`` tells a forked child from this process. ``seat``
-    is this rank's in an elastic job, otherwise None.
+    is this rank's in an elastic job, otherwise None. ``survival`` is None unless steps survive the loss of a rank.
     """
 
     topology: Topology
@@ -80,6 +86,7 @@ class World:
     leave: Callable[[], None]
     pid: int
     seat: Seat | None = None
+    survival: Survival | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +121,15 @@ def _enter(
                 "hvd.init(): the program has initialised torch.distributed, whose ranks cannot change, and this is an "
                 "elastic job (hvdlite-run --min-np): leave init_process_group() out, or start the job with -np alone"
             )
+        if environment.survive:
+            raise LaunchEnvironmentError(_CANNOT_SURVIVE)
         return _adopt(init_timeout, environment, process, undo)
     worker = read_elastic_worker(os.environ)
     if worker is not None:
         return _connect_elastic(worker, init_timeout, environment, process, undo)
     placement = read_placement(os.environ)
+    if environment.survive and placement is not None and placement.size > 1:
+        raise LaunchEnvironmentError(_CANNOT_SURVIVE)
     if placement is None:
         refuse_horovod_rank(os.environ)
         return _alone(environment, process, undo)
@@ -171,7 +182,7 @@ def _connect_elastic(
     undo.callback(launcher.client.close)
     failed_attempts, failed_size = 0, 0
     while True:
-        launcher.tell(StoreRequest.INIT_STARTED, init_timeout.timeout, process.generation)
+        launcher.tell(StoreRequest.INIT_STARTED, init_timeout.timeout, process.generation, process.newcomers)
         seat = wait_for_seat(launcher.client, worker.number, process.generation)
         process.generation, process.seat = seat.generation, seat
         if seat.newcomers or seat.size != failed_size:
@@ -208,9 +219,17 @@ class _LauncherEnd:
     worker: int
     name: str
 
-    def tell(self, what: StoreRequest, timeout: timedelta, generation: int | None = None) -> None:
+    def tell(
+        self,
+        what: StoreRequest,
+        timeout: timedelta,
+        generation: int | None = None,
+        newcomers: Newcomers = Newcomers.WELCOME,
+    ) -> None:
         """``generation``: the last one in which a worker of an elastic job was given a seat, 0 if there is none."""
         parts = [self.worker] if generation is None else [self.worker, generation]
+        if newcomers is not Newcomers.WELCOME:
+            parts.append(newcomers)
         try:
             self.client.request(what, [b"%d" % part for part in parts], timeout.total_seconds())
         except (OSError, ValueError) as error:
@@ -346,6 +365,7 @@ def _exchange_infos(
         "timeline": environment.timeline,
         "hierarchical": environment.hierarchical,
         "check_parameters": environment.check_parameters,
+        "survive": environment.survive,
     }
     try:
         # A secret of the user's takes precedence over the launcher's.
@@ -402,7 +422,11 @@ def _world_of(
     gpu = _own_gpu(group, topology) if hierarchical is None else None
     choose_levels(group, engine_factory, within, nodes, hierarchical, gpu)
     # Equal on all ranks, because the comparison is a collective.
-    environment = replace(environment, check_parameters=infos[0].settings["check_parameters"])
+    environment = replace(
+        environment,
+        check_parameters=infos[0].settings["check_parameters"],
+        survive=infos[0].settings["survive"] and seat is not None,
+    )
     if placement.rank == 0:
         backend = engine_factory.backend if isinstance(engine_factory, TorchEngineFactory) else ""
         log_startup(group.engine, nodes, backend, replace(environment, hierarchical=hierarchical))

@@ -21,7 +21,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..comm import deferred_close
-from ..environment import READ_BY_INIT, read_environment
+from ..environment import READ_BY_INIT, Environment, read_environment
 from ..errors import CommunicationError, LaunchEnvironmentError, NotInitializedError, describe_interrupt
 from ..rendezvous.process_state import ProcessState
 from ..rendezvous.seat import Seat
@@ -30,6 +30,7 @@ from ..values import MOST, seconds, shown, whole_number
 from .bootstrap import World, enter
 from .departure import hasten_end, leave_at_exit
 from .process_set import ProcessSet, check_first_sets
+from .survival import Survival
 from .tracebacks import remove_hooks, shorten_tracebacks
 
 _NOT_ELASTIC = (
@@ -50,6 +51,7 @@ def init(
     process_sets: Iterable[ProcessSet] | str | None = None,
     hierarchical: bool | None = None,
     check_parameters: bool | int | None = None,
+    survive: bool | None = None,
 ) -> None:
     """Find this process's rank and connect to the other ranks.
 
@@ -78,13 +80,17 @@ def init(
     the first step; if they differ, all ranks raise a `MismatchError` that names the difference. A number N makes them
     compare at every N-th step after that too (1: at every step), False never. The default is
     ``HVDLITE_CHECK_PARAMETERS``, or True. Rank 0's value counts.
+
+    ``survive``: True lets the other ranks finish a step in which one is lost, with the average of their own gradients,
+    in a job of ``hvdlite-run --min-np`` (the manual's page on elastic training says more). The default is
+    ``HVDLITE_SURVIVE``, which ``hvdlite-run --survive`` sets, or False. Rank 0's value counts.
     """
     if _world is not None:
         return
     if not dist.is_initialized():  # else PyTorch's hook is the program's own process group's
         remove_hooks()
     try:
-        _init(timeout_s, process_sets, hierarchical, check_parameters)
+        _init(timeout_s, process_sets, hierarchical, check_parameters, survive)
     finally:
         # At the end, because PyTorch installs its own hook when the ranks connect.
         if not _is_debugged():
@@ -96,6 +102,7 @@ def _init(
     process_sets: Iterable[ProcessSet] | str | None,
     hierarchical: bool | None,
     check_parameters: bool | int | None,
+    survive: bool | None,
 ) -> None:
     global _world  # noqa: PLW0603 - the one module variable that rank(), size() and the rest read
     first_sets = check_first_sets(process_sets)
@@ -106,20 +113,18 @@ def _init(
             "hvd.init() was called in a child process of multiprocessing, which has the rank of its parent: put the "
             'main program under `if __name__ == "__main__":`'
         )
-    if hierarchical is not None and not isinstance(hierarchical, bool):
-        raise ValueError(f"hierarchical={shown(hierarchical)} is none of True, False and None")
-    environment = read_environment(os.environ)
-    if check_parameters is not None:
-        environment = replace(environment, check_parameters=_how_often(check_parameters))
-    if hierarchical is not None:
-        environment = replace(environment, hierarchical=hierarchical)
+    environment = _environment_with(hierarchical, check_parameters, survive)
     timeout = timedelta(seconds=timeout_s or environment.timeout_s)
     _process.init_arguments = {
         "timeout_s": timeout_s,
         "process_sets": first_sets,
         "hierarchical": hierarchical,
         "check_parameters": check_parameters,
+        "survive": survive,
     }
+    # The state of a process, like what `_process` keeps.
+    survival = _process.keep("survival", None, lambda: Survival(enter_again, revoke))
+    _process.newcomers = survival.newcomers
     for is_last_attempt in (False, False, True):
         try:
             _world = enter(timeout, environment, _process)
@@ -127,6 +132,9 @@ def _init(
             describe_interrupt(interrupt, "hvd.init() for the other ranks")
             raise
         try:
+            if _world.environment.survive and (seat := _world.seat) is not None:
+                _world = replace(_world, survival=survival)
+                survival.begin(_world.group, seat)
             for process_set in first_sets:
                 _world.sets.add(process_set)
         except BaseException as error:
@@ -137,6 +145,21 @@ def _init(
                 raise
         else:
             return
+
+
+def _environment_with(hierarchical: bool | None, check_parameters: object, survive: bool | None) -> Environment:
+    """Returns what the variables say, with these arguments of `init` in their places where they are not None."""
+    for name, given in (("hierarchical", hierarchical), ("survive", survive)):
+        if given is not None and not isinstance(given, bool):
+            raise ValueError(f"{name}={shown(given)} is none of True, False and None")
+    environment = read_environment(os.environ)
+    if check_parameters is not None:
+        environment = replace(environment, check_parameters=_how_often(check_parameters))
+    if hierarchical is not None:
+        environment = replace(environment, hierarchical=hierarchical)
+    if survive is not None:
+        environment = replace(environment, survive=survive)
+    return environment
 
 
 def last_seat() -> Seat | None:
@@ -153,6 +176,8 @@ def shutdown() -> None:
     leaving, _world = _world, None
     if leaving is None:
         return
+    if leaving.survival is not None:
+        leaving.survival.end()
     # Run in reverse order. The stack runs all of them even if one raises or is interrupted.
     with contextlib.ExitStack() as steps:
         steps.callback(_process.world_left)
@@ -279,7 +304,7 @@ def end_of_program() -> None:
             shutdown,
             lambda: timeline.save(world.generation.recorder, world.group),
             first_end=world.generation.watch.known_end,
-            advice="" if world.seat is None or _process.is_elastic else _NOT_ELASTIC,
+            advice="" if world.seat is None or world.survival or _process.is_elastic else _NOT_ELASTIC,
         )
     deferred_close.finish(_CLOSING_S)
     if world is not None and world.seat is not None:

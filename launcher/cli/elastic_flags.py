@@ -34,6 +34,8 @@ Flags of a job whose ranks may change while it runs, and of one that starts anew
                         stays empty; blacklist: its host gets no workers for a while; restart: the whole command is
                         started again, for programs that are not elastic; stop: the job ends. The first three make a
                         job elastic. The default of an elastic job is replace, with --horovod blacklist
+  --survive             elastic: the others finish the step in which a worker is lost, with the average of their own
+                        gradients, and go on; also for programs without hvd.elastic.run
   --max-restarts N      how many failures are followed by new workers: in each slot within 5 minutes; with restart, in
                         the whole job (3)
   --spares N            start N workers more than --max-np, which wait until one of the others is lost
@@ -57,6 +59,7 @@ _OF_ELASTIC = {
     "max_num_proc": "--max-np",
     "slots_per_host": "--slots-per-host",
     "spares": "--spares",
+    "survive": "--survive",
     "elastic_timeout": "--elastic-timeout",
     "reset_limit": "--reset-limit",
     "blacklist_cooldown_range": "--blacklist-cooldown-range",
@@ -81,6 +84,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--on-failure", type=_answer)
     parser.add_argument("--max-restarts", type=flag_values.count)
     parser.add_argument("--spares", type=flag_values.count)
+    parser.add_argument("--survive", action="store_const", const=True)
     parser.add_argument("--elastic-timeout", type=flag_values.positive_seconds)
     parser.add_argument("--reset-limit", type=flag_values.count)
     parser.add_argument("--blacklist-cooldown-range", type=flag_values.seconds, nargs=2)

@@ -149,6 +149,8 @@ def _variables(options: argparse.Namespace) -> dict[str, str]:
     """Returns the variables that flags set for the workers."""
     # Rank 0 writes how the ranks are connected, which the launcher does not know.
     own = {"HVDLITE_VERBOSE": "1"} if options.verbose else {}
+    if options.survive:
+        own["HVDLITE_SURVIVE"] = "1"
     return {**own, **horovodrun_flags.variables(options)}
 
 

@@ -145,7 +145,7 @@ class ElasticJob:
         self._seats.asked(event.worker, after)
         if self._membership.current is None and self._late_at is None:
             self._late_at = self._now() + self._start_timeout_s
-        self._do(self._membership.asks(event.worker, after, self._now()))
+        self._do(self._membership.asks(event.worker, after, self._now(), event.newcomers))
 
     def on_exit(self, end: Exited) -> None:
         self._kill_at.pop(end.worker, None)

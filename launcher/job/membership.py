@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 
 from ..plan.elastic_spec import OnFailure, Policy
+from ..wire.messages import Newcomers
 from .host_slots import HostSlots, Place
 
 # After this time the user is told for which workers of the last generation the next one waits.
@@ -109,6 +110,8 @@ class _Worker:
     since: int | None = None
     # The last generation that it was in (0 if none), once it asks for the next one.
     asks_after: int | None = None
+    # What it says, as it asks, of workers that have been in no generation.
+    newcomers: Newcomers = Newcomers.WELCOME
     # Why it was told to end, if it was; its end is then no failure.
     why_dismissed: str | None = None
     is_being_ended: bool = False
@@ -156,10 +159,11 @@ class Membership:
         self._slots.found(hosts)
         return self._go_on(now_s)
 
-    def asks(self, worker: int, after: int, now_s: float) -> list[Action]:
+    def asks(self, worker: int, after: int, now_s: float, newcomers: Newcomers = Newcomers.WELCOME) -> list[Action]:
         """A worker asks for the generation after ``after``, which is 0 if it has been in none."""
         if worker in self._workers:
             self._workers[worker].asks_after = after
+            self._workers[worker].newcomers = newcomers
         return self._go_on(now_s)
 
     def ended(self, worker: int, failure: str | None, now_s: float) -> list[Action]:
@@ -272,11 +276,18 @@ class Membership:
             return
         if self.current is None and self._has_starting():
             return
+        newcomers = max((each.newcomers for each in leaving), default=Newcomers.WELCOME)
+        is_enough = len(leaving) >= self._least()
+        if newcomers is Newcomers.NEVER or (newcomers is Newcomers.IF_NEEDED and is_enough):
+            joiners = []
         candidates = [*leaving, *joiners][: self._most()]
         if len(candidates) < self._least():
             yield from self._wait_for_more(wait, now_s)
         else:
             yield from self._publish(candidates)
+            if not self._is_over:
+                # Those that could not come into this one come into the next.
+                yield from self._notify(self._members(), self._joiners())
 
     def _wait_for_late(self, late: Sequence[_Worker], wait: _Wait | None, now_s: float) -> Iterator[Action]:
         """Waits for members that have not left an ended generation, and ends them after --elastic-timeout."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ..errors import ProtocolError
-from ..wire.messages import InitDone, InitFailed, InitStarted
+from ..wire.messages import InitDone, InitFailed, InitStarted, Newcomers
 from ..wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
 from ..wire.worker_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, generation_of, pack, unpack
 
@@ -148,12 +148,21 @@ class Cache:
         return lambda: self._asked.update({number: _ignore}) if number in self._asked else None
 
     def _announce(self, what: type[_Announcement], parts: list[bytes]) -> None:
-        if not 1 <= len(parts) <= 2 or not all(part.isdigit() and len(part) < 10 for part in parts):
+        most = 3 if what is InitStarted else 2
+        if not 1 <= len(parts) <= most or not all(part.isdigit() and len(part) < 10 for part in parts):
             raise ProtocolError("a worker's number is expected, and the last generation that it was in")
-        worker, *after = map(int, parts)
-        if worker not in self._workers:
+        numbers = [int(part) for part in parts]
+        if numbers[0] not in self._workers:
             raise ProtocolError("no such worker on this host")
-        self._send(what(worker, *after))
+        match numbers:
+            case [worker]:
+                self._send(what(worker))
+            case [worker, after]:
+                self._send(what(worker, after))
+            case [worker, after, newcomers] if newcomers in list(Newcomers):
+                self._send(InitStarted(worker, after, Newcomers(newcomers)))
+            case _:
+                raise ProtocolError("what a worker says of newcomers is 0, 1 or 2")
 
 
 def _nothing() -> None:

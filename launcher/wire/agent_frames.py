@@ -29,6 +29,7 @@ from .messages import (
     Input,
     InputWanted,
     Message,
+    Newcomers,
     Output,
     OutputTaken,
     Refused,
@@ -149,7 +150,7 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
         },
     ),
     Beat: (8, {}),
-    InitStarted: (9, _OF_INIT),
+    InitStarted: (9, {**_OF_INIT, "newcomers": lambda value: Newcomers(_number(0, 2)(value))}),
     InitDone: (10, _OF_INIT),
     InitFailed: (14, _OF_INIT),
     StartJob: (

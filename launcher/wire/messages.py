@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Literal
 
 from .store_messages import StoreCommand, StoreEvent
@@ -47,6 +48,16 @@ class InputWanted:
     worker: int
 
 
+class Newcomers(IntEnum):
+    """Whether a worker can go on in a generation that has workers which were in none before."""
+
+    WELCOME = 0
+    IF_NEEDED = 1
+    """Only if there are fewer than --min-np without them: its step is then begun again."""
+    NEVER = 2
+    """Its program could not give them the state of its training."""
+
+
 @dataclass(frozen=True)
 class InitStarted:
     """A worker has entered hvd.init().
@@ -56,6 +67,7 @@ class InitStarted:
 
     worker: int
     after: int | None = None
+    newcomers: Newcomers = Newcomers.WELCOME
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class StoreRequest(IntEnum):
     DELETE = 8  # key ── 1 if it was set, else 0
     COUNT = 9  # nothing ── the number of keys
     # In an elastic job these have a second argument: the last generation that the worker was given a seat in, or 0.
+    # INIT_STARTED may have a third one: whether that generation may have new workers, one of `messages.Newcomers`.
     INIT_STARTED = 10  # number of the worker that has entered hvd.init() ── nothing
     INIT_DONE = 11  # number of the worker whose hvd.init() has succeeded ── nothing
     INIT_FAILED = 12  # number of the worker whose hvd.init() has raised an exception ── nothing

@@ -13,6 +13,7 @@ import pytest
 from local_store import local_agents
 
 from hvdlite.elastic import State, notifications
+from hvdlite.rendezvous import key_listener
 from hvdlite.rendezvous.seat import Seat
 from hvdlite.rendezvous.store_client import StoreClient
 
@@ -45,14 +46,15 @@ def revoked(monkeypatch):
     revoked: queue.SimpleQueue = queue.SimpleQueue()
     monkeypatch.setattr(notifications, "revoke", revoked.put)
     # A busy machine may take long until the thread that is to end runs at all.
-    monkeypatch.setattr(notifications, "_ENDS_WITHIN_S", float(PATIENCE_S))
+    monkeypatch.setattr(key_listener, "_ENDS_WITHIN_S", float(PATIENCE_S))
     return revoked
 
 
 @pytest.fixture(autouse=True)
 def world(monkeypatch, revoked):
     """Puts this process into generation 2 of an elastic job, as rank 0."""
-    world = SimpleNamespace(seat=Seat(generation=2, rank=0, size=2, newcomers=0), topology=SimpleNamespace(rank=0))
+    seat = Seat(generation=2, rank=0, size=2, newcomers=0)
+    world = SimpleNamespace(seat=seat, topology=SimpleNamespace(rank=0), survival=None)
     monkeypatch.setattr(notifications, "current_world", lambda: world)
     return world
 

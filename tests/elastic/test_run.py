@@ -47,9 +47,10 @@ def done(monkeypatch):
     return done
 
 
-def in_world(monkeypatch, seat):
-    world = SimpleNamespace(seat=seat, topology=SimpleNamespace(size=2))
+def in_world(monkeypatch, seat, survival=None):
+    world = SimpleNamespace(seat=seat, topology=SimpleNamespace(size=2), survival=survival)
     monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "current_world", lambda: world)
+    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "is_initialized", lambda: True)
 
 
 def trained(done, *ends):
@@ -148,7 +149,7 @@ def test_a_commit_in_between_is_progress(done):
 
 def test_other_ranks_than_those_that_failed_try_again(done, monkeypatch):
     newcomers = iter([0, 0, 1, 0])
-    world = SimpleNamespace(seat=None, topology=SimpleNamespace(size=2))
+    world = SimpleNamespace(seat=None, topology=SimpleNamespace(size=2), survival=None)
 
     def seat_taken():
         done.append("enter")
@@ -156,6 +157,7 @@ def test_other_ranks_than_those_that_failed_try_again(done, monkeypatch):
 
     seat_taken()
     monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "current_world", lambda: world)
+    monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "is_initialized", lambda: True)
     monkeypatch.setattr(sys.modules["hvdlite.elastic.run"], "enter_again", seat_taken)
     assert trained(done, *(PeerLostError(f"{number}") for number in range(3))) == 7
 

@@ -17,6 +17,7 @@ from hvdlite_launcher.job.membership import (
     StartWorker,
 )
 from hvdlite_launcher.plan.elastic_spec import OnFailure, Policy
+from hvdlite_launcher.wire.messages import Newcomers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,11 +55,11 @@ class Job:
         self._note(self.membership.hosts_found(hosts, self.now_s))
         return self
 
-    def ask(self, *workers: int) -> Job:
+    def ask(self, *workers: int, newcomers: Newcomers = Newcomers.WELCOME) -> Job:
         for worker in workers:
             current = self.membership.current
             known = current is not None and any(each.worker == worker for each in current.members)
-            self._note(self.membership.asks(worker, current.number if known else 0, self.now_s))
+            self._note(self.membership.asks(worker, current.number if known else 0, self.now_s, newcomers))
         return self
 
     def kill(self, worker: int, why: str | None = KILLED) -> Job:
@@ -140,6 +141,26 @@ def test_a_replacement_that_asks_before_the_survivors_do_is_in_their_next_genera
     job = running({"a": 2}).kill(0).ask(2)
     assert job.generations == [[0, 1]]
     assert job.ask(1).generations[-1] == [1, 2]
+
+
+@pytest.mark.parametrize("newcomers", [Newcomers.IF_NEEDED, Newcomers.NEVER])
+def test_survivors_in_a_step_get_no_newcomers_who_are_told_of_at_once_in_the_next_generation(newcomers):
+    job = running({"a": 3}).kill(0).ask(3)
+    assert job.ask(1).ask(2, newcomers=newcomers).generations[-1] == [1, 2]
+    assert job.last[-1] == Notify(added=True, removed=False)
+    assert job.ask(1, 2).generations[-1] == [1, 2, 3]
+
+
+def test_survivors_in_a_step_get_newcomers_below_min_np_if_their_program_can_give_them_its_state():
+    job = running({"a": 2}, min_np=2).kill(0).ask(1, newcomers=Newcomers.IF_NEEDED)
+    assert job.generations == [[0, 1]]
+    assert job.ask(2).generations[-1] == [1, 2]
+
+
+def test_survivors_whose_program_can_give_no_state_wait_below_min_np_until_the_elastic_timeout():
+    job = running({"a": 2}, min_np=2, elastic_timeout_s=60).kill(0).ask(1, newcomers=Newcomers.NEVER).ask(2)
+    assert job.generations == [[0, 1]]
+    assert "waited 120 s (--elastic-timeout 60" in job.wait(60).wait(60).over.why
 
 
 def test_nobody_takes_the_place_of_a_lost_worker_where_the_job_is_to_shrink():

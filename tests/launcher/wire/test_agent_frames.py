@@ -161,7 +161,7 @@ RIGHT = {
 START = {"token": "0f-1", "command": ["true"], "cwd": "/", "environment": {}, "inherits": True, "peers": ["::1"]}
 RIGHT[16] = {**START, "in_python": False, "as_horovod": False, "slots": 1, "workers": {"0": {}}}
 RIGHT[25] = {"workers": {"0": {}}}
-RIGHT[9] = {"worker": 0, "after": None}
+RIGHT[9] = {"worker": 0, "after": None, "newcomers": 0}
 HUGE = 10**4000
 WRONG = {
     **dict.fromkeys(["worker", "pid", "returncode", "exit_code", "port", "count", "signum"], (HUGE, -300, 1.0, True)),
@@ -170,6 +170,7 @@ WRONG = {
         ["beats", "left", "inherits", "peer_lost", "peer_left", "count_slots", "in_python", "as_horovod"], (0, "true")
     ),
     "slots": [0, HUGE, "1"],
+    "newcomers": [None, -1, 3, HUGE, "1", True],
     "after": [-1, HUGE, "1", True],
     "address": ["", "host", "1.2.3", "10.0.0.1; id", 7],
     "machine": ["\ud800", 1],

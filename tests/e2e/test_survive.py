@@ -1,0 +1,517 @@
+"""``hvdlite-run --survive``: whoever is killed, wherever in a step, the others end it as a job of their own would.
+
+Each worker writes down what it has trained. The test computes the same in one process: a step's average is that of the
+workers whose gradients were in it when all had it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow
+
+PATIENCE_S = 300
+STEPS = 9
+
+# `DIE` has items as worker:step:point, with the points of a step in order: begin, hook (within backward), reduce
+# (before the last buckets are sent), vote (behind all averages), voted, end.
+PROGRAM = """
+import os, signal, sys
+import torch
+import hvdlite as hvd
+
+hvd.init()
+worker = int(os.environ["HVDLITE_WORKER"])
+deaths = {tuple(each.split(":")) for each in os.environ.get("DIE", "").split(",")}
+number = -1
+
+
+def maybe_die(point):
+    if (str(worker), str(number), point) in deaths:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def batch(step, of_pass=0):
+    generator = torch.Generator().manual_seed(10_000 * of_pass + 100 * step + worker)
+    return torch.randn(4, 12, generator=generator, dtype=torch.float64)
+
+
+def made(seed=0):
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(12, 20), torch.nn.Tanh(), torch.nn.Linear(20, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3)]
+    return torch.nn.Sequential(*layers).double()
+
+
+def with_points(optimizer):
+    reducer = optimizer._reducer
+    finish, complete = reducer._finish_buckets, reducer._complete
+
+    def finish_with_points(update):
+        maybe_die("reduce")
+        finish(update)
+        maybe_die("vote")
+
+    def complete_with_points(end):
+        complete(end)
+        maybe_die("voted")
+
+    reducer._finish_buckets, reducer._complete = finish_with_points, complete_with_points
+    return optimizer
+
+
+def wrapped(model, **arguments):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    next(iter(model[2].parameters())).register_post_accumulate_grad_hook(lambda _: maybe_die("hook"))
+    # Several buckets, of which the first is sent within backward.
+    named = model.named_parameters()
+    return with_points(hvd.DistributedOptimizer(optimizer, named_parameters=named, bucket_cap_mb=0.0005, **arguments))
+
+
+def trained(model):
+    torch.save([param.detach() for param in model.parameters()], os.environ["RESULTS"] + f"/{worker}.pt")
+    print("end", worker, hvd.rank(), hvd.size(), flush=True)
+"""
+
+PLAIN = """
+model = made()
+optimizer = wrapped(model, compression=getattr(hvd.Compression, os.environ.get("COMPRESSION", "none")))
+for number in range(9):
+    maybe_die("begin")
+    optimizer.zero_grad(set_to_none=number % 2 == 0)
+    model(batch(number)).square().mean().backward()
+    optimizer.step()
+    maybe_die("end")
+trained(model)
+"""
+
+# Points at which the gradients of the worker that dies are still in the step's average.
+IS_IN = {"voted", "end"}
+
+
+def deaths_of(text: str) -> list[tuple[int, int, str]]:
+    items = [each.split(":") for each in text.split(",")]
+    return [(int(worker), int(step), point) for worker, step, point in items]
+
+
+def survivors_of(launch, tmp_path, body: str, died: str, *, size: int = 3, flags=(), env=None):
+    """Runs the program in a job of ``size`` workers; returns the survivors' parameters by worker, and what was told."""
+    results = tmp_path / "results"
+    results.mkdir()
+    variables = {"DIE": died, "RESULTS": str(results), **(env or {})}
+    flags = flags or ("--on-failure", "shrink")
+    job = launch(
+        *("-np", str(size), "--min-np", "1", "--survive", *flags), sys.executable, "-c", PROGRAM + body, env=variables
+    )
+    code, out, err = job.ended(PATIENCE_S)
+    job.assert_gone()
+    assert code == 0, err.decode()
+    return {int(each.stem): torch.load(each) for each in results.iterdir()}, out.decode(), err.decode()
+
+
+def model_of(seed: int = 0) -> torch.nn.Sequential:
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(12, 20), torch.nn.Tanh(), torch.nn.Linear(20, 9), torch.nn.Tanh(), torch.nn.Linear(9, 3)]
+    return torch.nn.Sequential(*layers).double()
+
+
+def batch(worker: int, step: int, of_pass: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10_000 * of_pass + 100 * step + worker)
+    return torch.randn(4, 12, generator=generator, dtype=torch.float64)
+
+
+def by_one_process(died: str, size: int = 3, passes: int = 1, lr=lambda alive: 0.1) -> list[torch.Tensor]:
+    """The parameters after training in one process, where each step has the batches of those whose gradients count."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    deaths = deaths_of(died)
+    for step in range(STEPS):
+        gone = {worker for worker, at, point in deaths if at < step or (at == step and point not in IS_IN)}
+        alive = [worker for worker in range(size) if worker not in gone]
+        optimizer.param_groups[0]["lr"] = lr(len(alive))
+        optimizer.zero_grad()
+        for worker in alive:
+            for of_pass in range(passes):
+                (model(batch(worker, step, of_pass)).square().mean() / len(alive)).backward()
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+def assert_all_have(expected: list[torch.Tensor], survivors: dict[int, list[torch.Tensor]], *, within=1e-12) -> None:
+    first, *others = survivors.values()
+    for other in others:
+        assert all(torch.equal(own, its) for own, its in zip(first, other, strict=True)), "they differ in bits"
+    for own, right in zip(first, expected, strict=True):
+        assert torch.allclose(own, right, rtol=0, atol=within), (own - right).abs().max()
+
+
+@pytest.mark.parametrize("point", ["begin", "hook", "reduce", "vote", "voted", "end"])
+@pytest.mark.parametrize("worker", [0, 2])
+def test_the_others_finish_the_step_in_which_a_worker_is_killed(launch, tmp_path, worker, point):
+    died = f"{worker}:4:{point}"
+    survivors, _, err = survivors_of(launch, tmp_path, PLAIN, died)
+    assert survivors.keys() == {0, 1, 2} - {worker}
+    assert_all_have(by_one_process(died), survivors)
+    assert "survive: now there are 2 ranks." in err
+    assert "what it has made for 3 ranks stays as it is" in err
+
+
+@pytest.mark.smoke
+def test_workers_may_be_killed_one_after_the_other_until_one_is_left(launch, tmp_path):
+    died = "0:2:reduce,3:4:vote,1:6:hook"
+    survivors, _, err = survivors_of(launch, tmp_path, PLAIN, died, size=4)
+    assert survivors.keys() == {2}
+    assert_all_have(by_one_process(died, size=4), survivors)
+    assert "generation 4: 1 rank" in err
+
+
+@pytest.mark.parametrize("points", [("reduce", "reduce"), ("vote", "vote"), ("hook", "vote"), ("voted", "voted")])
+def test_two_workers_may_be_killed_in_the_same_step(launch, tmp_path, points):
+    died = f"0:4:{points[0]},2:4:{points[1]}"
+    survivors, _, _ = survivors_of(launch, tmp_path, PLAIN, died, size=4)
+    assert survivors.keys() == {1, 3}
+    assert_all_have(by_one_process(died, size=4), survivors)
+
+
+SECOND_DEATH = """
+from hvdlite.runtime import survival
+
+point = os.environ["SECOND"]
+whole = survival.Survival.begin
+
+
+def begin(self, group, seat):
+    is_its_turn = worker == 1 and seat.generation == 2
+    if is_its_turn and point == "before the reports":
+        os.kill(os.getpid(), signal.SIGKILL)
+    whole(self, group, seat)
+    if is_its_turn and point == "after the reports":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+survival.Survival.begin = begin
+"""
+
+
+@pytest.mark.parametrize("second", ["before the reports", "after the reports"])
+@pytest.mark.parametrize("first", ["reduce", "voted"])
+def test_a_second_worker_may_be_killed_while_the_others_settle_what_became_of_the_step(launch, tmp_path, first, second):
+    """Where all had the averages before the second death, both are in the step's average."""
+    died = f"0:4:{first}"
+    body = SECOND_DEATH + PLAIN
+    survivors, _, _ = survivors_of(launch, tmp_path, body, died, size=4, env={"SECOND": second})
+    assert survivors.keys() == {2, 3}
+    # The first died after its own vote, and so all others had the averages of step 4 and were in step 5.
+    of_second = "1:4:begin" if first == "reduce" else "1:5:begin"
+    assert_all_have(by_one_process(f"{died},{of_second}", size=4), survivors)
+
+
+@pytest.mark.parametrize("wire", ["fp16", "bf16"])
+def test_gradients_sent_in_16_bits_are_cast_anew_for_the_ranks_that_are_left(launch, tmp_path, wire):
+    survivors, _, _ = survivors_of(launch, tmp_path, PLAIN, "1:4:reduce", env={"COMPRESSION": wire})
+    assert_all_have(by_one_process("1:4:reduce"), survivors, within=2e-2)
+
+
+def test_over_gloo_the_others_finish_the_step_too(launch, tmp_path):
+    died = "0:3:reduce,2:6:vote"
+    survivors, _, _ = survivors_of(launch, tmp_path, PLAIN, died, size=4, env={"HVDLITE_SHM": "0"})
+    assert survivors.keys() == {1, 3}
+    assert_all_have(by_one_process(died, size=4), survivors)
+
+
+ACCUMULATING = """
+model = made()
+optimizer = wrapped(model, backward_passes_per_step=2)
+for number in range(9):
+    optimizer.zero_grad()
+    for of_pass in range(2):
+        model(batch(number, of_pass)).square().mean().backward()
+    optimizer.step()
+    maybe_die("end")
+trained(model)
+"""
+
+
+@pytest.mark.parametrize("point", ["reduce", "vote"])
+def test_sums_of_several_passes_are_kept_too(launch, tmp_path, point):
+    died = f"1:4:{point}"
+    survivors, _, _ = survivors_of(launch, tmp_path, ACCUMULATING, died)
+    assert_all_have(by_one_process(died, passes=2), survivors)
+
+
+UNUSED_AND_SPARSE = """
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = torch.nn.Embedding(10, 6, sparse=True, dtype=torch.float64)
+        self.even = torch.nn.Linear(6, 2).double()
+        self.odd = torch.nn.Linear(6, 2).double()
+        self.never = torch.nn.Linear(6, 2).double()
+
+    def forward(self, rows, step):
+        return (self.odd if step % 2 else self.even)(self.rows(rows))
+
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = with_points(hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters()))
+for number in range(9):
+    optimizer.zero_grad()
+    # Which of the two is used depends on the worker, too.
+    model(torch.tensor([number, worker]), number + worker).square().mean().backward()
+    optimizer.step()
+assert model.never.weight.grad is None
+trained(model)
+"""
+
+
+@pytest.mark.parametrize("point", ["reduce", "vote"])
+def test_sparse_and_unused_parameters_are_averaged_over_those_that_are_left(launch, tmp_path, point):
+    survivors, _, _ = survivors_of(launch, tmp_path, UNUSED_AND_SPARSE, f"1:4:{point}")
+    torch.manual_seed(0)
+    rows = torch.nn.Embedding(10, 6, dtype=torch.float64)
+    even, odd, never = (torch.nn.Linear(6, 2).double() for _ in range(3))
+    params = [*rows.parameters(), *even.parameters(), *odd.parameters(), *never.parameters()]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    for step in range(STEPS):
+        alive = [0, 1, 2] if step < 4 else [0, 2]
+        optimizer.zero_grad()
+        for worker in alive:
+            chosen = odd if (step + worker) % 2 else even
+            (chosen(rows(torch.tensor([step, worker]))).square().mean() / len(alive)).backward()
+        optimizer.step()
+    assert_all_have([param.detach() for param in params], survivors)
+
+
+TWO_OPTIMIZERS = """
+first, second = made(0), made(1)
+of_first, of_second = wrapped(first), wrapped(second)
+for number in range(9):
+    of_first.zero_grad()
+    first(batch(number)).square().mean().backward()
+    of_first.step()
+    number += 100
+    of_second.zero_grad()
+    (second(batch(number - 100)) - first(batch(number - 100)).detach()).square().mean().backward()
+    of_second.step()
+    number -= 100
+trained(torch.nn.ModuleList([first, second]))
+"""
+
+
+@pytest.mark.parametrize("died", ["0:4:vote", "0:4:voted", "0:104:hook", "0:104:vote", "0:104:voted"])
+def test_each_of_two_optimizers_knows_how_far_its_step_is(launch, tmp_path, died):
+    survivors, _, _ = survivors_of(launch, tmp_path, TWO_OPTIMIZERS, died)
+    ((_, at, point),) = deaths_of(died)
+    models = [model_of(0), model_of(1)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    for step in range(STEPS):
+        for turn, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            # The number of this step in the order of all steps, and of the one in which worker 0 died.
+            now, then = 2 * step + turn, 2 * (at % 100) + at // 100
+            is_gone = now > then or (now == then and point not in IS_IN)
+            alive = [1, 2] if is_gone else [0, 1, 2]
+            optimizer.zero_grad()
+            for worker in alive:
+                out = model(batch(worker, step))
+                out = out - models[0](batch(worker, step)).detach() if turn else out
+                (out.square().mean() / len(alive)).backward()
+            optimizer.step()
+    assert_all_have([param.detach() for model in models for param in model.parameters()], survivors)
+
+
+CLIPPED = """
+model = made()
+optimizer = wrapped(model)
+for number in range(9):
+    optimizer.zero_grad()
+    model(batch(number)).square().mean().backward()
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+trained(model)
+"""
+
+
+@pytest.mark.parametrize("point", ["hook", "vote", "voted"])
+def test_averages_that_are_clipped_between_synchronize_and_step_are_those_of_one_process(launch, tmp_path, point):
+    died = f"1:4:{point}"
+    survivors, _, _ = survivors_of(launch, tmp_path, CLIPPED, died)
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        alive = [0, 1, 2] if step < 4 or (step == 4 and point in IS_IN) else [0, 2]
+        optimizer.zero_grad()
+        for worker in alive:
+            (model(batch(worker, step)).square().mean() / len(alive)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    assert_all_have([param.detach() for param in model.parameters()], survivors)
+
+
+ELASTIC = """
+import hvdlite.elastic
+
+model = made()
+optimizer = wrapped(model)
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, batch=0)
+calls = 0
+
+
+def scale():
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 * hvd.size() / 3
+
+
+state.register_reset_callbacks([scale])
+
+
+@hvd.elastic.run
+def train(state):
+    global calls, number
+    calls += 1
+    while state.batch < 9:
+        number = state.batch
+        optimizer.zero_grad()
+        model(batch(number)).square().mean().backward()
+        optimizer.step()
+        state.batch += 1
+        if number == 1:
+            state.commit()
+
+
+train(state)
+assert calls == 1, calls
+trained(model)
+"""
+
+
+@pytest.mark.parametrize("point", ["hook", "vote", "voted"])
+def test_an_elastic_function_goes_on_without_being_called_again_and_its_callbacks_run(launch, tmp_path, point):
+    died = f"1:4:{point}"
+    survivors, _, err = survivors_of(launch, tmp_path, ELASTIC, died)
+    assert_all_have(by_one_process(died, lr=lambda alive: 0.1 * alive / 3), survivors)
+    assert "going back to the last commit" not in err
+    assert "stays as it is" not in err
+
+
+GROWS_AGAIN = """
+import time
+import hvdlite.elastic
+
+model = made()
+optimizer = wrapped(model)
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, batch=0, sizes=[])
+
+
+@hvd.elastic.run
+def train(state):
+    global number
+    while len(state.sizes) < 9 or hvd.size() < 3:
+        number = state.batch
+        optimizer.zero_grad()
+        model(torch.ones(2, 12, dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+        state.batch += 1
+        state.sizes.append(hvd.size())
+        time.sleep(0.05)
+        state.commit()
+
+
+train(state)
+assert state.batch == len(state.sizes), state.batch
+if worker == 0:
+    print("sizes", *dict.fromkeys(zip(state.sizes, state.sizes[1:])), flush=True)
+trained(model)
+"""
+
+
+def test_a_replacement_joins_at_a_commit_with_the_state_of_the_others(launch, tmp_path):
+    flags = ("--on-failure", "replace")
+    survivors, out, err = survivors_of(launch, tmp_path, GROWS_AGAIN, "1:4:reduce", flags=flags)
+    assert survivors.keys() == {0, 2, 3}
+    assert "worker 3 joins as rank 2" in err
+    assert "sizes (3, 3) (3, 2) (2, 2)" in out
+    first, *others = survivors.values()
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    assert "going back to the last commit" not in err
+
+
+OWN_COLLECTIVE = """
+model = made()
+optimizer = wrapped(model)
+raised = 0
+for number in range(9):
+    optimizer.zero_grad()
+    model(batch(number)).square().mean().backward()
+    optimizer.step()
+    maybe_die("end")
+    try:
+        hvd.allreduce(torch.ones(3), name="of the program")
+    except hvd.PeerLostError:
+        raised += 1
+assert raised == 1, raised
+trained(model)
+"""
+
+
+def test_a_collective_of_the_program_raises_once_on_every_rank_and_the_next_step_goes_on(launch, tmp_path):
+    died = "1:4:end"
+    survivors, _, _ = survivors_of(launch, tmp_path, OWN_COLLECTIVE, died)
+    assert_all_have(by_one_process(died), survivors)
+
+
+REFUSED = """
+model = made()
+plain = lambda: torch.optim.SGD(model.parameters(), lr=0.1)
+for name, arguments in {
+    "step_on_arrival": {"step_on_arrival": True},
+    "Adasum": {"op": hvd.Adasum},
+    "exchange=": {"exchange": hvd.Exchange},
+    "process_set": {"process_set": hvd.add_process_set([0])},
+}.items():
+    try:
+        hvd.DistributedOptimizer(plain(), named_parameters=model.named_parameters(), **arguments)
+    except ValueError as error:
+        assert name in str(error) and "--survive" in str(error), error
+    else:
+        raise AssertionError(name)
+try:
+    hvd.join()
+except ValueError as error:
+    assert "--survive" in str(error), error
+else:
+    raise AssertionError("join")
+trained(model)
+"""
+
+
+def test_what_cannot_survive_is_refused_by_name(launch, tmp_path):
+    survivors, _, _ = survivors_of(launch, tmp_path, REFUSED, "9:9:none", size=2)
+    assert len(survivors) == 2
+
+
+@pytest.mark.parametrize("how", ["flag", "variable"])
+def test_a_job_whose_ranks_cannot_change_is_told_how_to_start_it(launch, how):
+    flags, env = (["--survive"], {}) if how == "flag" else ([], {"HVDLITE_SURVIVE": "1"})
+    job = launch(*flags, "-np", "2", sys.executable, "-c", "import hvdlite as hvd; hvd.init()", env=env)
+    code, _, err = job.ended(PATIENCE_S)
+    assert code != 0
+    told = err.decode()
+    assert "--survive has no meaning here" in told if how == "flag" else "hvdlite-run --survive --min-np N" in told
+    job.assert_gone()
+
+
+def test_a_bug_on_all_ranks_ends_the_job_with_its_traceback(launch, tmp_path):
+    body = PLAIN.replace('maybe_die("begin")', "1 / (3 - number)")
+    program = PROGRAM + body
+    variables = {"RESULTS": str(tmp_path), "DIE": ""}
+    job = launch("-np", "3", "--min-np", "1", "--survive", sys.executable, "-c", program, env=variables)
+    code, _, err = job.ended(PATIENCE_S)
+    assert code == 1
+    assert "ZeroDivisionError" in err.decode()
+    job.assert_gone()
