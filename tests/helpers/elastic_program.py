@@ -219,7 +219,8 @@ def main(scenario: dict[str, Any], directory: Path) -> None:  # noqa: PLR0915  #
                 state.stage, state.offset = state.stage + 1, 0
         if is_late:
             time.sleep(0.05)  # while it waits for ranks to come
-        if is_late or state.step % scenario["commit_every"] == 0:
+        # After the last stage a commit could still lead to another generation, with ranks that are no longer expected.
+        if state.stage < len(stages) and (is_late or state.step % scenario["commit_every"] == 0):
             state.commit()
 
     @hvd.elastic.run
