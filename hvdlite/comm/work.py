@@ -36,6 +36,9 @@ class CollectiveWatch:
         # began them.
         self.begun: dict[str, int] = {}
         self.beginners: set[int] = set()
+        # When the oldest wait for other ranks began (`time.monotonic`), in a collective or for one to begin; None if
+        # there is none. The controller looks twice a second.
+        self.waits_since_s: float | None = None
         # Ident of the controller's thread that receives reports of other ranks' ends, if there is one.
         self.listening_thread: int | None = None
         # Reports to the other ranks that this rank has lost another one, and may fail because of it.

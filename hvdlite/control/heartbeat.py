@@ -182,6 +182,8 @@ class WaitReports:
         current = executor.current
         if current is not None:
             blocked.append(Blocked(*current, is_operation=True))
+        in_operations = [since_s for _, since_s in self._callers.blocked()]
+        self._watch.waits_since_s = min([each.since_s for each in blocked] + in_operations, default=None)
         is_stuck = executor.is_idle and not self._callers.can_ask(waits.keys())
         # Ranks that have joined wait for this one, so it shows that it is alive.
         is_waiting = bool(self._requests or self._joins.is_waiting or blocked or not executor.is_idle)

@@ -41,6 +41,7 @@ class StoreRequest(IntEnum):
     INIT_STARTED = 10
     INIT_DONE = 11
     INIT_FAILED = 12
+    ALIVE = 13
 
 
 class StoreClient:

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
@@ -23,7 +24,10 @@ import torch.distributed as dist
 from ..comm import deferred_close
 from ..environment import READ_BY_INIT, Environment, read_environment
 from ..errors import CommunicationError, LaunchEnvironmentError, NotInitializedError, describe_interrupt
+from ..rendezvous.key_listener import KeyListener
+from ..rendezvous.launchers import read_elastic_worker
 from ..rendezvous.process_state import ProcessState
+from ..rendezvous.responder import respond
 from ..rendezvous.seat import Seat
 from ..timeline import session as timeline
 from ..values import MOST, seconds, shown, whole_number
@@ -122,6 +126,8 @@ def _init(
         "check_parameters": check_parameters,
         "survive": survive,
     }
+    if (worker := read_elastic_worker(os.environ)) is not None:
+        _process.keep("responder", worker, lambda: respond(worker, _waited_s), KeyListener.close)
     # The state of a process, like what `_process` keeps.
     survival = _process.keep("survival", None, lambda: Survival(enter_again, revoke))
     _process.newcomers = survival.newcomers
@@ -145,6 +151,12 @@ def _init(
                 raise
         else:
             return
+
+
+def _waited_s() -> float:
+    """For how long this process has waited for other ranks; 0 if it does not wait. Any thread may call it."""
+    since_s = None if _world is None else _world.generation.watch.waits_since_s
+    return 0.0 if since_s is None else time.monotonic() - since_s
 
 
 def _environment_with(hierarchical: bool | None, check_parameters: object, survive: bool | None) -> Environment:

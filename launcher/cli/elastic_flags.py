@@ -42,6 +42,9 @@ Flags of a job whose ranks may change while it runs, and of one that starts anew
   --elastic-timeout SECONDS
                         how long to wait for --min-np workers (HVDLITE_ELASTIC_TIMEOUT or HOROVOD_ELASTIC_TIMEOUT where
                         it is set, else 600)
+  --hang-timeout SECONDS
+                        end a worker that others wait for and that does not respond for so long, since its process is
+                        stopped or a C extension holds the interpreter's lock (30; 0: never)
   --reset-limit N       end the job if its ranks change more than N times
   --blacklist-cooldown-range LOW HIGH
                         how many seconds a lost host gets no workers, and with blacklist one with a failed worker: LOW
@@ -53,6 +56,7 @@ _OF_RESTART, _OF_NONE = "restart", "stop"
 _ELASTIC_ANSWERS = tuple(each.value for each in (OnFailure.REPLACE, OnFailure.SHRINK, OnFailure.BLACKLIST))
 _ANSWERS = (*_ELASTIC_ANSWERS, _OF_RESTART, _OF_NONE)
 _ELASTIC_TIMEOUT_S = 600.0
+_HANG_TIMEOUT_S = 30.0
 _MAX_RESTARTS = 3
 # Flags without effect in a job that is not elastic. --min-np is not one of them: a job that is restarted may shrink.
 _OF_ELASTIC = {
@@ -61,6 +65,7 @@ _OF_ELASTIC = {
     "spares": "--spares",
     "survive": "--survive",
     "elastic_timeout": "--elastic-timeout",
+    "hang_timeout": "--hang-timeout",
     "reset_limit": "--reset-limit",
     "blacklist_cooldown_range": "--blacklist-cooldown-range",
 }
@@ -86,6 +91,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--spares", type=flag_values.count)
     parser.add_argument("--survive", action="store_const", const=True)
     parser.add_argument("--elastic-timeout", type=flag_values.positive_seconds)
+    parser.add_argument("--hang-timeout", type=flag_values.seconds)
     parser.add_argument("--reset-limit", type=flag_values.count)
     parser.add_argument("--blacklist-cooldown-range", type=flag_values.seconds, nargs=2)
 
@@ -137,8 +143,8 @@ def elastic_of(options: argparse.Namespace, hosts: Collection[Host], timeout_s: 
                 "as in node1:4"
             )
         _require_slots(policy, hosts)
-        return ElasticSpec(policy)
-    return ElasticSpec(policy, script_of(options))
+        return ElasticSpec(policy, hang_timeout_s=_hang_timeout_s(options))
+    return ElasticSpec(policy, script_of(options), _hang_timeout_s(options))
 
 
 def script_of(options: argparse.Namespace) -> DiscoveryScript:
@@ -200,6 +206,10 @@ def _require_slots(policy: Policy, hosts: Collection[Host]) -> None:
         raise UsageError(
             f"--spares {policy.spares}: the hosts have {slots} slots, and --max-np {policy.max_np} leaves too few"
         )
+
+
+def _hang_timeout_s(options: argparse.Namespace) -> float:
+    return _HANG_TIMEOUT_S if options.hang_timeout is None else float(options.hang_timeout)
 
 
 def _cooldown_s(options: argparse.Namespace) -> tuple[float, float] | None:

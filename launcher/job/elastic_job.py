@@ -16,6 +16,7 @@ from typing import Protocol
 from ..plan.worker_environment import elastic_environment
 from ..system.signals import shell_code, signal_name
 from ..wire.messages import (
+    Alive,
     Answered,
     DiscoveryFailed,
     Exited,
@@ -31,6 +32,7 @@ from .ending import FAILURE_GRACE_S, Ending
 from .failure_message import Outcome, failure_message, name_workers
 from .first_failure import FirstFailure
 from .generation_table import GenerationTable, Row
+from .hangs import Hangs
 from .host_slots import Place
 from .membership import (
     Action,
@@ -76,13 +78,19 @@ class ElasticJob:
         log: Callable[[str], None],
         here: Callable[[], str],
         start_timeout_s: float,
+        hang_timeout_s: float,
     ) -> None:
-        """``here`` returns the label of the launcher's own machine, for an agent's refusal that names no host."""
+        """``hang_timeout_s``: see `Hangs`.
+
+        ``here`` returns the label of the launcher's own machine, for an agent's refusal that names no host.
+        """
         self._membership = membership
         self._hosts = hosts
         self._ending = ending
         self._roster = roster
         self._seats = Seats(store)
+        self._hangs = Hangs(hang_timeout_s, store, ending.clock)
+        self._hang_timeout_s = hang_timeout_s
         self._screen = screen
         self._signal_workers = signal_workers
         self._log = log
@@ -143,9 +151,13 @@ class ElasticJob:
             return
         after = event.after or 0
         self._seats.asked(event.worker, after)
+        self._hangs.begin(event.worker)
         if self._membership.current is None and self._late_at is None:
             self._late_at = self._now() + self._start_timeout_s
         self._do(self._membership.asks(event.worker, after, self._now(), event.newcomers))
+
+    def on_alive(self, alive: Alive) -> None:
+        self._hangs.answered(alive)
 
     def on_exit(self, end: Exited) -> None:
         self._kill_at.pop(end.worker, None)
@@ -252,6 +264,7 @@ class ElasticJob:
             self._membership.deadline_s(),
             self._hosts.due_s(self._membership.barred_until_s),
             self._late_at,
+            self._hangs.due_s(),
             min(self._kill_at.values(), default=None),
         ]
         first = min((at_s for at_s in due if at_s is not None), default=None)
@@ -271,6 +284,8 @@ class ElasticJob:
             self._end_for_those_who_never_came()
         for host in self._hosts.late(now_s):
             self.on_lost(Lost(host, f"no answer within {self._start_timeout_s:g} s (--start-timeout)"))
+        if self._decides() and (silent := self._hangs.look(self._seats.waiting)):
+            self._end_hanging(silent)
         if self._decides():
             self._do(self._membership.time_passes(now_s))
             self._look_at_hosts()
@@ -347,12 +362,22 @@ class ElasticJob:
             self._late_at = self._now() + self._start_timeout_s
         self._hosts.start(place.host, worker, elastic_environment(worker, place.host, place.slot))
 
-    def _end_workers(self, workers: Collection[int], why: str) -> None:
+    def _end_hanging(self, workers: Collection[int]) -> None:
+        for worker in workers:
+            self._hangs.forget(worker)
+        why = (
+            f"it did not respond for {self._hang_timeout_s:g} s (--hang-timeout), and others waited for it: its "
+            "process was stopped, or a C extension held the interpreter's lock"
+        )
+        # At once: a stopped process keeps SIGTERM for later, and a Python handler has no turn in one that hangs.
+        self._end_workers(workers, why, signal.SIGKILL)
+
+    def _end_workers(self, workers: Collection[int], why: str, signum: int = signal.SIGTERM) -> None:
         self._told_to_end.update(dict.fromkeys(workers, why))
         for worker in filter(self._is_member, workers):
             self._why_gone.setdefault(worker, f"{self._name(worker)} was ended: {why}")
         self._kill_at.update(dict.fromkeys(workers, self._now() + FAILURE_GRACE_S))
-        self._signal_workers(workers, signal.SIGTERM)
+        self._signal_workers(workers, signum)
 
     def _publish(self, generation: Generation) -> None:
         before = () if self._published is None else tuple(each.worker for each in self._published.members)
@@ -422,6 +447,7 @@ class ElasticJob:
         """Deletes what the store has of a worker that has ended. The roster keeps it until it is reported."""
         self._living.discard(worker)
         self._seats.forget(worker)
+        self._hangs.forget(worker)
         self._kill_at.pop(worker, None)
 
     def _let_fail(self, why: str | None, *, is_limit: bool = False) -> None:

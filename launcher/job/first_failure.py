@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from ..plan.slots import Slot
 from ..system.signals import shell_code
 from ..wire.messages import (
+    Alive,
     Answered,
     DiscoveryFailed,
     Exited,
@@ -70,6 +71,9 @@ class FirstFailure:
         self._init_calls.note(event)
         if isinstance(event, InitStarted):
             self._look_for_absent()
+
+    def on_alive(self, alive: Alive) -> None:
+        """Takes a worker's answer of an elastic job, which is not judged any more."""
 
     def on_exit(self, end: Exited) -> None:
         if end.returncode == 0:

@@ -163,6 +163,7 @@ def _start_elastic(
         log=log,
         here=agents.label_here,
         start_timeout_s=job.start_timeout_s,
+        hang_timeout_s=job.elastic.hang_timeout_s,
     )
     if job.elastic.discovery is None:
         events.put(HostsFound({host.label: host.slots for host in job.hosts}))

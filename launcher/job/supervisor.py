@@ -20,6 +20,7 @@ from typing import Protocol
 from ..system.signals import shell_code
 from ..wire.messages import (
     AgentSaid,
+    Alive,
     Answered,
     DiscoveryFailed,
     Event,
@@ -66,6 +67,7 @@ class Judgement(Protocol):
     @property
     def knows_failure(self) -> bool: ...
     def on_init(self, event: InitStarted | InitDone | InitFailed) -> None: ...
+    def on_alive(self, alive: Alive) -> None: ...
     def on_exit(self, end: Exited) -> None: ...
     def on_lost(self, lost: Lost) -> None: ...
     def on_refused(self, refused: Refused) -> None: ...
@@ -139,6 +141,8 @@ class Supervisor:
             case InitFailed():
                 self._log(f"{self._name(event.worker)} left hvd.init() with an exception")
                 self._judgement.on_init(event)
+            case Alive():
+                self._judgement.on_alive(event)
             case InputWanted():
                 self._input_for = event.worker
                 self._stdin.read()

@@ -60,10 +60,14 @@ class DiscoveryScript:
 
 @dataclass(frozen=True)
 class ElasticSpec:
-    """An elastic job. Its hosts are those that ``discovery`` finds; if that is None, they are `JobSpec.hosts`."""
+    """An elastic job. Its hosts are those that ``discovery`` finds; if that is None, they are `JobSpec.hosts`.
+
+    A worker that others wait for is ended after ``hang_timeout_s`` without a response; 0: never.
+    """
 
     policy: Policy
     discovery: DiscoveryScript | None = None
+    hang_timeout_s: float = 30.0
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ..errors import ProtocolError
-from ..wire.messages import InitDone, InitFailed, InitStarted, Newcomers
+from ..wire.messages import Alive, InitDone, InitFailed, InitStarted, Newcomers
 from ..wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
 from ..wire.worker_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, generation_of, pack, unpack
 
@@ -52,7 +52,7 @@ class _Reader:
 class Cache:
     """The copies on one host, and the requests of its workers that are not answered yet."""
 
-    def __init__(self, send: Callable[[StoreEvent | _Announcement], None], workers: Collection[int]) -> None:
+    def __init__(self, send: Callable[[StoreEvent | _Announcement | Alive], None], workers: Collection[int]) -> None:
         """``workers`` are the numbers of the workers on this host: more of them may be added."""
         self._send = send
         self._workers = workers
@@ -76,6 +76,10 @@ class Cache:
                     reply(DONE, pack([b"1"]))
                 case _ if operation in _ANNOUNCED:
                     self._announce(_ANNOUNCED[operation], unpack(payload))
+                    reply(DONE, b"")
+                case StoreRequest.ALIVE:
+                    worker, number, waited_ms = self._numbers(unpack(payload), least=3, most=3)
+                    self._send(Alive(worker, number, waited_ms / 1000))
                     reply(DONE, b"")
                 case _:
                     return self._ask(operation, payload, reply)
@@ -148,13 +152,7 @@ class Cache:
         return lambda: self._asked.update({number: _ignore}) if number in self._asked else None
 
     def _announce(self, what: type[_Announcement], parts: list[bytes]) -> None:
-        most = 3 if what is InitStarted else 2
-        if not 1 <= len(parts) <= most or not all(part.isdigit() and len(part) < 10 for part in parts):
-            raise ProtocolError("a worker's number is expected, and the last generation that it was in")
-        numbers = [int(part) for part in parts]
-        if numbers[0] not in self._workers:
-            raise ProtocolError("no such worker on this host")
-        match numbers:
+        match self._numbers(parts, least=1, most=3 if what is InitStarted else 2):
             case [worker]:
                 self._send(what(worker))
             case [worker, after]:
@@ -163,6 +161,15 @@ class Cache:
                 self._send(InitStarted(worker, after, Newcomers(newcomers)))
             case _:
                 raise ProtocolError("what a worker says of newcomers is 0, 1 or 2")
+
+    def _numbers(self, parts: list[bytes], *, least: int, most: int) -> list[int]:
+        """Returns the numbers that a worker has sent; the first is its own."""
+        if not least <= len(parts) <= most or not all(part.isdigit() and len(part) < 10 for part in parts):
+            raise ProtocolError("a worker's number is expected, and further numbers")
+        numbers = [int(part) for part in parts]
+        if numbers[0] not in self._workers:
+            raise ProtocolError("no such worker on this host")
+        return numbers
 
 
 def _nothing() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from ..errors import ProtocolError
 from . import store_messages
 from .messages import (
+    Alive,
     Beat,
     Exited,
     Greet,
@@ -61,6 +62,7 @@ _INPUT_KIND = 18
 # since one that is too large would only fail later, in code that does not handle it.
 
 _MOST_WORKERS, _MOST_GENERATIONS, _MOST_BYTES, _LAST_PORT, _LAST_PID = 10**6, 10**9, 1 << 40, 65535, 2**31 - 1
+_MOST_QUESTIONS, _MOST_SECONDS = 10**9, 10.0**6
 
 
 def _number(least: int, most: int) -> Callable[[Any], int]:
@@ -73,6 +75,12 @@ def _number(least: int, most: int) -> Callable[[Any], int]:
 
 
 _worker = _number(0, _MOST_WORKERS)
+
+
+def _seconds(value: Any) -> float:
+    if type(value) is not float or not 0 <= value < _MOST_SECONDS:
+        raise TypeError(value)
+    return value
 
 
 def _bool(value: Any) -> bool:
@@ -153,6 +161,7 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
     InitStarted: (9, {**_OF_INIT, "newcomers": lambda value: Newcomers(_number(0, 2)(value))}),
     InitDone: (10, _OF_INIT),
     InitFailed: (14, _OF_INIT),
+    Alive: (26, {"worker": _worker, "number": _number(0, _MOST_QUESTIONS), "waited_s": _seconds}),
     StartJob: (
         16,
         {

@@ -1,7 +1,8 @@
 """The messages between launcher and agents, and the other events of the launcher's event loop, as dataclasses.
 
     launcher ── Greet, StartJob, StartWorkers, SignalWorkers, Input, OutputTaken, Beat ──► agent
-    launcher ◄── Hello, Started, InputWanted, Output, InitStarted, InitDone, InitFailed, Exited, Refused, Beat ── agent
+    launcher ◄── Hello, Started, InputWanted, Output, InitStarted, InitDone, InitFailed, Alive, Exited, Refused, Beat
+                                                                                                      ── agent
 
 To end a job the launcher sends `SignalWorkers`, and at last closes the agent's stdin: the agent then kills what is
 left. The messages about the rendezvous store are in `store_messages`, and `agent_frames` encodes both as bytes.
@@ -84,6 +85,18 @@ class InitFailed:
 
     worker: int
     after: int | None = None
+
+
+@dataclass(frozen=True)
+class Alive:
+    """A worker's answer to question ``number`` of `job.hangs`.
+
+    ``waited_s`` is for how long it has waited for other ranks, in what it waits for now; 0 if for nothing.
+    """
+
+    worker: int
+    number: int
+    waited_s: float
 
 
 @dataclass(frozen=True)
@@ -202,7 +215,7 @@ class ScreenDone:
 
 
 # Sent by an agent about one of its workers.
-OfWorker = Output | Started | InputWanted | InitStarted | InitDone | InitFailed | Exited
+OfWorker = Output | Started | InputWanted | InitStarted | InitDone | InitFailed | Alive | Exited
 WorkerEvent = OfWorker | Refused
 LauncherEvent = Answered | AgentSaid | Lost | HostsFound | DiscoveryFailed | Interrupted | InputRead
 Event = WorkerEvent | LauncherEvent | ScreenFailed | ScreenDone

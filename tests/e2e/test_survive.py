@@ -208,6 +208,32 @@ def test_a_second_worker_may_be_killed_while_the_others_settle_what_became_of_th
     assert_all_have(by_one_process(f"{died},{of_second}", size=4), survivors)
 
 
+STOPS_OR_HANGS = """
+import ctypes
+
+
+def maybe_die(point):
+    if (str(worker), str(number), point) in deaths:
+        if os.environ["HOW"] == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        while True:
+            ctypes.PyDLL(None).pause()  # with the interpreter's lock
+"""
+
+
+@pytest.mark.parametrize(
+    ("died", "how"), [("0:4:reduce", "stop"), ("2:4:vote", "stop"), ("0:4:hook", "hang"), ("2:4:voted", "hang")]
+)
+def test_a_worker_that_no_longer_responds_is_ended_and_the_others_finish_the_step(launch, tmp_path, died, how):
+    flags = ["--on-failure", "shrink", "--hang-timeout", "2"]
+    survivors, _, err = survivors_of(launch, tmp_path, STOPS_OR_HANGS + PLAIN, died, flags=flags, env={"HOW": how})
+    assert survivors.keys() == {0, 1, 2} - {int(died[0])}
+    assert_all_have(by_one_process(died), survivors)
+    assert (
+        f"worker {died[0]} (rank {died[0]} on localhost) was ended: it did not respond for 2 s (--hang-timeout)" in err
+    )
+
+
 @pytest.mark.parametrize("wire", ["fp16", "bf16"])
 def test_gradients_sent_in_16_bits_are_cast_anew_for_the_ranks_that_are_left(launch, tmp_path, wire):
     survivors, _, _ = survivors_of(launch, tmp_path, PLAIN, "1:4:reduce", env={"COMPRESSION": wire})

@@ -83,6 +83,7 @@ class Played:
             log=lambda _: None,
             here=lambda: "a",
             start_timeout_s=START_TIMEOUT_S,
+            hang_timeout_s=0,
         )
         supervisor = Supervisor(
             self.job, self.ending, roster, send_input=None, stdin=None, screen=self, log=lambda _: None

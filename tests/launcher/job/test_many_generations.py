@@ -83,6 +83,7 @@ class Simulated:
             log=_nothing,
             here=lambda: "a",
             start_timeout_s=60,
+            hang_timeout_s=0,
         )
 
     # what the launcher uses

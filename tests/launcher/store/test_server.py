@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from hvdlite_launcher.store.cache import Cache
 from hvdlite_launcher.store.server import Store
-from hvdlite_launcher.wire.messages import InitDone, InitFailed, InitStarted
+from hvdlite_launcher.wire.messages import Alive, InitDone, InitFailed, InitStarted
 from hvdlite_launcher.wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, Want
 from hvdlite_launcher.wire.worker_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, pack, unpack
 from hypothesis import given, settings
@@ -210,6 +210,23 @@ def test_who_calls_init_in_an_elastic_job_says_which_generation_it_was_in():
     sent = []
     Cache(sent.append, workers={7}).request(StoreRequest.INIT_STARTED, pack([b"7", b"3"]), lambda *_: None)
     assert sent == [InitStarted(7, after=3)]
+
+
+def test_a_worker_that_is_asked_whether_it_is_alive_answers_by_its_number():
+    sent, replies = [], []
+    cache = Cache(sent.append, workers={7})
+    cache.request(StoreRequest.ALIVE, pack([b"7", b"3", b"1500"]), lambda *reply: replies.append(reply))
+    assert sent == [Alive(7, 3, 1.5)]
+    assert replies == [(DONE, b"")]
+
+
+@pytest.mark.parametrize("parts", [[b"8", b"3", b"1500"], [b"7", b"3"], [b"7", b"3", b"-1"], [b"7", b"3", b"1", b"1"]])
+def test_an_answer_that_is_none_is_refused(parts):
+    sent, replies = [], []
+    cache = Cache(sent.append, workers={7})
+    cache.request(StoreRequest.ALIVE, pack(parts), lambda *reply: replies.append(reply))
+    assert not sent
+    assert [code for code, _ in replies] == [FAILED]
 
 
 # ------------------------------------------------------- generations that are over

@@ -8,6 +8,7 @@ import pytest
 from hvdlite_launcher.errors import ProtocolError
 from hvdlite_launcher.wire.agent_frames import FROM_AGENT, FROM_LAUNCHER, MAX_PAYLOAD_BYTES, Decoder, encode
 from hvdlite_launcher.wire.messages import (
+    Alive,
     Beat,
     Exited,
     Greet,
@@ -42,6 +43,7 @@ MESSAGES = st.one_of(
     st.builds(InputWanted, WORKERS),
     st.builds(Started, WORKERS, PIDS),
     st.one_of(st.builds(of, WORKERS, st.none() | WORKERS) for of in (InitStarted, InitDone, InitFailed)),
+    st.builds(Alive, WORKERS, st.integers(0, 10**9), st.floats(0, 10**5)),
     st.one_of(st.builds(of, st.binary()) for of in (Want, Drop, Dropped)),
     st.builds(Have, st.binary(), st.binary()),
     st.builds(Revoke, WORKERS, st.text()),
