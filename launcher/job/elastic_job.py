@@ -76,8 +76,12 @@ class ElasticJob:
         log: Callable[[str], None],
         here: Callable[[], str],
         start_timeout_s: float,
+        chaos_of: Callable[[int], str] = lambda _: "",
     ) -> None:
-        """``here`` returns the label of the launcher's own machine, for an agent's refusal that names no host."""
+        """``here`` returns the label of the launcher's own machine, for an agent's refusal that names no host.
+
+        ``chaos_of`` returns the faults of a worker that is started now.
+        """
         self._membership = membership
         self._hosts = hosts
         self._ending = ending
@@ -88,6 +92,7 @@ class ElasticJob:
         self._log = log
         self._here = here
         self._start_timeout_s = start_timeout_s
+        self._chaos_of = chaos_of
         self._began_at = ending.clock()
         self._has_hosts = False  # whether all hosts that were found first have answered or failed
         self._late_at: float | None = None  # when a worker that has not called hvd.init() ends the job
@@ -345,7 +350,7 @@ class ElasticJob:
         self._screen.begin(worker)
         if self._late_at is not None:  # it has as long as those that were started before
             self._late_at = self._now() + self._start_timeout_s
-        self._hosts.start(place.host, worker, elastic_environment(worker, place.host, place.slot))
+        self._hosts.start(place.host, worker, elastic_environment(worker, place.host, place.slot, self._chaos_of(worker)))
 
     def _end_workers(self, workers: Collection[int], why: str) -> None:
         self._told_to_end.update(dict.fromkeys(workers, why))
