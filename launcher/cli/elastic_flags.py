@@ -160,6 +160,8 @@ def _chaos(options: argparse.Namespace, policy: Policy, hosts: int | None) -> Ch
     if file is not None and (os.path.isdir(file) or not os.path.isdir(os.path.dirname(os.path.abspath(file)))):
         raise UsageError(f"--chaos-report {file}: no file can be written there: name one in a directory that exists")
     spec = parse_chaos(options.chaos, None if file is None else os.path.abspath(file))
+    if policy.on_failure is OnFailure.STOP:
+        raise UsageError("--chaos: with --on-failure stop the first fault ends the job: say replace, or shrink")
     shrinks = policy.on_failure is not OnFailure.REPLACE
     require_goes_on(spec, start=policy.first_np, least=policy.min_np, shrinks=shrinks, hosts=hosts)
     return spec
