@@ -32,7 +32,8 @@ def main(words: Sequence[str]) -> int:
         print("hvdlite.chaos: say SPEC, then --, then the arguments of hvdlite-run; see --help", file=sys.stderr)
         return _USAGE
     flags = [f"--chaos={spec}" for spec in specs]
-    os.execv(sys.executable, [sys.executable, "-m", "hvdlite_launcher", *flags, *words[len(specs) + 1 :]])
+    arguments = [sys.executable, "-m", "hvdlite_launcher", *flags, *words[len(specs) + 1 :]]
+    return os.execv(sys.executable, arguments)
 
 
 if __name__ == "__main__":

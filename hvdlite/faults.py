@@ -16,10 +16,12 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from dataclasses import dataclass
+from typing import NoReturn
 
 
-class Fault(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Fault:
     """A fault that is due when ``point`` is passed in or after the ``step``-th step; ``index`` is its place."""
 
     index: int

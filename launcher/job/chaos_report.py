@@ -52,7 +52,9 @@ class ChaosReport:
 
     def text(self) -> str:
         """Returns a table with a line for each fault, and what has not happened."""
-        rows = [("after", "fault", "step", "worker", "rank", "host", "its end", "connected", "lost")]
+        rows: list[Sequence[str]] = [
+            ("after", "fault", "step", "worker", "rank", "host", "its end", "connected", "lost")
+        ]
         rows += [_row(record) for record in self.records]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows] if self.records else []

@@ -350,7 +350,9 @@ class ElasticJob:
         self._screen.begin(worker)
         if self._late_at is not None:  # it has as long as those that were started before
             self._late_at = self._now() + self._start_timeout_s
-        self._hosts.start(place.host, worker, elastic_environment(worker, place.host, place.slot, self._chaos_of(worker)))
+        self._hosts.start(
+            place.host, worker, elastic_environment(worker, place.host, place.slot, self._chaos_of(worker))
+        )
 
     def _end_workers(self, workers: Collection[int], why: str) -> None:
         self._told_to_end.update(dict.fromkeys(workers, why))

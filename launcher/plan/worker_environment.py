@@ -11,8 +11,8 @@ The variables are the public contract between hvdlite-run and hvdlite, or any ot
     HVDLITE_STORE                           the rendezvous store: unix:// and the path, unquoted, of the socket on which
                                             the host's agent answers the requests in `worker_requests`
     HVDLITE_JOB_DIR                         the job's private directory on this host, removed at the job's end
-    HVDLITE_CHAOS                           with --chaos, the worker's own faults (see `chaos_spec.worker_form`), which it
-                                            asks for under chaos/ in the store (see `job.chaos_job`)
+    HVDLITE_CHAOS                           with --chaos, the worker's own faults (see `chaos_spec.worker_form`), for
+                                            which it asks under chaos/ in the store (see `job.chaos_job`)
 
 In an elastic job ranks change, so a worker gets its rank in hvd.init() and no variable has it, nor any size. Its local
 rank is its slot on the host, which stays.
@@ -109,7 +109,11 @@ def elastic_environment(worker: int, host: str, slot: int, chaos: str = "") -> d
     """
     place = {"worker": str(worker), "host": host, "local rank": str(slot)}
     faults = {_CHAOS: chaos} if chaos else {}
-    return {**faults, **dict.fromkeys(_ELASTIC, "1"), **{name: place[what] for name, what in _PLACE.items() if what in place}}
+    return {
+        **faults,
+        **dict.fromkeys(_ELASTIC, "1"),
+        **{name: place[what] for name, what in _PLACE.items() if what in place},
+    }
 
 
 @dataclass(frozen=True)
