@@ -1,7 +1,7 @@
 """``hvdlite-run --chaos --survive``: seeded faults at all points, and the others train as one process would.
 
-Each worker writes down every step that it takes, before its parameters change. The test computes the same in one
-process: a step's average is that of the workers whose gradients were in it when all had it.
+The report has the step and the point of each fault, and the workers that are left write down their parameters. The test
+computes the same in one process: a step's average is that of the workers whose gradients were in it when all had it.
 """
 
 from __future__ import annotations
