@@ -329,6 +329,7 @@ SET_FOR_WORKERS = (
     Variable("ELASTIC", SWITCH, "–", "1 in an elastic job: ranks and sizes change", horovods="ELASTIC"),
     Variable("HOST", Format("a name"), "–", "its host, as the user wrote it", horovods="HOSTNAME"),
     Variable("STORE", Format("a URL"), "–", "the store through which the workers connect"),
+    Variable("CHAOS", Format("faults"), "–", "the worker's own faults of `hvdlite-run --chaos`"),
     Variable("JOB_DIR", Format("a directory"), "–", "private to the job on this host, and removed at its end"),
 )
 """The variables that hvdlite-run sets for each worker; `rendezvous` and callers of `launcher_variable` read them."""

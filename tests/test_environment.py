@@ -157,7 +157,7 @@ def test_one_that_is_not_known_is_named_and_a_launchers_own_are_not():
         "mean HOROVOD_STALL_CHECK_TIME_SECONDS?)",
     )
     place = {name: "1" for name in OWN_VARIABLES if name.startswith(("HOROVOD_", "HVDLITE_"))}
-    assert len(place) == 8 + 11
+    assert len(place) == 8 + 12
     launchers = {"HOROVOD_START_TIMEOUT": "9", "HOROVOD_ELASTIC_TIMEOUT": "9"}
     assert read_environment({**place, **launchers, "HOROVOD_SPELT_WRONG": ""}).remarks == ()
 

@@ -15,6 +15,7 @@ import queue
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from ..faults import point
 from ..log import log
 
 
@@ -95,6 +96,7 @@ class State:
 
         When a rank is lost, `restore` goes back to what was saved. A commit takes as long as copying the state.
         """
+        point("commit")
         self.save()
         self._commits += 1
         self.check_host_updates()

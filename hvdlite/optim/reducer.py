@@ -28,6 +28,7 @@ from ..comm.engine import HasMemory
 from ..comm.group import Group
 from ..control.generation import Generation
 from ..errors import CommunicationError, GradientError, NotInitializedError, PeerLostError
+from ..faults import point
 from ..log import log
 from ..ops.failures import raise_together
 from ..runtime.survival import Survival
@@ -288,6 +289,7 @@ class Reducer(GradientHooks):
                 self._count_pass(param)
                 return
             if self._phase not in _UNDER_WAY:
+                point("begin")
                 # This may replace the layout, if there is a new world.
                 self._begin_step()
             state = self._layout.states[id(param)]
@@ -309,6 +311,7 @@ class Reducer(GradientHooks):
                 self._kept.keep(state)
             if state.home.take(state, last_pass) and self._links is not None:
                 self._launch_full(self._links)
+                point("backward")
 
     def _launch_full(self, links: Links) -> None:
         if self._survival is None:
@@ -358,6 +361,7 @@ class Reducer(GradientHooks):
         survival, kept = self._survival, self._kept
         if survival is None or kept is None:
             finish()
+            point("voted")
             return
         if self._phase is Phase.IDLE:
             self._begin_step()
@@ -368,6 +372,7 @@ class Reducer(GradientHooks):
             kept.forget()
         assert self._number is not None, "it has met the others"
         survival.note_passed(self._number)
+        point("voted")
 
     def _complete_among_those_left(self, finish: Callable[[], None], survival: Survival, kept: KeptGradients) -> None:
         phase, backwards = self._phase, set(self._backwards)
@@ -427,6 +432,7 @@ class Reducer(GradientHooks):
 
     def _finish_buckets(self, update: Callable[[list[Tensor]], None] | None) -> None:
         links = self._connected()
+        point("synchronize")
         failure: Exception | None = None
         for bucket in self._queue.finish_all(links):
             gathered = self._sparse.settle(bucket)
@@ -443,6 +449,7 @@ class Reducer(GradientHooks):
         self._sparse.average(links.all, self._trace.optimizer, self._queue.count)
         if failure is not None:
             raise failure
+        point("vote")
 
     def drop_gradients(self) -> None:
         """Sets all gradients to None, and frees the buckets' memory until the next gradient."""
@@ -524,6 +531,7 @@ class Reducer(GradientHooks):
         if self._phase in (Phase.AVERAGED, Phase.DROPPED):
             self._phase = Phase.IDLE
         self._trace.stepped()
+        point("stepped")
 
     def sit_out(self, average_of_active: bool) -> bool:
         """Takes part in one step of the other ranks without gradients, for `join`. Returns False if all ranks sat out.

@@ -32,9 +32,11 @@ from ..comm.hierarchy_selection import choose_levels
 from ..control.connect import make_controller
 from ..control.controller import Controller
 from ..control.generation import Generation
-from ..environment import DYNAMIC, Environment
+from ..environment import DYNAMIC, Environment, launcher_variable
 from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError
+from ..faults import arm, point
 from ..log import log, open_log
+from ..rendezvous.fault_questions import FaultQuestions
 from ..rendezvous.host_address import LOOPBACK, interface_of, no_connection_between
 from ..rendezvous.launcher_store import LauncherStore
 from ..rendezvous.launchers import ElasticWorker, read_elastic_worker, read_placement, refuse_horovod_rank
@@ -178,6 +180,10 @@ def _connect_elastic(
     it consists of the same ranks, because none was lost, the error is raised in the end.
     """
     open_log(environment, f"worker {worker.number}")
+    if given := launcher_variable("CHAOS", os.environ):
+        arm(given, FaultQuestions(worker.store_url, worker.number).may_begin)
+    if process.generation == 0:
+        point("init")
     launcher = _LauncherEnd(_store_client(worker.store_url, process), worker.number, f"worker {worker.number}")
     undo.callback(launcher.client.close)
     failed_attempts, failed_size = 0, 0

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from ..comm.group import Group
 from ..environment import launcher_variable
 from ..errors import CommunicationError
+from ..faults import point
 from ..log import log
 from ..rendezvous.key_listener import KeyListener
 from ..rendezvous.seat import Newcomers, Seat
@@ -97,9 +98,13 @@ class Survival:
         self._listener = KeyListener(
             StoreClient.from_url(launcher_variable("STORE", os.environ)), f"{seat.prefix}/end", _ignore, self._revoke
         )
+        if self._is_in_step:
+            point("report")
         own = [self._size == 0, self._is_in_step, list(self._passed.items())]
         reports = group.all_gather_json(own, "the reports of all ranks in hvd.init()")
         self._settlement = settle([Report(is_new, in_step, dict(passed)) for is_new, in_step, passed in reports])
+        if self._is_in_step:
+            point("settled")
         self._newcomers, self._size = seat.newcomers, seat.size
         if not self._is_in_step:
             self._passed = dict(self._settlement.passed)
@@ -130,6 +135,7 @@ class Survival:
         log.warning("survive: a rank was lost within a step, and the others go on: %s", error)
         self._is_in_step = True
         try:
+            point("leave")
             self._enter_again()
         finally:
             self._is_in_step = False

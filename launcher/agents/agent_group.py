@@ -223,6 +223,11 @@ class Agents:
             if own := tuple(number for number in numbers if number in agent.workers):
                 agent.send(SignalWorkers(own, signum))
 
+    def kill_agent(self, label: str) -> None:
+        """Kills the agent on a host, or the ssh client to it. The host is then lost, which is an event."""
+        if (agent := self._agent_on(label)) is not None:
+            agent.kill()
+
     def feed(self, worker: int, data: bytes) -> None:
         """Sends input to the worker with this number."""
         for agent in list(self._agents):

@@ -127,6 +127,10 @@ class RemoteAgent:
         self._dismissed = True
         self._outgoing.put(None)
 
+    def kill(self) -> None:
+        """Kills the agent on this machine, or the ssh client to it: its host is lost, as by an accident."""
+        self._process.kill()
+
     def wait(self, timeout_s: float) -> int:
         """Waits for the agent and returns its exit code: 0 if nothing of the job is left on its host.
 

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Collection
 
 from ..errors import UsageError
+from ..plan.chaos_spec import ChaosSpec, parse_chaos, require_goes_on
 from ..plan.elastic_spec import DiscoveryScript, ElasticSpec, OnFailure, Policy, RestartSpec
 from ..plan.hosts import AUTO, Host
 from . import flag_values
@@ -36,6 +37,10 @@ Flags of a job whose ranks may change while it runs, and of one that starts anew
                         job elastic. The default of an elastic job is replace, with --horovod blacklist
   --survive             elastic: the others finish the step in which a worker is lost, with the average of their own
                         gradients, and go on; also for programs without hvd.elastic.run
+  --chaos SPEC          elastic: cause faults, to see how the job takes them, and report on each: one, as in
+                        kill@vote:worker=1:step=7, or seeded ones, as in seed=3,every=20,faults=kill+segv,count=9 or
+                        seed=3,every=30s (docs/chaos.md, in the sources, has all kinds and points); may be repeated
+  --chaos-report FILE   write the report on these faults to FILE too, as JSON
   --max-restarts N      how many failures are followed by new workers: in each slot within 5 minutes; with restart, in
                         the whole job (3)
   --spares N            start N workers more than --max-np, which wait until one of the others is lost
@@ -64,6 +69,8 @@ _OF_ELASTIC = {
     "slots_per_host": "--slots-per-host",
     "spares": "--spares",
     "survive": "--survive",
+    "chaos": "--chaos",
+    "chaos_report": "--chaos-report",
     "elastic_timeout": "--elastic-timeout",
     "hang_timeout": "--hang-timeout",
     "reset_limit": "--reset-limit",
@@ -76,7 +83,7 @@ DESTS = frozenset({*_OF_ELASTIC, "min_num_proc", "host_discovery_script", "on_fa
 OF_WORKERS = DESTS - {"host_discovery_script", "slots_per_host"}
 """The dests of flags about workers, and not about hosts."""
 
-TEXTS = ("host_discovery_script", "on_failure")
+TEXTS = ("host_discovery_script", "on_failure", "chaos", "chaos_report")
 """The dests of flags whose value is text and cannot be a number."""
 
 
@@ -90,6 +97,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-restarts", type=flag_values.count)
     parser.add_argument("--spares", type=flag_values.count)
     parser.add_argument("--survive", action="store_const", const=True)
+    parser.add_argument("--chaos", action="append")
+    parser.add_argument("--chaos-report")
     parser.add_argument("--elastic-timeout", type=flag_values.positive_seconds)
     parser.add_argument("--hang-timeout", type=flag_values.seconds)
     parser.add_argument("--reset-limit", type=flag_values.count)
@@ -143,8 +152,25 @@ def elastic_of(options: argparse.Namespace, hosts: Collection[Host], timeout_s: 
                 "as in node1:4"
             )
         _require_slots(policy, hosts)
-        return ElasticSpec(policy, hang_timeout_s=_hang_timeout_s(options))
-    return ElasticSpec(policy, script_of(options), _hang_timeout_s(options))
+        return ElasticSpec(policy, None, _hang_timeout_s(options), _chaos(options, policy, len(hosts)))
+    return ElasticSpec(policy, script_of(options), _hang_timeout_s(options), _chaos(options, policy, None))
+
+
+def _chaos(options: argparse.Namespace, policy: Policy, hosts: int | None) -> ChaosSpec | None:
+    """Returns the faults that are asked for; ``hosts`` is the number of hosts, None if it is not known yet."""
+    file = options.chaos_report
+    if options.chaos is None:
+        if file is not None:
+            raise UsageError("--chaos-report: there is no --chaos to report on; add --chaos SPEC, or leave it out")
+        return None
+    if file is not None and (os.path.isdir(file) or not os.path.isdir(os.path.dirname(os.path.abspath(file)))):
+        raise UsageError(f"--chaos-report {file}: no file can be written there: name one in a directory that exists")
+    spec = parse_chaos(options.chaos, None if file is None else os.path.abspath(file))
+    if policy.on_failure is OnFailure.STOP:
+        raise UsageError("--chaos: with --on-failure stop the first fault ends the job: say replace, or shrink")
+    shrinks = policy.on_failure is not OnFailure.REPLACE
+    require_goes_on(spec, start=policy.first_np, least=policy.min_np, shrinks=shrinks, hosts=hosts)
+    return spec
 
 
 def script_of(options: argparse.Namespace) -> DiscoveryScript:

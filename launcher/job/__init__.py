@@ -7,13 +7,14 @@
 
 In an elastic job, `elastic_job` takes the place of `first_failure`: it carries out what `membership` decides, on hosts
 that `discovery` finds and `elastic_hosts` connects to; workers read their ranks in `seats`, `hangs` finds those that no
-longer respond, and `generation_table` is shown at its end.
+longer respond, and `generation_table` is shown at its end. With ``--chaos`` `chaos_job` stands before it, causes
+faults, and fills in a `chaos_report`.
 
 `roster` has what is known of each worker, `failure_message` words how one has failed.
 
 Modules import only what stands before them:
 
     failure_message < roster < output_files < screen < launcher_stdin < ending < init_calls < first_failure
-    < discovery < host_slots < membership < elastic_hosts < generation_table < seats < hangs < elastic_job < supervisor
-    < launch < attempts
+    < discovery < host_slots < membership < elastic_hosts < generation_table < seats < hangs < elastic_job
+    < chaos_report < chaos_job < supervisor < launch < attempts
 """

@@ -79,8 +79,9 @@ class ElasticJob:
         here: Callable[[], str],
         start_timeout_s: float,
         hang_timeout_s: float,
+        chaos_of: Callable[[int], str] = lambda _: "",
     ) -> None:
-        """``hang_timeout_s``: see `Hangs`.
+        """``hang_timeout_s``: see `Hangs`. ``chaos_of`` returns the faults of a worker that is started now.
 
         ``here`` returns the label of the launcher's own machine, for an agent's refusal that names no host.
         """
@@ -96,6 +97,7 @@ class ElasticJob:
         self._log = log
         self._here = here
         self._start_timeout_s = start_timeout_s
+        self._chaos_of = chaos_of
         self._began_at = ending.clock()
         self._has_hosts = False  # whether all hosts that were found first have answered or failed
         self._late_at: float | None = None  # when a worker that has not called hvd.init() ends the job
@@ -360,7 +362,9 @@ class ElasticJob:
         self._screen.begin(worker)
         if self._late_at is not None:  # it has as long as those that were started before
             self._late_at = self._now() + self._start_timeout_s
-        self._hosts.start(place.host, worker, elastic_environment(worker, place.host, place.slot))
+        self._hosts.start(
+            place.host, worker, elastic_environment(worker, place.host, place.slot, self._chaos_of(worker))
+        )
 
     def _end_hanging(self, workers: Collection[int]) -> None:
         for worker in workers:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -13,17 +14,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from ..agents.agent_group import AGENT_S, Agents
 from ..errors import UsageError
+from ..plan.chaos_spec import ChaosSpec
 from ..plan.hosts import AUTO, Host, count_auto_slots, each_machine_once
 from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot, plan_slots
 from ..store.server import Store
 from ..system import process_tree
 from ..system.signals import signals_as_bytes
-from ..wire.messages import Event, HostsFound, Interrupted, ScreenDone
+from ..wire.messages import Event, FaultAsked, HostsFound, Interrupted, ScreenDone
+from .chaos_job import ASKS, ChaosFaults, ChaosJob, fault_asked
 from .discovery import Discovery
 from .elastic_hosts import ElasticHosts
 from .elastic_job import ElasticJob
@@ -75,6 +79,7 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
             stdin=Stdin(events),
             screen=screen,
             log=log,
+            on_fault=running.on_fault,
         )
         outcome = supervisor.run(events)
         to_close.close()
@@ -100,6 +105,7 @@ class _Running:
     ending: Ending
     judgement: Judgement
     report: Callable[[], str]
+    on_fault: Callable[[FaultAsked], None] = lambda _: None
 
 
 def _start_static(
@@ -152,8 +158,11 @@ def _start_elastic(
     roster = Roster()
     ending = _ending(job, roster, agents, screen, log)
     hosts = ElasticHosts(agents, start_timeout_s=job.start_timeout_s, say=screen.say)
+    policy, chaos = job.elastic.policy, job.elastic.chaos
+    membership = Membership(policy, random.random)
+    faults = ChaosFaults(chaos or ChaosSpec(), policy.first_np)
     judgement = ElasticJob(
-        Membership(job.elastic.policy, random.random),
+        membership,
         hosts,
         ending,
         roster,
@@ -164,12 +173,42 @@ def _start_elastic(
         here=agents.label_here,
         start_timeout_s=job.start_timeout_s,
         hang_timeout_s=job.elastic.hang_timeout_s,
+        chaos_of=faults.variable_of,
     )
     if job.elastic.discovery is None:
         events.put(HostsFound({host.label: host.slots for host in job.hosts}))
     else:
         to_close.enter_context(Discovery(job.elastic.discovery, events.put, screen.say))
-    return _Running(screen, log, roster, ending, judgement, report=judgement.table.text)
+    if chaos is None:
+        return _Running(screen, log, roster, ending, judgement, report=judgement.table.text)
+    with_faults = ChaosJob(
+        judgement,
+        chaos,
+        faults,
+        policy=policy,
+        membership=membership,
+        roster=roster,
+        store=store,
+        hosts=agents,
+        say=screen.say,
+        clock=ending.clock,
+    )
+
+    def note(key: bytes, value: bytes) -> None:
+        if (asked := fault_asked(key, value)) is not None:
+            events.put(asked)
+
+    def report() -> str:
+        final = with_faults.final_report()
+        if chaos.report_file is not None:
+            try:
+                Path(chaos.report_file).write_text(json.dumps(final.data(), indent=1) + "\n")
+            except OSError as error:
+                screen.say(f"--chaos-report {chaos.report_file}: cannot be written: {error.strerror}")
+        return "\n".join(filter(None, [judgement.table.text(), final.text()]))
+
+    store.watch(ASKS, note)
+    return _Running(screen, log, roster, ending, with_faults, report, with_faults.on_fault)
 
 
 def _ending(job: JobSpec, roster: Roster, agents: Agents, screen: Screen, log: Callable[[str], None]) -> Ending:

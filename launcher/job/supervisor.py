@@ -25,6 +25,7 @@ from ..wire.messages import (
     DiscoveryFailed,
     Event,
     Exited,
+    FaultAsked,
     HostsFound,
     InitDone,
     InitFailed,
@@ -91,8 +92,9 @@ class Supervisor:
         stdin: Input,
         screen: Screen,
         log: Callable[[str], None],
+        on_fault: Callable[[FaultAsked], None] = lambda _: None,
     ) -> None:
-        """``log`` is called with messages that only ``--verbose`` shows."""
+        """``log`` is called with messages that only ``--verbose`` shows, ``on_fault`` with questions of workers."""
         self._judgement = judgement
         self._ending = ending
         self._roster = roster
@@ -101,6 +103,7 @@ class Supervisor:
         self._input_for = 0  # the worker that asked for input last
         self._screen = screen
         self._log = log
+        self._on_fault = on_fault
 
     def run(self, events: SimpleQueue[Event]) -> Outcome:
         """Handles events until no worker runs and none will, and returns the outcome."""
@@ -168,6 +171,8 @@ class Supervisor:
                     self._ending.effect_of = signal.SIGHUP
                 self._judgement.decide(Outcome.without_screen(event))
                 self._ending.end()
+            case FaultAsked():
+                self._on_fault(event)
             case HostsFound() | DiscoveryFailed() | Answered():
                 self._judgement.on_hosts(event)
             case ScreenDone():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ..system.job_directory import temporary_directory
 from ..system.machine import usable_cores
 from ..system.network import loopback_interface
+from .chaos_spec import ChaosSpec, worker_form
 from .elastic_spec import ElasticSpec, OnFailure, Policy
 from .exported_variables import Environment
 from .hosts import Host
@@ -59,7 +60,9 @@ def elastic_dry_run(
     for worker in workers:
         host = worker.host
         facts = _facts_here(job, host, host.slots) if host.is_here and is_alone else None
-        own = elastic_environment(worker.number, host.label, worker.slot)
+        chaos = job.elastic.chaos or ChaosSpec()
+        faults = worker_form(chaos.of_worker(worker.number, job.elastic.policy.first_np))
+        own = elastic_environment(worker.number, host.label, worker.slot, faults)
         place = f"worker {worker.number} on {host.label}: local rank {worker.slot}{_runs(job)}\n"
         variables = _variables(
             job.environment, host, own, facts, _interface_of(job, host), host.slots, is_alone=is_alone

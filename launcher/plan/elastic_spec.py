@@ -8,6 +8,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from .chaos_spec import ChaosSpec
+
 
 class OnFailure(enum.Enum):
     """What an elastic job does after a worker has failed."""
@@ -42,6 +44,11 @@ class Policy:
     max_restarts: int = 3
     restart_window_s: float = 300.0
 
+    @property
+    def first_np(self) -> int:
+        """How many workers the first generation needs."""
+        return self.min_np if self.start_np is None else self.start_np
+
 
 @dataclass(frozen=True)
 class DiscoveryScript:
@@ -63,11 +70,13 @@ class ElasticSpec:
     """An elastic job. Its hosts are those that ``discovery`` finds; if that is None, they are `JobSpec.hosts`.
 
     A worker that others wait for is ended after ``hang_timeout_s`` without a response; 0: never.
+    ``chaos`` are the faults that the user wants to happen; None for none.
     """
 
     policy: Policy
     discovery: DiscoveryScript | None = None
     hang_timeout_s: float = 30.0
+    chaos: ChaosSpec | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ The variables are the public contract between hvdlite-run and hvdlite, or any ot
     HVDLITE_STORE                           the rendezvous store: unix:// and the path, unquoted, of the socket on which
                                             the host's agent answers the requests in `worker_requests`
     HVDLITE_JOB_DIR                         the job's private directory on this host, removed at the job's end
+    HVDLITE_CHAOS                           with --chaos, the worker's own faults (see `chaos_spec.worker_form`), for
+                                            which it asks under chaos/ in the store (see `job.chaos_job`)
 
 In an elastic job ranks change, so a worker gets its rank in hvd.init() and no variable has it, nor any size. Its local
 rank is its slot on the host, which stays.
@@ -72,8 +74,9 @@ _PLACE: Mapping[str, str] = MappingProxyType(
 
 _STORE, _JOB_DIR = "HVDLITE_STORE", "HVDLITE_JOB_DIR"
 _ELASTIC = ("HVDLITE_ELASTIC", "HOROVOD_ELASTIC")
+_CHAOS = "HVDLITE_CHAOS"
 
-OWN_VARIABLES = frozenset({*_PLACE, *_ELASTIC, _STORE, _JOB_DIR})
+OWN_VARIABLES = frozenset({*_PLACE, *_ELASTIC, _STORE, _JOB_DIR, _CHAOS})
 """The variables that only hvdlite-run sets: a user's values are replaced."""
 
 # The longest path of a Unix socket, and how much of it follows the temporary directory: /hvdlite-, a token, /store.
@@ -99,10 +102,18 @@ def slot_environment(slot: Slot, size: int, *, master_address: str, master_port:
     return {name: place[what] for name, what in _PLACE.items()}
 
 
-def elastic_environment(worker: int, host: str, slot: int) -> dict[str, str]:
-    """Returns the variables of a worker of an elastic job: its number, its host's label, and its slot there."""
+def elastic_environment(worker: int, host: str, slot: int, chaos: str = "") -> dict[str, str]:
+    """Returns the variables of a worker of an elastic job: its number, its host's label, and its slot there.
+
+    ``chaos`` are its faults, if it has any.
+    """
     place = {"worker": str(worker), "host": host, "local rank": str(slot)}
-    return {**dict.fromkeys(_ELASTIC, "1"), **{name: place[what] for name, what in _PLACE.items() if what in place}}
+    faults = {_CHAOS: chaos} if chaos else {}
+    return {
+        **faults,
+        **dict.fromkeys(_ELASTIC, "1"),
+        **{name: place[what] for name, what in _PLACE.items() if what in place},
+    }
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,14 @@ class Store:
         self._dropping: dict[bytes, _Dropping] = {}
         self._agents: set[Agent] = set()  # those that have sent something and are not lost
         self._revoked = Revoke(0, "")
+        self._watched: tuple[bytes, Callable[[bytes, bytes], None]] | None = None
+
+    def watch(self, prefix: bytes, note: Callable[[bytes, bytes], None]) -> None:
+        """Calls ``note(key, value)`` whenever a worker sets a key with this prefix, before the worker is answered.
+
+        It is called in the thread that reads from the worker's agent, and must not block.
+        """
+        self._watched = prefix, note
 
     def receive(self, agent: Agent, message: StoreEvent) -> None:
         """Handles a message from ``agent``."""
@@ -196,6 +204,8 @@ class Store:
                 reply(*outcome)
 
         for key, value in zip(parts[::2], parts[1::2], strict=True):
+            if self._watched is not None and key.startswith(self._watched[0]):
+                self._watched[1](key, value)
             self._change(key, partial(_put, value), count)
 
     def _change(self, key: bytes, change: _Change, reply: _Reply) -> None:

@@ -6,8 +6,8 @@
 
 To end a job the launcher sends `SignalWorkers`, and at last closes the agent's stdin: the agent then kills what is
 left. The messages about the rendezvous store are in `store_messages`, and `agent_frames` encodes both as bytes.
-`Answered`, `Lost`, `AgentSaid`, `HostsFound`, `DiscoveryFailed`, `Interrupted`, `InputRead`, `ScreenFailed` and
-`ScreenDone` are created in the launcher and never sent.
+`Answered`, `Lost`, `AgentSaid`, `HostsFound`, `DiscoveryFailed`, `FaultAsked`, `Interrupted`, `InputRead`,
+`ScreenFailed` and `ScreenDone` are created in the launcher and never sent.
 
 ``worker`` is a worker's number, which identifies it during the whole job. Its rank is in its `Slot` (see `slots`).
 """
@@ -187,6 +187,19 @@ class DiscoveryFailed:
 
 
 @dataclass(frozen=True)
+class FaultAsked:
+    """A worker asks, through the store, whether it may have the fault ``index`` of its HVDLITE_CHAOS now.
+
+    It is its ``number``-th question, from 0, in its ``step``.
+    """
+
+    worker: int
+    number: int
+    index: int
+    step: int
+
+
+@dataclass(frozen=True)
 class Interrupted:
     """The launcher itself has received a signal; ``at_s`` is when (`time.monotonic`), if that matters."""
 
@@ -217,7 +230,7 @@ class ScreenDone:
 # Sent by an agent about one of its workers.
 OfWorker = Output | Started | InputWanted | InitStarted | InitDone | InitFailed | Alive | Exited
 WorkerEvent = OfWorker | Refused
-LauncherEvent = Answered | AgentSaid | Lost | HostsFound | DiscoveryFailed | Interrupted | InputRead
+LauncherEvent = Answered | AgentSaid | Lost | HostsFound | DiscoveryFailed | FaultAsked | Interrupted | InputRead
 Event = WorkerEvent | LauncherEvent | ScreenFailed | ScreenDone
 
 

@@ -144,6 +144,8 @@ def test_a_job_may_start_anew_after_a_failure_without_being_elastic():
         (["-np", "2", "--max-np", "4"], "--max-np has no meaning here: the job's ranks do not change without --min-np"),
         (["-np", "2", "--reset-limit", "4"], "--reset-limit has no meaning here"),
         (["-np", "2", "--elastic-timeout", "4"], "--elastic-timeout has no meaning here"),
+        (["-np", "2", "--hang-timeout", "4"], "--hang-timeout has no meaning here"),
+        (["-np", "2", "--min-np", "1", "--hang-timeout", "-1"], "--hang-timeout: '-1' is not a number of seconds"),
         (["-np", "2", "--blacklist-cooldown-range", "1", "2"], "--blacklist-cooldown-range has no meaning here"),
         (
             ["-np", "2", "--on-failure", "restart", "--spares", "4"],

@@ -1,0 +1,127 @@
+"""``hvdlite-run --chaos --survive``: seeded faults at all points, and the others train as one process would.
+
+The report has the step and the point of each fault, and the workers that are left write down their parameters. The test
+computes the same in one process: a step's average is that of the workers whose gradients were in it when all had it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from helpers.long_run import trials
+from hvdlite_launcher.plan.chaos_spec import parse_chaos
+
+pytestmark = pytest.mark.slow
+
+PATIENCE_S = 500
+SIZE, EVERY = 7, 6
+FAULTS_OF_A_JOB = SIZE - 1
+STEPS = SIZE * EVERY + 4
+# At these the worker's gradients are in the step's average.
+IS_IN = {"voted", "stepped"}
+
+PROGRAM = f"""
+import os
+import torch
+import hvdlite as hvd
+
+hvd.init()
+worker = int(os.environ["HVDLITE_WORKER"])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3)).double()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), bucket_cap_mb=0.0005)
+for step in range({STEPS}):
+    generator = torch.Generator().manual_seed(100 * step + worker)
+    optimizer.zero_grad()
+    model(torch.randn(4, 12, generator=generator, dtype=torch.float64)).square().mean().backward()
+    optimizer.step()
+torch.save([param.detach() for param in model.parameters()], os.environ["RESULTS"] + f"/{{worker}}.pt")
+"""
+
+
+def by_one_process(gone: dict[int, tuple[int, str]]) -> list[torch.Tensor]:
+    """The parameters after training in one process; ``gone`` has each lost worker's last step and its point."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        alive = [
+            worker
+            for worker in range(SIZE)
+            if worker not in gone or step < gone[worker][0] or (step == gone[worker][0] and gone[worker][1] in IS_IN)
+        ]
+        optimizer.zero_grad()
+        for worker in alive:
+            generator = torch.Generator().manual_seed(100 * step + worker)
+            batch = torch.randn(4, 12, generator=generator, dtype=torch.float64)
+            (model(batch).square().mean() / len(alive)).backward()
+        optimizer.step()
+    return [param.detach() for param in model.parameters()]
+
+
+def run(launch, tmp_path, *specs: str):
+    """Runs the program with these faults; returns the survivors' parameters by worker, and the report."""
+    file = tmp_path / "report.json"
+    flags = [f"--chaos={spec}" for spec in specs]
+    job = launch(
+        *("-np", str(SIZE), "--min-np", "1", "--on-failure", "shrink", "--survive"),
+        *(*flags, "--chaos-report", str(file), sys.executable, "-c", PROGRAM),
+        env={"RESULTS": str(tmp_path), "OMP_NUM_THREADS": "1"},
+    )
+    code, _, err = job.ended(PATIENCE_S)
+    job.assert_gone()
+    assert code == 0, err.decode()
+    report = json.loads(file.read_text())
+    assert report["never"] == []
+    return {int(each.stem): torch.load(each) for each in tmp_path.glob("*.pt")}, report["faults"], err.decode()
+
+
+def assert_one_process_trains_the_same(survivors, faults) -> None:
+    expected = by_one_process({each["worker"]: (each["step"], each["point"]) for each in faults})
+    assert survivors.keys() == set(range(SIZE)) - {each["worker"] for each in faults}
+    for own in survivors.values():
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(own, expected, strict=True))
+    first, *others = survivors.values()
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+    assert {each["lost"] for each in faults} == {"nothing: finished within the step"}
+    assert all(each["cost_s"] is not None for each in faults)
+
+
+@pytest.mark.parametrize("seed", range(trials(10, 167)))
+def test_the_others_train_as_one_process_would_through_seeded_faults(launch, tmp_path, seed):
+    spec = f"seed={seed},every={EVERY},faults=kill+segv+exception,count={FAULTS_OF_A_JOB}"
+    survivors, faults, err = run(launch, tmp_path, spec)
+    assert len(faults) == FAULTS_OF_A_JOB
+    assert_one_process_trains_the_same(survivors, faults)
+    drawn = parse_chaos([spec])
+    for each in faults:
+        (fault,) = drawn.of_worker(each["worker"], SIZE)
+        assert (fault.kind, fault.point) == (each["kind"], each["point"])
+    assert f"chaos: {FAULTS_OF_A_JOB} faults" in err
+
+
+# Of a fault within a settlement the worker's gradients are in the step, if all had the averages before.
+@pytest.mark.parametrize("point", ["leave", "report", "settled"])
+def test_a_worker_may_have_a_fault_while_the_others_settle_a_step(launch, tmp_path, point):
+    specs = ("kill@synchronize:worker=2:step=5", f"kill@{point}:worker=0:step=5")
+    survivors, faults, _ = run(launch, tmp_path, *specs)
+    assert [each["step"] for each in faults] == [5, 5]
+    assert_one_process_trains_the_same(survivors, faults)
+
+
+@pytest.mark.parametrize(("kind", "end"), [("shm", "killed by SIGBUS"), ("exception", "exit code 1")])
+def test_the_report_says_how_a_worker_ended(launch, tmp_path, kind, end):
+    _, (fault,), _ = run(launch, tmp_path, f"{kind}@voted:worker=3:step=2")
+    assert (fault["end"], fault["step"], fault["point"]) == (end, 2, "voted")
+
+
+def test_the_command_of_the_library_runs_hvdlite_run_and_has_help(launch):
+    code, out, _ = launch("--help", program=("-m", "hvdlite.chaos")).ended()
+    assert (code, out[:34]) == (0, b"usage: python -m hvdlite.chaos SPE")
+    code, _, err = launch("kill@x:worker=1", "--", "-np", "2", "true", program=("-m", "hvdlite.chaos")).ended()
+    assert code == 2
+    assert b"hvdlite-run: --chaos" in err
