@@ -165,6 +165,8 @@ class Coordinator:
 
     def close(self) -> None:
         """Sends all ranks "over", closes the connections, and waits until the thread has ended."""
+        # Not by closing it alone: a forked child, such as that of a DataLoader, has a copy.
+        self._wake.shutdown(socket.SHUT_RDWR)
         self._wake.close()
         self._thread.join()
 

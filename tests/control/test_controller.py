@@ -7,6 +7,7 @@ import logging
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -649,3 +650,24 @@ def test_a_forked_child_does_not_hold_the_connections():
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
     run_worlds(2, rank)
+
+
+def test_shutdown_does_not_wait_for_forked_children():
+    children = []
+
+    def rank(own: int) -> None:
+        hvd.barrier()
+        child = os.fork() if own == 0 else None
+        if child == 0:
+            # Like a DataLoader's worker; not for ever, so that a wait for it is seen.
+            time.sleep(60)
+            os._exit(0)
+        if child is not None:
+            children.append(child)
+        hvd.barrier()
+
+    run_worlds(2, rank)
+    (child,) = children
+    assert os.waitpid(child, os.WNOHANG) == (0, 0), "the child was waited for"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
