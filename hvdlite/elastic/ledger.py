@@ -93,29 +93,37 @@ def left_of(shares: Iterable[Sequence[int]], start: int) -> list[int]:
 class Votes:
     """Tells how many samples of each share the steps that have ended have trained, from when they were recorded.
 
-    Some programs record a batch after its step, others before it. Which one does is seen from the first two steps,
-    which are equally large: what was recorded between them, and before the first.
+    Some programs record a batch after its step, others before it. Which one does is seen from the first two steps of a
+    division, which are equally large: what was recorded between them, and before the first. Where that is in doubt,
+    this returns less, since it is better to train samples twice than never.
     """
 
     def __init__(self) -> None:
-        # By an optimizer's number: how many of its steps have ended, and what had been recorded before the end of the
-        # first and of the last of them; and how much of a step is recorded only after it.
+        # By an optimizer's number: how many of its steps have ended in this division, and what had been recorded before
+        # the end of the first and of the last of them; and, over all divisions, how much is recorded after its step.
         self._ended: dict[int, tuple[int, int, int]] = {}
         self._late: dict[int, int] = {}
+
+    def begin(self) -> None:
+        """Notes that another division begins."""
+        self._ended.clear()
 
     def note(self, number: int, recorded: int) -> None:
         """Notes that a step of the optimizer with this number has ended, when so many samples had been recorded."""
         count, first, _ = self._ended.get(number, (0, recorded, recorded))
-        self._late[number] = self._late_of(number, number, recorded)
+        if count == 1 and recorded > first:
+            self._late[number] = self._late_of(number, number, recorded)
         self._ended[number] = (count + 1, first, recorded)
 
     def trained(self, number: int | None, recorded: int) -> int:
         """Returns how many samples of each share were trained before the step of this optimizer that has not ended."""
-        ends = {each: last + self._late_of(each, number, recorded) for each, (_, _, last) in self._ended.items()}
-        return min(max(ends.values(), default=0), recorded)
+        ends = [last + self._late_of(each, number, recorded) for each, (_, _, last) in self._ended.items()]
+        return min(max(ends, default=0), recorded)
 
     def _late_of(self, number: int, in_step: int | None, recorded: int) -> int:
-        count, first, _ = self._ended.get(number, (0, 0, 0))
+        count, first, _ = self._ended[number]
+        known = self._late.get(number)
         if count == 1 and number == in_step:
-            return max(0, recorded - first - first)
-        return self._late.get(number, 0)
+            late = max(0, recorded - 2 * first)
+            return late if known is None else min(known, late)
+        return known or 0

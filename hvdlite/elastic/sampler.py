@@ -73,7 +73,7 @@ class ElasticSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: none of its samples has been processed."""
         if self.processed_num or self._closed or self._division.losses:
-            self._carried = self._division.shares(self.remaining_indices)[1] if self._division.losses else []
+            self._carried = self._rest()
         self.epoch = epoch
         self.processed_num = 0
         self._begin([], 0)
@@ -148,7 +148,7 @@ class ElasticSampler(Sampler[int]):
         skipped = self.processed_num - self._counted
         self.remaining_indices = pool[skipped:]
         self._division, self._member = Division(self.num_replicas, skipped), self.rank
-        self._votes = Votes()
+        self._votes.begin()
         self._is_drawn = self._has_ended = False
         ahead, self._next = self._next, None
         if ahead is not None and ahead.place[:-1] == self._place[:-1]:
@@ -164,13 +164,17 @@ class ElasticSampler(Sampler[int]):
         share = self._division.shares(self.remaining_indices)[0][self._member]
         return [index if index >= 0 else ~index for index in share]
 
+    def _rest(self) -> list[int]:
+        """What lost ranks had left, and nobody draws in this division."""
+        return self._division.shares(self.remaining_indices)[1] if self._division.losses else []
+
     def _measure(self, num_samples: int) -> None:
         self.num_samples = num_samples
         self.total_size = num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
         """This rank's indices, from the epoch's remaining ones as `reset` has divided them."""
-        if self._division.losses and self._division.shares(self.remaining_indices)[1]:
+        if self._is_drawn and self._rest():
             self._divide()
         self.indices = self._share()
         self._is_drawn = True
@@ -217,7 +221,7 @@ class ElasticSampler(Sampler[int]):
         members = [note.note["member" if note.note["place"] == place else "rank"] for note in notes]
         if lost := tuple(member for member in before.members if member not in members):
             is_added = not any(note["has_ended"] for note in there)
-            losses.append(Loss(max(note["trained"] for note in ahead), lost, is_added))
+            losses.append(Loss(min(note["trained"] for note in ahead), lost, is_added))
         self.num_replicas, self.rank = size(), rank()
         if place == self._place:
             self._lose(losses)
