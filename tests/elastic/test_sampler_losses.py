@@ -108,7 +108,9 @@ class Job:
         step = 0
         while worker.sampler.epoch < program.epochs:
             of_step = []
-            for batch in prefetched(BatchSampler(worker.sampler, program.batch_size, drop_last=False), program.prefetch):
+            for batch in prefetched(
+                BatchSampler(worker.sampler, program.batch_size, drop_last=False), program.prefetch
+            ):
                 of_step += batch
                 if program.records_before:
                     self.record(worker, batch)
@@ -294,9 +296,7 @@ def test_any_changes_of_any_program_leave_no_sample_out(monkeypatch, seed):
             commits_every=draw.choice([1, 2, 3]),
             epochs=draw.randint(1, 3),
         )
-        events = [
-            Event(draw.randint(0, 30), draw.choice(KINDS), draw.randint(1, 2)) for _ in range(draw.randint(0, 5))
-        ]
+        events = [Event(draw.randint(0, 30), draw.choice(KINDS), draw.randint(1, 2)) for _ in range(draw.randint(0, 5))]
         try:
             run(monkeypatch, program, *events)
         except AssertionError as error:
