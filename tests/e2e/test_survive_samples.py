@@ -1,6 +1,6 @@
 """``hvdlite-run --survive``: a worker that is killed in the middle of an epoch leaves none of its samples out.
 
-Each worker writes down the samples of each step that it has ended, with the sum of its batch's gradient.
+Each worker writes down the samples of each step that it has ended.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import pytest
 pytestmark = pytest.mark.slow
 
 PATIENCE_S = 300
-LENGTH, EPOCHS = 90, 3
+LENGTH, EPOCHS = 180, 3
 
-# `DIE` is epoch:batch:point of worker 1, where points of a step are begin, vote (behind all averages) and end.
+# `DIE` is epoch:batch:point of worker 1, where points of a step are begin and vote (behind all averages).
 PROGRAM = """
-import json, os, signal, sys
+import json, multiprocessing, os, signal, sys
 import torch
 import hvdlite as hvd
 import hvdlite.elastic
@@ -30,17 +30,12 @@ waits = os.environ["WAITS"] == "1"
 torch.set_num_threads(1)
 
 
-class Numbers(torch.utils.data.Dataset):
-    def __len__(self):
-        return 90
-
-    def __getitem__(self, index):
-        return torch.tensor(index)
-
-
-model = torch.nn.Embedding(90, 1)
+numbers = torch.utils.data.TensorDataset(torch.arange(180))
+# Forked from a process that has none of this one's connections.
+multiprocessing.set_forkserver_preload(["torch.utils.data"])
+model = torch.nn.Embedding(180, 1)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters())
-sampler, other = hvd.elastic.ElasticSampler(Numbers()), hvd.elastic.ElasticSampler(range(7))
+sampler, other = hvd.elastic.ElasticSampler(numbers), hvd.elastic.ElasticSampler(range(7))
 state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, other=other, epoch=0, step=0)
 number = -1
 
@@ -65,9 +60,11 @@ notes = open(os.environ["RESULTS"] + f"/{worker}", "w")
 @hvd.elastic.run
 def train(state):
     global number
-    loader = torch.utils.data.DataLoader(Numbers(), 4, sampler=state.sampler, num_workers=2)
+    loader = torch.utils.data.DataLoader(
+        numbers, 4, sampler=state.sampler, num_workers=2, multiprocessing_context="forkserver"
+    )
     while state.epoch < 3:
-        for number, batch in enumerate(loader):
+        for number, (batch,) in enumerate(loader):
             maybe_die("begin")
             optimizer.zero_grad()
             model(batch).sum().backward()
@@ -75,7 +72,6 @@ def train(state):
             state.sampler.record_batch(number, 4)
             state.step += 1
             print(json.dumps([state.epoch, state.step, hvd.size(), batch.tolist()]), file=notes, flush=True)
-            maybe_die("end")
             # Not before the replacement is there, so that it joins in this epoch.
             while waits and hvd.size() < 3:
                 state.commit()
@@ -124,7 +120,7 @@ def assert_each_sample_is_in_one_step(steps) -> None:
         assert drawn.total() - LENGTH <= (6 if epoch == 1 else 2)
 
 
-@pytest.mark.parametrize("died", ["1:3:begin", "1:2:vote", "1:2:end"])
+@pytest.mark.parametrize("died", ["1:3:begin", "1:2:vote"])
 def test_the_others_train_what_the_lost_worker_had_left_in_the_same_epoch(launch, tmp_path, died):
     steps = steps_of(launch, tmp_path, died, "--on-failure", "shrink")
     assert_each_sample_is_in_one_step(steps)
