@@ -8,7 +8,7 @@
 A `State` holds what must be equal on all ranks, and a copy of it from the last commit. hvdlite-run decides which
 workers there are (``--min-np``). Modules import only what stands before them:
 
-    state < sampler < torch_state < notifications < run
+    state < ledger < sampler < torch_state < notifications < run
 """
 
 from ..errors import WorkerRemovedError

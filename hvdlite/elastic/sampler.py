@@ -1,17 +1,31 @@
 """
 `ElasticSampler`: divides the samples that are left in an epoch among the current ranks.
+
+    set_epoch, reset ── divide what is left ── iter ── record_batch ── a rank is lost in a step (--survive): go_on
+                                                                   └─ the ranks change otherwise: reset
+
+How the samples are divided, also where ranks are lost, is in `ledger`; `Survival` calls what is needed for the latter.
 """
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Iterator, Sized
-from typing import Any
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any, NamedTuple
 
 from torch.utils.data import Sampler
 
-from ..runtime.world import rank, size
+from ..runtime.survival import Note
+from ..runtime.world import current_world, is_initialized, rank, size
+from .ledger import Division, Loss, Votes
+
+
+class _Next(NamedTuple):
+    """The division that ranks which are a step ahead have made, for this rank to make too; where, and as whom."""
+
+    place: list[int]
+    member: int
+    losses: list[Loss]
 
 
 class ElasticSampler(Sampler[int]):
@@ -20,6 +34,10 @@ class ElasticSampler(Sampler[int]):
     Like `torch.utils.data.DistributedSampler`, but when the ranks change in the middle of an epoch, samples that were
     processed are not drawn again: give it to `TorchState`, and call `record_batch` after each batch. The last samples
     are repeated so that every rank has equally many. Every rank must make it with the same arguments.
+
+    With ``hvdlite-run --survive``, iterators go on when a rank is lost within a step: what that rank had left is added
+    to what the others draw. If one of them has drawn its last sample already, a new iterator draws it, of this epoch or
+    of the next.
 
     Call `set_epoch` at the *end* of an epoch, before the next begins. Behaves as Horovod's of that name.
     """
@@ -37,21 +55,41 @@ class ElasticSampler(Sampler[int]):
         self.indices: list[int] = []
         self.num_samples = 0
         self.total_size = 0
-        self.reset()
+        self.kind = f"{type(self).__name__}({len(dataset)}, {shuffle}, {seed})"
+        # Samples of the epoch before, which come first; and divisions of this epoch that lost ranks within a step.
+        self._carried: list[int] = []
+        self._closed: list[Division] = []
+        # `processed_num` at the end of the last of these.
+        self._counted = 0
+        self._division = Division(1)
+        self._member = 0
+        self._next: _Next | None = None
+        self._votes = Votes()
+        self._is_drawn = self._has_ended = False
+        self._divide()
+        if is_initialized() and (survival := current_world().survival) is not None:
+            survival.follow(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: none of its samples has been processed."""
+        if self.processed_num or self._closed or self._division.losses:
+            self._carried = self._rest()
         self.epoch = epoch
         self.processed_num = 0
-        self.reset()
+        self._begin([], 0)
+        self._divide()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Note that every rank has processed a batch of ``batch_size``; ``batch_idx`` is Horovod's, and unused."""
-        self.processed_num += batch_size * self.num_replicas
+        self._record(batch_size)
 
     def record_indices(self, indices: Sized) -> None:
         """Note that every rank has processed as many samples as these."""
-        self.processed_num += len(indices) * self.num_replicas
+        self._record(len(indices))
+
+    def _record(self, count: int) -> None:
+        self.processed_num += count * self.num_replicas
+        self._division.processed += count
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """Return the indices of this rank's batch number ``batch_idx`` since the last call of `iter`."""
@@ -59,31 +97,149 @@ class ElasticSampler(Sampler[int]):
         return self.indices[start : start + batch_size]
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and how many samples of it all ranks together have processed."""
-        return {"epoch": self.epoch, "processed_num": self.processed_num}
+        """The epoch, and how many samples of it all ranks together have processed.
+
+        After a loss within a step also the ledger that says which.
+        """
+        state: dict[str, Any] = {"epoch": self.epoch, "processed_num": self.processed_num}
+        closed, counted = self._closed, self._counted
+        if self._division.losses:
+            closed, counted = [*closed, self._division], self.processed_num
+        if closed or self._carried:
+            divisions = [division.to_list() for division in closed]
+            state["ledger"] = {"carried": list(self._carried), "divisions": divisions, "counted": counted}
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the state was taken, with the ranks that there are now."""
         self.epoch = state_dict["epoch"]
         self.processed_num = state_dict["processed_num"]
-        self.reset()
+        ledger = state_dict.get("ledger", {"carried": [], "divisions": [], "counted": 0})
+        self._carried = list(ledger["carried"])
+        self._begin([Division.from_list(saved) for saved in ledger["divisions"]], ledger["counted"])
+        self._next = None
+        self._divide()
 
     def reset(self) -> None:
-        """Divide what is left of the epoch among the ranks that there are now."""
+        """Divide what is left of the epoch among the ranks that there are now.
+
+        Does nothing in the middle of a step: the ranks that are left keep what they had, and `go_on` adds the rest.
+        """
+        if is_initialized() and (survival := current_world().survival) is not None and survival.is_going_on:
+            return
+        self._next = None
+        self._divide()
+
+    def _begin(self, closed: list[Division], counted: int) -> None:
+        self._closed, self._counted = closed, counted
+        self._division = Division(1)
+
+    def _divide(self) -> None:
+        if self._division.losses:
+            self._closed.append(self._division)
+            self._counted = self.processed_num
         self.num_replicas, self.rank = size(), rank()
-        indices = list(range(len(self.dataset)))
+        pool = list(range(len(self.dataset)))
         if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(indices)
-        self.remaining_indices = indices[self.processed_num :]
-        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
-        self.total_size = self.num_samples * self.num_replicas
+            random.Random(self.seed + self.epoch).shuffle(pool)
+        pool = self._carried + pool
+        for division in self._closed:
+            pool = division.left(pool)
+        skipped = self.processed_num - self._counted
+        self.remaining_indices = pool[skipped:]
+        self._division, self._member = Division(self.num_replicas, skipped), self.rank
+        self._votes.begin()
+        self._is_drawn = self._has_ended = False
+        ahead, self._next = self._next, None
+        if ahead is not None and ahead.place[:-1] == self._place[:-1]:
+            self._division.size, self._member, self._division.losses = ahead.place[-1], ahead.member, ahead.losses
+        self._measure(len(self._share()))
+
+    @property
+    def _place(self) -> list[int]:
+        """Which division of which epoch this is; the last number is that of its members."""
+        return [self.epoch, len(self._closed), self._division.skipped, self._division.size]
+
+    def _share(self) -> list[int]:
+        share = self._division.shares(self.remaining_indices)[0][self._member]
+        return [index if index >= 0 else ~index for index in share]
+
+    def _rest(self) -> list[int]:
+        """What lost ranks had left, and nobody draws in this division."""
+        return self._division.shares(self.remaining_indices)[1] if self._division.losses else []
+
+    def _measure(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+        self.total_size = num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[int]:
         """This rank's indices, from the epoch's remaining ones as `reset` has divided them."""
-        padded = itertools.islice(itertools.cycle(self.remaining_indices), self.total_size)
-        self.indices = list(itertools.islice(padded, self.rank, None, self.num_replicas))
-        return iter(self.indices)
+        if self._is_drawn and self._rest():
+            self._divide()
+        self.indices = self._share()
+        self._is_drawn = True
+        return self._draw(self.indices)
+
+    def _draw(self, indices: list[int]) -> Iterator[int]:
+        # An iterator of a list goes on with what is added to the list, until it has ended.
+        yield from indices
+        if indices is self.indices and self._is_drawn:
+            self._has_ended = True
 
     def __len__(self) -> int:
         """How many samples each rank has left in this epoch."""
         return self.num_samples
+
+    # -- where a rank is lost within a step: called by `runtime.survival`
+
+    def note_vote(self, number: int) -> None:
+        """Notes that a step of the optimizer with this number has ended on this rank."""
+        self._votes.note(number, self._division.processed)
+
+    def note_of(self, number: int | None) -> dict[str, Any]:
+        """Returns what the other ranks must know to go on without those that are lost; it is JSON."""
+        return {
+            "place": self._place,
+            "rank": self.rank,
+            "member": self._member,
+            "has_ended": self._has_ended,
+            "trained": self._votes.trained(number, self._division.processed),
+            "losses": self._division.to_list()[-1],
+        }
+
+    def go_on(self, notes: Sequence[Note]) -> None:
+        """Adds what the lost ranks had left to what the others draw; ``notes`` are what those say in `note_of`."""
+        # Ranks that have ended the step may have begun the next epoch. The others follow them.
+        most = max(note.passed for note in notes)
+        ahead = [note.note for note in notes if note.passed == most]
+        place = ahead[0]["place"]
+        there = [note.note for note in notes if note.note["place"] == place]
+        # A rank that was lost meanwhile may have kept some of them from hearing of an earlier loss.
+        losses = [Loss(at, tuple(lost), added) for at, lost, added in max((note["losses"] for note in there), key=len)]
+        before = Division(place[-1], losses=losses)
+        # A division's members are the ranks of the world in which it was made, which those behind are in, too.
+        members = [note.note["member" if note.note["place"] == place else "rank"] for note in notes]
+        if lost := tuple(member for member in before.members if member not in members):
+            is_added = not any(note["has_ended"] for note in there)
+            losses.append(Loss(min(note["trained"] for note in ahead), lost, is_added))
+        self.num_replicas, self.rank = size(), rank()
+        if place == self._place:
+            self._lose(losses)
+        else:
+            self._next = _Next(place, members[self.rank], losses)
+
+    def _lose(self, losses: list[Loss]) -> None:
+        for loss in losses[len(self._division.losses) :]:
+            self.processed_num += (loss.trained - self._division.processed) * len(loss.lost)
+        self._division.losses = losses
+        share = self._share()
+        if self._is_drawn:
+            self.indices += share[len(self.indices) :]
+        self._measure(len(share))
+
+    def begin_again(self, number: int | None) -> None:
+        """Forgets what was recorded of the step in which a rank is lost: it is given up."""
+        division = self._division
+        untrained = division.processed - self._votes.trained(number, division.processed)
+        division.processed -= untrained
+        self.processed_num -= untrained * self.num_replicas

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ..comm.group import Group
 from ..environment import launcher_variable
@@ -67,6 +68,34 @@ def settle(reports: Sequence[Report]) -> Settlement:
     return Settlement(passed, must_restore=len(ways) > 1)
 
 
+class Note(NamedTuple):
+    """What a rank says of one of its followers: how many votes it has passed by then, and the follower's own note."""
+
+    passed: int
+    note: Any
+
+
+class Follower(Protocol):
+    """What goes on with fewer ranks in the middle of a step, and has to agree with that of the other ranks.
+
+    ``kind`` finds its counterparts on other ranks: of several with the same one, the newest belong together.
+    """
+
+    kind: str
+
+    def note_vote(self, number: int) -> None:
+        """Called when a step of the optimizer with this number has ended on this rank."""
+
+    def note_of(self, number: int | None) -> Any:
+        """Returns what the other ranks must know of it, as JSON; ``number`` is that of the optimizer in a step."""
+
+    def go_on(self, notes: Sequence[Note]) -> None:
+        """Goes on without ranks that were lost in a step; ``notes`` are those of the others, by their new ranks."""
+
+    def begin_again(self, number: int | None) -> None:
+        """Gives up the step: the function of `hvd.elastic.run` is called again with the state before it."""
+
+
 class Survival:
     """This process's part in it, over all its worlds. The main thread's, as `init` and `step` are."""
 
@@ -83,6 +112,11 @@ class Survival:
         self._listener: KeyListener | None = None
         self._on_change: Callable[[int], None] | None = None
         self._has_warned = False
+        self._followers: list[weakref.ref[Follower]] = []
+        # The optimizer in whose step this rank is, and what each rank says of its followers.
+        self._number: int | None = None
+        self._notes: list[list[Any]] = []
+        self._is_going_on = False
 
     @property
     def newcomers(self) -> Newcomers:
@@ -101,8 +135,12 @@ class Survival:
         if self._is_in_step:
             point("report")
         own = [self._size == 0, self._is_in_step, list(self._passed.items())]
+        if self._is_in_step and (followers := self._living()):
+            notes = {name: follower.note_of(self._number) for name, follower in followers.items()}
+            own.append([sum(self._passed.values()), notes])
         reports = group.all_gather_json(own, "the reports of all ranks in hvd.init()")
-        self._settlement = settle([Report(is_new, in_step, dict(passed)) for is_new, in_step, passed in reports])
+        self._settlement = settle([Report(is_new, in_step, dict(passed)) for is_new, in_step, passed, *_ in reports])
+        self._notes = [notes for _, _, _, *notes in reports]
         if self._is_in_step:
             point("settled")
         self._newcomers, self._size = seat.newcomers, seat.size
@@ -121,6 +159,37 @@ class Survival:
         """Notes that all ranks have all averages of a step of the optimizer with this number."""
         self._passed[number] = self._passed.get(number, 0) + 1
         self._attempts = 0
+        for follower in self._living().values():
+            follower.note_vote(number)
+
+    def follow(self, follower: Follower) -> None:
+        """Tells this object of each step, and of the ranks that are lost within one, as long as it lives."""
+        self._followers = [each for each in self._followers if each() is not None]
+        self._followers.append(weakref.ref(follower))
+
+    @property
+    def is_going_on(self) -> bool:
+        """Whether the functions run that adapt to the ranks that are left, in the middle of a step."""
+        return self._is_going_on
+
+    def _living(self) -> dict[str, Follower]:
+        """The followers, by names that are equal on all ranks."""
+        named: dict[str, Follower] = {}
+        # From the newest on: older ones may wait on some ranks for the garbage collection.
+        for follower in (each() for each in reversed(self._followers)):
+            if follower is not None:
+                count = sum(name.startswith(f"{follower.kind}#") for name in named)
+                named[f"{follower.kind}#{count}"] = follower
+        return named
+
+    def _tell_followers(self) -> None:
+        gives_up = self._on_change is not None and self._newcomers > 0
+        notes, self._notes = self._notes, []
+        for name, follower in self._living().items():
+            if gives_up:
+                follower.begin_again(self._number)
+            elif all(told and name in told[0][1] for told in notes):
+                follower.go_on([Note(passed, of_rank[name]) for ((passed, of_rank),) in notes])
 
     def go_on(self, error: CommunicationError, number: int | None) -> bool:
         """Enters the world of the ranks that are left, in a step of the optimizer with this number.
@@ -133,7 +202,7 @@ class Survival:
         if self._attempts > _ATTEMPTS:
             raise error
         log.warning("survive: a rank was lost within a step, and the others go on: %s", error)
-        self._is_in_step = True
+        self._is_in_step, self._number = True, number
         try:
             point("leave")
             self._enter_again()
@@ -145,8 +214,13 @@ class Survival:
             raise CommunicationError(
                 f"a rank was lost, and others go back to their last commit instead of this step ({error})"
             ) from error
+        self._tell_followers()
         if self._on_change is not None:
-            self._on_change(self._newcomers)
+            self._is_going_on = True
+            try:
+                self._on_change(self._newcomers)
+            finally:
+                self._is_going_on = False
         elif not self._has_warned:
             self._has_warned = True
             log.warning(

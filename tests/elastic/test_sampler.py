@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from worlds import run_worlds
 
 from hvdlite.elastic import ElasticSampler, TorchState, sampler
+from hvdlite.runtime.survival import Note
 
 
 def samplers(monkeypatch: pytest.MonkeyPatch, count: int, length: int, state=None, **arguments) -> list[ElasticSampler]:
@@ -101,3 +104,74 @@ def test_a_reset_divides_the_rest_anew(monkeypatch):
     monkeypatch.setattr(sampler, "rank", lambda: 1)
     state.on_reset()
     assert list(own) == [5, 9, 13, 17]
+
+
+def test_a_state_of_an_older_version_is_loaded(monkeypatch):
+    (one,) = samplers(monkeypatch, 1, 20, {"epoch": 3, "processed_num": 8}, shuffle=False)
+    assert (one.epoch, list(one)) == (3, list(range(8, 20)))
+
+
+class OfStep:
+    """A `Survival` in a step: it knows whether the functions run that adapt to the ranks that are left."""
+
+    is_going_on = False
+
+    def follow(self, follower):
+        self.follower = follower
+
+
+@pytest.fixture
+def of_step(monkeypatch):
+    survival = OfStep()
+    monkeypatch.setattr(sampler, "is_initialized", lambda: True)
+    monkeypatch.setattr(sampler, "current_world", lambda: SimpleNamespace(survival=survival))
+    return survival
+
+
+def test_a_reset_within_a_step_leaves_what_is_drawn_as_it_is(monkeypatch, of_step):
+    _, last = samplers(monkeypatch, 2, 8, shuffle=False)
+    assert of_step.follower is last
+    of_step.is_going_on = True
+    monkeypatch.setattr(sampler, "size", lambda: 1)
+    TorchState(sampler=last).on_reset()
+    assert list(last) == [1, 3, 5, 7]
+
+
+def lose_rank_0(monkeypatch, ranks):
+    """The last of two ranks goes on without the first."""
+    monkeypatch.setattr(sampler, "rank", lambda: 0)
+    monkeypatch.setattr(sampler, "size", lambda: 1)
+    ranks[1].go_on([Note(0, ranks[1].note_of(0))])
+    return ranks[1]
+
+
+def test_an_iterator_goes_on_with_what_the_lost_rank_had_left(monkeypatch):
+    ranks = samplers(monkeypatch, 2, 8, shuffle=False)
+    drawn = iter(ranks[1])
+    first = [next(drawn), next(drawn)]
+    last = lose_rank_0(monkeypatch, ranks)
+    assert first + list(drawn) == [1, 3, 5, 7, 0, 2, 4, 6]
+    assert (len(last), last.num_replicas, last.rank) == (8, 1, 0)
+    assert last.get_indices(1, 4) == [0, 2, 4, 6]
+
+
+def test_what_is_left_when_iterators_have_ended_is_drawn_by_the_next_of_this_epoch_or_the_next_epoch(monkeypatch):
+    ranks = samplers(monkeypatch, 2, 8, shuffle=False)
+    assert list(ranks[1]) == [1, 3, 5, 7]
+    last = lose_rank_0(monkeypatch, ranks)
+    last.record_batch(0, 4)
+    again = ElasticSampler(range(8), shuffle=False)
+    again.load_state_dict(json.loads(json.dumps(last.state_dict())))
+    assert list(last) == list(again) == [0, 2, 4, 6]
+    ranks = samplers(monkeypatch, 2, 8, shuffle=False)
+    list(ranks[1])
+    last = lose_rank_0(monkeypatch, ranks)
+    last.record_batch(0, 4)
+    last.set_epoch(1)
+    again.load_state_dict(json.loads(json.dumps(last.state_dict())))
+    assert list(last) == list(again) == [0, 2, 4, 6, *range(8)]
+    last.set_epoch(2)
+    assert sorted(last) == sorted([0, 2, 4, 6, *range(8)]), "nothing was recorded of epoch 1"
+    last.record_batch(0, 12)
+    last.set_epoch(3)
+    assert list(last) == list(range(8))
