@@ -63,12 +63,13 @@ def by_one_process(gone: dict[int, tuple[int, str]]) -> list[torch.Tensor]:
     return [param.detach() for param in model.parameters()]
 
 
-def run(launch, tmp_path, *specs: str):
+def run(launch, tmp_path, *specs: str, hang_timeout_s: int = 30):
     """Runs the program with these faults; returns the survivors' parameters by worker, and the report."""
     file = tmp_path / "report.json"
     flags = [f"--chaos={spec}" for spec in specs]
     job = launch(
         *("-np", str(SIZE), "--min-np", "1", "--on-failure", "shrink", "--survive"),
+        *("--hang-timeout", str(hang_timeout_s)),
         *(*flags, "--chaos-report", str(file), sys.executable, "-c", PROGRAM),
         env={"RESULTS": str(tmp_path), "OMP_NUM_THREADS": "1"},
     )
@@ -113,9 +114,17 @@ def test_a_worker_may_have_a_fault_while_the_others_settle_a_step(launch, tmp_pa
     assert_one_process_trains_the_same(survivors, faults)
 
 
-@pytest.mark.parametrize(("kind", "end"), [("shm", "killed by SIGBUS"), ("exception", "exit code 1")])
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [
+        ("shm", "killed by SIGBUS"),
+        ("exception", "exit code 1"),
+        ("stop", "killed by SIGKILL"),
+        ("hang", "killed by SIGKILL"),
+    ],
+)
 def test_the_report_says_how_a_worker_ended(launch, tmp_path, kind, end):
-    _, (fault,), _ = run(launch, tmp_path, f"{kind}@voted:worker=3:step=2")
+    _, (fault,), _ = run(launch, tmp_path, f"{kind}@voted:worker=3:step=2", hang_timeout_s=10)
     assert (fault["end"], fault["step"], fault["point"]) == (end, 2, "voted")
 
 
