@@ -1,0 +1,75 @@
+"""``hvdlite-run --survive`` over two hosts, with shared memory within each and gloo between: a worker or a host is lost.
+
+The parameters that are left are those of one process, as in `test_survive`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from e2e.conftest import assert_clean
+from e2e.machines import kill_all
+from e2e.test_survive import PATIENCE_S, PLAIN, PROGRAM, assert_all_have, by_one_process
+
+pytestmark = pytest.mark.slow
+
+# At its point a worker says so, and waits for what the test does to its host.
+WAITS = """
+import time
+
+
+def maybe_die(point):
+    if (str(worker), str(number), point) in deaths:
+        print("is at", point, flush=True)
+        while True:
+            time.sleep(1000)
+"""
+
+
+def start(make_lan, launch, tmp_path, body: str, died: str):
+    """Starts a job with workers 0 and 1 on the first host, and 2 and 3 on the second."""
+    lan = make_lan("b", "c")
+    results = tmp_path / "results"
+    results.mkdir()
+    hosts = ",".join(f"{host.spec}:2" for host in lan.hosts)
+    flags = ("--survive", "--min-np", "1", "--on-failure", "shrink", "-H", hosts)
+    env = {"DIE": died, "RESULTS": str(results)}
+    return lan, launch(*flags, sys.executable, "-c", PROGRAM + body, env=env, on=lan.desk)
+
+
+def survivors_of(job, tmp_path) -> tuple[dict[int, list[torch.Tensor]], str]:
+    """Returns the parameters of the workers that ended with the job, by their numbers, and what was said."""
+    code, _, err = job.ended(PATIENCE_S)
+    assert code == 0, err.decode()
+    return {int(each.stem): torch.load(each) for each in (tmp_path / "results").iterdir()}, err.decode()
+
+
+@pytest.mark.parametrize("died", ["0:4:reduce", "1:3:hook,2:6:voted", "0:4:vote,1:4:vote"])
+def test_workers_on_two_hosts_finish_the_step_in_which_others_are_killed(make_lan, launch, tmp_path, died):
+    lan, job = start(make_lan, launch, tmp_path, PLAIN, died)
+    survivors, _ = survivors_of(job, tmp_path)
+    assert survivors.keys() == {0, 1, 2, 3} - {int(each[0]) for each in died.split(",")}
+    assert_all_have(by_one_process(died, size=4), survivors)
+    assert_clean(lan)
+
+
+@pytest.mark.parametrize(("how", "lost"), [("power", 0), ("power", 1), ("link", 0)])
+def test_workers_finish_the_step_in_which_the_other_host_is_lost(make_lan, launch, tmp_path, how, lost):
+    first, second = (0, 1) if lost == 0 else (2, 3)
+    lan, job = start(make_lan, launch, tmp_path, WAITS + PLAIN, f"{second}:4:reduce")
+    line = job.process.stdout.readline()
+    assert b"is at reduce" in line, job.process.stderr.read().decode()
+    host = lan.hosts[lost]
+    if how == "power":
+        kill_all(host.processes())
+    else:
+        lan.cut(host)
+    survivors, err = survivors_of(job, tmp_path)
+    assert f"hvdlite-run: lost {host.spec}: " in err
+    assert survivors.keys() == {0, 1, 2, 3} - {first, second}
+    assert_all_have(by_one_process(f"{first}:4:reduce,{second}:4:reduce", size=4), survivors)
+    if how == "link":
+        lan.restore(host)
+        assert_clean(lan, 30)
