@@ -165,8 +165,9 @@ class Coordinator:
 
     def close(self) -> None:
         """Sends all ranks "over", closes the connections, and waits until the thread has ended."""
-        # Not by closing it alone: a forked child, such as that of a DataLoader, has a copy.
-        self._wake.shutdown(socket.SHUT_RDWR)
+        # Not by closing it alone: a forked child, such as that of a DataLoader, has a copy. It may be closed already.
+        with contextlib.suppress(OSError):
+            self._wake.shutdown(socket.SHUT_RDWR)
         self._wake.close()
         self._thread.join()
 

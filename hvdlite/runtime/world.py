@@ -42,6 +42,9 @@ _NOT_ELASTIC = (
     "can replace ranks only of programs that are. hvdlite-run --on-failure restart starts other programs anew"
 )
 
+# How often the same ranks of an elastic job try to begin a world.
+_ATTEMPTS = 3
+
 # How long the end of the program waits for objects that the garbage collector has found to be closed.
 _CLOSING_S = 5.0
 
@@ -131,12 +134,16 @@ def _init(
     # The state of a process, like what `_process` keeps.
     survival = _process.keep("survival", None, lambda: Survival(enter_again, revoke))
     _process.newcomers = survival.newcomers
-    for is_last_attempt in (False, False, True):
+    attempts, size = 0, 0
+    while True:
         try:
             _world = enter(timeout, environment, _process)
         except KeyboardInterrupt as interrupt:
             describe_interrupt(interrupt, "hvd.init() for the other ranks")
             raise
+        has_newcomers = _world.seat is not None and _world.seat.newcomers > 0
+        attempts = 1 if has_newcomers or _world.topology.size != size else attempts + 1
+        size = _world.topology.size
         try:
             if _world.environment.survive and (seat := _world.seat) is not None:
                 _world = replace(_world, survival=survival)
@@ -145,7 +152,7 @@ def _init(
                 _world.sets.add(process_set)
         except BaseException as error:
             # In an elastic job a rank may be lost here, too: then there will be another generation.
-            is_final = _world.seat is None or not isinstance(error, CommunicationError) or is_last_attempt
+            is_final = _world.seat is None or not isinstance(error, CommunicationError) or attempts == _ATTEMPTS
             shutdown()
             if is_final:
                 raise

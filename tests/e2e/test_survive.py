@@ -183,7 +183,8 @@ whole = survival.Survival.begin
 
 
 def begin(self, group, seat):
-    is_its_turn = worker == 1 and seat.generation == 2
+    last = int(os.environ.get("LAST", "1"))
+    is_its_turn = worker == seat.generation - 1 and 1 <= worker <= last
     if is_its_turn and point == "before the reports":
         os.kill(os.getpid(), signal.SIGKILL)
     whole(self, group, seat)
@@ -232,6 +233,15 @@ def test_a_worker_that_no_longer_responds_is_ended_and_the_others_finish_the_ste
     assert (
         f"worker {died[0]} (rank {died[0]} on localhost) was ended: it did not respond for 10 s (--hang-timeout)" in err
     )
+
+
+def test_one_worker_after_the_other_may_be_killed_in_the_same_settlement(launch, tmp_path):
+    died = "0:4:reduce"
+    env = {"SECOND": "before the reports", "LAST": "4"}
+    survivors, _, err = survivors_of(launch, tmp_path, SECOND_DEATH + PLAIN, died, size=7, env=env)
+    assert survivors.keys() == {5, 6}
+    assert_all_have(by_one_process(f"{died},1:4:begin,2:4:begin,3:4:begin,4:4:begin", size=7), survivors)
+    assert "generation 6: 2 ranks" in err
 
 
 @pytest.mark.parametrize("wire", ["fp16", "bf16"])

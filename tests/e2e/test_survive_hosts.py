@@ -1,4 +1,4 @@
-"""``hvdlite-run --survive`` over two hosts, with shared memory within each and gloo between: a worker or a host is lost.
+"""``hvdlite-run --survive`` over two hosts, by shared memory and gloo: a worker is lost, or a whole host.
 
 The parameters that are left are those of one process, as in `test_survive`.
 """
