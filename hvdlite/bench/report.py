@@ -57,11 +57,15 @@ def table(title: str, rows: Sequence[Row], columns: Columns, text_columns: int =
 
 
 class Report(NamedTuple):
-    """A report: ``text`` for the screen, ``data`` for JSON (the tables' figures and every sample), and the chart."""
+    """A report: ``text`` for the screen, ``data`` for JSON (the tables' figures and every sample), and the chart.
+
+    ``code`` is the exit code of the command.
+    """
 
     text: str
     data: Mapping[str, Any]
     chart: Chart
+    code: int = 0
 
 
 @dataclass
