@@ -48,6 +48,7 @@ _SUMMARY_COLUMNS: Columns = {
     "longest pause": lambda row: show_time(row["pause_s"]),
     "faults": lambda row: str(row["faults"]),
     "steps repeated": lambda row: str(row["repeated"]),
+    "compared": lambda row: str(row["compared"]),
     "× without": lambda row: show_ratio(row["times_without"]),
 }
 
@@ -224,19 +225,22 @@ def _row_of(windows: Sequence[Window], has_faults: bool) -> Row | None:
         "pause_s": max(each.pause_s for each in trained),
         "faults": sum(len(window.kinds) for window in of_kind),
         "repeated": sum(each.repeated for each in trained),
+        "compared": sum(each.compared for each in trained),
     }
 
 
 def _notes(totals: Row) -> str:
     kinds = ", ".join(f"{count} {kind}" for kind, count in totals["faults"].items())
     compared, unequal, left = totals["steps_compared"], totals["steps_unequal"], totals["processes_left"]
-    equal = f"equal on all ranks after each of the {compared}"
+    equal = f"equal on all ranks after each of the {compared} steps that were compared"
     if unequal:
-        equal = f"NOT EQUAL on all ranks after {unequal} of the {compared}"
+        equal = f"NOT EQUAL on all ranks after {unequal} of the {compared} steps that were compared"
+    elif not compared:
+        equal = "never compared, since there were never two ranks"
     lines = [
         f"faults: {kinds or 'none'}",
         f"steps that were lost and done again: {totals['steps_repeated']}",
-        f"parameters: {equal} steps that were compared",
+        f"parameters: {equal}",
         f"processes left behind: {'cannot be listed here' if left is None else left}",
         *(f"a window failed: {each}" for each in totals["failures"]),
     ]
