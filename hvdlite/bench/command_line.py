@@ -130,8 +130,11 @@ def parse(words: Sequence[str] | None, *, is_first: bool) -> Request:
 
     try:
         common: CommonFlags = made(CommonFlags)
-        device_type = common.device_type()
-        request = Request(made(_COMMANDS[given["command"]]), common, device_type, given)
+        kind = _COMMANDS[given["command"]]
+        if kind.is_for_cpu and common.device == "cuda":
+            raise UsageError("--device cuda: this command runs on the CPU")
+        device_type = "cpu" if kind.is_for_cpu else common.device_type()
+        request = Request(made(kind), common, device_type, given)
         if is_first:
             common.check_files()
     except UsageError as error:

@@ -93,6 +93,7 @@ class Soak(Command):
 
     name = "soak"
     help = "trains with and without faults, in turns: what faults cost, and whether all ranks stay equal"
+    is_for_cpu = True
     np: int = field(default=4, metadata=flag("N", read_count, "ranks (%(default)s)", "-np"))
     every: float = field(default=30.0, metadata=flag("SECONDS", read_seconds, "about one fault in each (%(default)s)"))
     seconds: float = field(

@@ -99,6 +99,7 @@ def test_windows_come_in_pairs_that_are_long_enough_for_several_faults():
         ("--for nan", "--for: 'nan' is not a number of seconds, such as 30"),
         ("--for 50", "--for: half of 50 s is without faults, and the rest is too short for one in each 30 s: say at"),
         ("--faults kill+host", "--faults: 'host' is not a kind of fault: choose from kill, segv, stop, joined by +"),
+        ("--device cuda", "--device cuda: this command runs on the CPU"),
         ("--seed -1", "--seed: '-1' is not a whole number from 0 to 999999"),
     ],
 )
