@@ -56,8 +56,15 @@ class CommonFlags:
         default=None, metadata=flag("FILE.png", Path, "plot them to this file (needs matplotlib)")
     )
 
-    def device_type(self) -> str:
-        """Returns ``cpu`` or ``cuda``. Raises UsageError if ``cuda`` is requested and there is no GPU or no NCCL."""
+    def device_type(self, *, is_for_cpu: bool) -> str:
+        """Returns ``cpu`` or ``cuda``. Raises UsageError if ``cuda`` is requested and there is no GPU or no NCCL.
+
+        ``is_for_cpu`` is that of the command.
+        """
+        if is_for_cpu:
+            if self.device == "cuda":
+                raise UsageError("--device cuda: this command runs on the CPU")
+            return "cpu"
         has_cuda = torch.cuda.is_available() and dist.is_nccl_available()
         if self.device == "cuda" and not has_cuda:
             raise UsageError("--device cuda: there is no CUDA device here, or torch has no NCCL")
@@ -131,10 +138,7 @@ def parse(words: Sequence[str] | None, *, is_first: bool) -> Request:
     try:
         common: CommonFlags = made(CommonFlags)
         kind = _COMMANDS[given["command"]]
-        if kind.is_for_cpu and common.device == "cuda":
-            raise UsageError("--device cuda: this command runs on the CPU")
-        device_type = "cpu" if kind.is_for_cpu else common.device_type()
-        request = Request(made(kind), common, device_type, given)
+        request = Request(made(kind), common, common.device_type(is_for_cpu=kind.is_for_cpu), given)
         if is_first:
             common.check_files()
     except UsageError as error:
