@@ -1,8 +1,9 @@
 """
-`KeyListener`: a thread that reads what hvdlite-run tells the ranks of a generation, until that ends.
+`KeyListener`: a thread that reads what hvdlite-run tells the ranks of a generation, until that ends, or one worker.
 
     hvdlite-run ── world<generation>/hosts/<n> ── KeyListener ── on_value      (changed hosts, on rank 0)
-                └─ the keys of the generation are revoked ────── on_end        (on every rank)
+                ├─ the keys of the generation are revoked ────── on_end        (on every rank)
+                └─ ping/<worker>/<n> ─────────────────────────── on_value      (questions of `responder`)
 
 hvdlite-run revokes a generation as soon as one of its workers has ended. Ranks that wait for that one in a collective
 would often notice by themselves, but not if its host has vanished without closing its connections.

@@ -1,0 +1,287 @@
+"""A job with faults on scripts of events: what workers are answered, whom hvdlite-run signals, and the report."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from queue import Empty
+
+import pytest
+from hvdlite_launcher.job.chaos_job import ChaosFaults, ChaosJob, fault_asked
+from hvdlite_launcher.job.elastic_hosts import ElasticHosts
+from hvdlite_launcher.job.elastic_job import ElasticJob
+from hvdlite_launcher.job.ending import Ending
+from hvdlite_launcher.job.membership import Membership
+from hvdlite_launcher.job.roster import Roster
+from hvdlite_launcher.job.supervisor import Supervisor
+from hvdlite_launcher.plan.chaos_spec import parse_chaos
+from hvdlite_launcher.plan.elastic_spec import OnFailure, Policy
+from hvdlite_launcher.store.server import Store
+from hvdlite_launcher.wire.messages import (
+    Answered,
+    Exited,
+    FaultAsked,
+    Hello,
+    HostsFound,
+    InitDone,
+    InitStarted,
+    Lost,
+    Newcomers,
+)
+
+TIME_PASSES = object()
+
+
+class ScriptIsOverError(Exception):
+    pass
+
+
+class Played:
+    """A run of the supervisor over a script; a number in it lets so many seconds pass."""
+
+    def __init__(self, specs: list[str], *script, **policy) -> None:
+        self.now_s = 0.0
+        self.signals: list = []
+        self.agents_killed: list[str] = []
+        self.said: list[str] = []
+        self.store = Store()
+        self._script = list(script)
+        rules = Policy(**{"min_np": 1, "on_failure": OnFailure.SHRINK, **policy})
+        membership, roster, spec = Membership(rules), Roster(), parse_chaos(specs)
+        ending = Ending(roster, signal_workers=self.signal, say=self.say, log=_nothing, grace=30, clock=self._now)
+        faults = ChaosFaults(spec, rules.first_np)
+        job = ElasticJob(
+            membership,
+            ElasticHosts(self, start_timeout_s=60, say=self.say),
+            ending,
+            roster,
+            store=self.store,
+            screen=self,
+            signal_workers=self.signal,
+            log=_nothing,
+            here=lambda: "a",
+            start_timeout_s=60,
+            hang_timeout_s=0,
+            chaos_of=faults.variable_of,
+        )
+        self.variables: dict[int, str] = faults.given
+        chaos = ChaosJob(
+            job,
+            spec,
+            faults,
+            policy=rules,
+            membership=membership,
+            roster=roster,
+            store=self.store,
+            hosts=self,
+            say=self.say,
+            clock=self._now,
+        )
+        supervisor = Supervisor(
+            chaos, ending, roster, send_input=None, stdin=None, screen=self, log=_nothing, on_fault=chaos.on_fault
+        )
+        with contextlib.suppress(ScriptIsOverError):
+            supervisor.run(self)
+        self.report = chaos.final_report()
+
+    def _now(self) -> float:
+        return self.now_s
+
+    def get(self, timeout):
+        while self._script:
+            event = self._script.pop(0)
+            if event is TIME_PASSES:
+                assert timeout is not None, "the loop would wait for ever"
+                self.now_s += timeout
+                raise Empty
+            if isinstance(event, float):
+                self.now_s += event
+                continue
+            return event
+        raise ScriptIsOverError
+
+    def answer(self, worker: int, number: int = 0) -> bytes | None:
+        return self.store.get(b"chaos/answer/%d/%d" % (worker, number))
+
+    # agents and screen
+
+    def connect_later(self, label, slots):
+        pass
+
+    def leave(self, label):
+        pass
+
+    def start_worker(self, label, worker, variables, hellos):
+        pass
+
+    def signal(self, numbers, signum):
+        self.signals.append((sorted(numbers), signum))
+
+    def kill_agent(self, label):
+        self.agents_killed.append(label)
+
+    def begin(self, worker):
+        pass
+
+    def set_rank(self, worker, rank):
+        pass
+
+    def finish(self, worker):
+        pass
+
+    def say(self, text):
+        self.said.append(text)
+
+
+def _nothing(_):
+    pass
+
+
+def begins(**hosts):
+    size = sum(hosts.values())
+    answers = [Answered(host, Hello("1", None, None, 1, host)) for host in hosts]
+    asks = [InitStarted(worker, 0) for worker in range(size)]
+    return [HostsFound(hosts), *answers, *asks, *(InitDone(worker, 1) for worker in range(size))]
+
+
+def again(*workers, after: int, newcomers: Newcomers = Newcomers.NEVER):
+    """These workers come to the next generation, and are connected."""
+    asks = [InitStarted(worker, after, newcomers) for worker in workers]
+    return [*asks, *(InitDone(worker, after + 1) for worker in workers)]
+
+
+def killed(worker: int) -> Exited:
+    return Exited(worker, -signal.SIGKILL)
+
+
+KILL_1 = "kill@vote:worker=1:step=7"
+
+
+def test_a_worker_that_asks_for_its_fault_is_answered_and_the_fault_is_reported():
+    played = Played(
+        [KILL_1], *begins(a=3), 2.0, FaultAsked(1, 0, 0, 7), 0.5, killed(1), 0.25, *again(0, 2, after=1)
+    )  # fmt: skip
+    assert played.answer(1) == b"now"
+    (record,) = played.report.records
+    assert (record.kind, record.point, record.step, record.worker, record.rank) == ("kill", "vote", 7, 1, 1)
+    assert (record.at_s, record.cost_s, record.end) == (2.0, 0.75, "killed by SIGKILL")
+    assert record.lost == "nothing: finished within the step"
+    assert played.report.never == []
+    assert "kill@vote" in played.report.text()
+
+
+@pytest.mark.parametrize(
+    ("newcomers", "lost"),
+    [
+        (Newcomers.WELCOME, "back to the last commit"),
+        (Newcomers.IF_NEEDED, "nothing: finished within the step"),
+        (Newcomers.NEVER, "nothing: finished within the step"),
+    ],
+)
+def test_what_was_lost_follows_from_what_the_others_say_of_newcomers(newcomers, lost):
+    played = Played(
+        [KILL_1], *begins(a=3), FaultAsked(1, 0, 0, 7), killed(1), *again(0, 2, after=1, newcomers=newcomers)
+    )  # fmt: skip
+    assert [each.lost for each in played.report.records] == [lost]
+
+
+def test_one_that_was_not_within_the_step_takes_all_back_to_the_commit():
+    played = Played(
+        [KILL_1],
+        *begins(a=3),
+        FaultAsked(1, 0, 0, 7),
+        killed(1),
+        InitStarted(0, 1, Newcomers.NEVER),
+        InitStarted(2, 1, Newcomers.WELCOME),
+        InitDone(0, 2),
+        InitDone(2, 2),
+    )
+    assert [each.lost for each in played.report.records] == ["back to the last commit"]
+
+
+def test_a_step_that_needs_new_workers_is_begun_again():
+    replaces = {"min_np": 2, "on_failure": OnFailure.REPLACE}
+    played = Played(
+        [KILL_1],
+        *begins(a=2),
+        FaultAsked(1, 0, 0, 7),
+        killed(1),
+        InitStarted(0, 1, Newcomers.IF_NEEDED),
+        InitStarted(2, 0),
+        InitDone(0, 2),
+        InitDone(2, 2),
+        **replaces,
+    )
+    assert [each.lost for each in played.report.records] == ["nothing: the step was begun again, with new workers"]
+
+
+def test_no_seeded_fault_takes_the_job_below_its_least_number_of_ranks():
+    played = Played(["seed=1,every=5"], *begins(a=2), FaultAsked(0, 0, 0, 3), FaultAsked(1, 0, 0, 4), min_np=1)
+    assert (played.answer(0), played.answer(1)) == (b"now", b"later")
+    assert [each.worker for each in played.report.records] == [0]
+
+
+def test_a_worker_that_had_to_wait_may_ask_again_and_its_old_answer_is_taken_away():
+    played = Played(
+        ["seed=1,every=5,count=1"], *begins(a=2), FaultAsked(0, 0, 0, 3), FaultAsked(1, 0, 0, 4), FaultAsked(1, 1, 0, 5)
+    )
+    assert (played.answer(1, 0), played.answer(1, 1)) == (None, b"later")
+
+
+def test_none_comes_once_a_rank_has_ended_with_exit_code_0():
+    played = Played(["seed=1,every=5,count=1"], *begins(a=3), Exited(2, 0), FaultAsked(0, 0, 0, 3))
+    assert played.answer(0) == b"later"
+    assert played.report.never == ["1 of 1 seeded faults never came: the job ended first"]
+
+
+def test_by_the_clock_workers_are_signalled_and_not_more_than_may_be_lost():
+    script = [*begins(a=3), TIME_PASSES, TIME_PASSES]
+    played = Played(["seed=1,every=30s,faults=kill"], *script, min_np=2)
+    ((workers, signum),) = played.signals
+    assert signum == signal.SIGKILL
+    (record,) = played.report.records
+    assert ([record.worker], record.point, record.step) == (workers, None, None)
+
+
+def test_equal_seeds_signal_the_same_workers():
+    def signals(seed: int):
+        script = [*begins(a=5), TIME_PASSES, TIME_PASSES, TIME_PASSES]
+        return Played([f"seed={seed},every=30s,faults=kill+segv+stop"], *script).signals
+
+    assert signals(7) == signals(7)
+    assert len({str(signals(seed)) for seed in range(8)}) > 1
+
+
+@pytest.mark.parametrize("kind", ["agent", "host"])
+def test_a_host_goes_by_its_agent_and_its_workers_with_it(kind):
+    fault = f"{kind}@vote:worker=2:step=7"
+    lost = Lost("b", "its agent was killed")
+    played = Played([fault], *begins(a=2, b=2), FaultAsked(2, 0, 0, 7), lost, *again(0, 1, after=1))
+    assert played.agents_killed == ["b"]
+    assert played.signals == ([([2, 3], signal.SIGKILL)] if kind == "host" else [])
+    (record,) = played.report.records
+    assert (record.end, record.host) == ("lost with b", "b")
+    assert record.lost == "nothing: finished within the step"
+
+
+def test_a_fault_that_never_came_is_said_so_with_the_reason():
+    played = Played([KILL_1, "kill@vote:worker=9:step=1"], *begins(a=2))
+    assert played.report.never == [
+        "kill@vote:worker=1:step=7 never came: worker 1 did not reach it, the job ended first",
+        "kill@vote:worker=9:step=1 never came: worker 9 did not reach it, it was never started",
+    ]
+    assert played.report.text().startswith("chaos: 0 faults")
+
+
+@pytest.mark.parametrize("asked", [FaultAsked(1, 0, 5, 7), FaultAsked(8, 0, 0, 7)])
+def test_what_nobody_was_given_is_not_answered(asked):
+    played = Played([KILL_1], *begins(a=3), asked)
+    assert played.report.records == []
+    assert played.answer(asked.worker) is None
+
+
+@pytest.mark.parametrize("value", [b"", b"1 2", b"1 2 x", b"1 2 3 4", b"1 2 -3", b"1 2 9999999999"])
+def test_a_question_that_is_none_is_ignored(value):
+    assert fault_asked(b"chaos/ask/1", value) is None
+    assert fault_asked(b"chaos/ask/1", b"1 2 3") == FaultAsked(1, 1, 2, 3)
+    assert fault_asked(b"chaos/ask/x", b"1 2 3") is None
