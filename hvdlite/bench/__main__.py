@@ -108,7 +108,8 @@ def _measure(request: Request, world: World) -> int:
 
 def _report(request: Request, ranks: Ranks, complete: bool) -> int:
     """Prints the report, writes the files, and returns the exit code."""
-    name, report, code = request.command.name, request.command.report(), 0
+    name, report = request.command.name, request.command.report()
+    code = report.code
     about = {
         "command": name,
         "options": {name: str(value) for name, value in request.given.items() if value is not None},

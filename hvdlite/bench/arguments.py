@@ -17,9 +17,12 @@ class UsageError(argparse.ArgumentTypeError):
     """The command line asks for something impossible. Reported in one line before any measurement, with exit code 2."""
 
 
-def flag(metavar: str, read: Callable[[str], Any], what: str) -> dict[str, Any]:
-    """Returns the metadata of a field that is a flag. ``read`` turns its text into a value, or raises UsageError."""
-    return {"metavar": metavar, "type": read, "help": what}
+def flag(metavar: str, read: Callable[[str], Any], what: str, name: str | None = None) -> dict[str, Any]:
+    """Returns the metadata of a field that is a flag. ``read`` turns its text into a value, or raises UsageError.
+
+    ``name`` is that of the flag, where it is not the field's.
+    """
+    return {"metavar": metavar, "type": read, "help": what} | ({} if name is None else {"name": name})
 
 
 def count_flag(what: str) -> dict[str, Any]:
@@ -53,6 +56,14 @@ def read_share(text: str) -> float:
         if 0 < float(text) < 1:
             return float(text)
     raise UsageError(f"{text!r} is not a number between 0 and 1, such as 0.5")
+
+
+def read_seconds(text: str) -> float:
+    """Returns the text as a number of seconds, from a tenth to 11 days."""
+    with suppress(ValueError):
+        if 0.1 <= float(text) < 1e6:
+            return float(text)
+    raise UsageError(f"{text!r} is not a number of seconds, such as 30")
 
 
 def some_of(known: Iterable[str], what: str) -> Callable[[str], tuple[str, ...]]:

@@ -57,11 +57,15 @@ def table(title: str, rows: Sequence[Row], columns: Columns, text_columns: int =
 
 
 class Report(NamedTuple):
-    """A report: ``text`` for the screen, ``data`` for JSON (the tables' figures and every sample), and the chart."""
+    """A report: ``text`` for the screen, ``data`` for JSON (the tables' figures and every sample), and the chart.
+
+    ``code`` is the exit code of the command.
+    """
 
     text: str
     data: Mapping[str, Any]
     chart: Chart
+    code: int = 0
 
 
 @dataclass
@@ -73,6 +77,8 @@ class Command(ABC):
 
     name: ClassVar[str]
     help: ClassVar[str]
+    is_for_cpu: ClassVar[bool] = False
+    """Whether it runs on the CPU only."""
     turns: int = field(default=0, init=False)
     """The length of the progress bar."""
     job: Job = field(default=Job(), init=False)

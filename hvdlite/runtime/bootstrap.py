@@ -183,6 +183,7 @@ def _connect_elastic(
     if given := launcher_variable("CHAOS", os.environ):
         arm(given, FaultQuestions(worker.store_url, worker.number).may_begin)
     if process.generation == 0:
+        _import_for_optimizers()
         point("init")
     launcher = _LauncherEnd(_store_client(worker.store_url, process), worker.number, f"worker {worker.number}")
     undo.callback(launcher.client.close)
@@ -211,6 +212,14 @@ def _connect_elastic(
         launcher.tell(StoreRequest.INIT_DONE, init_timeout.timeout, seat.generation)
         attempt_timeout.end_of_init()
         return world
+
+
+def _import_for_optimizers() -> None:
+    """Makes an optimizer, for which PyTorch imports some 800 modules.
+
+    That takes seconds, in which the other ranks of an elastic job would wait for a worker that joins them.
+    """
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.0)
 
 
 @dataclass(frozen=True, slots=True)

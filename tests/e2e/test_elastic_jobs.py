@@ -246,6 +246,24 @@ def write(tmp_path, *hosts: str) -> None:
     (tmp_path / "new").rename(tmp_path / "hosts")
 
 
+IMPORTS_NOTHING_LATER = """
+import sys
+import torch
+import hvdlite as hvd
+
+hvd.init()
+before = set(sys.modules)
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+print("imported later:", len(set(sys.modules) - before), flush=True)
+"""
+
+
+def test_a_worker_imports_what_optimizers_need_before_the_others_wait_for_it(launch):
+    code, out, err = launch("-np", "1", "--min-np", "1", "python", "-c", IMPORTS_NOTHING_LATER).ended()
+    assert code == 0, err.decode()
+    assert b"imported later: 0" in out
+
+
 def test_a_host_comes_goes_and_comes_again(make_lan, launch, tmp_path):
     lan = make_lan("b", "c")
     b, c = (host.spec for host in lan.hosts)

@@ -28,13 +28,13 @@ def maybe_die(point):
 """
 
 
-def start(make_lan, launch, tmp_path, body: str, died: str):
+def start(make_lan, launch, tmp_path, body: str, died: str, *more_flags: str):
     """Starts a job with workers 0 and 1 on the first host, and 2 and 3 on the second."""
     lan = make_lan("b", "c")
     results = tmp_path / "results"
     results.mkdir()
     hosts = ",".join(f"{host.spec}:2" for host in lan.hosts)
-    flags = ("--survive", "--min-np", "1", "--on-failure", "shrink", "-H", hosts)
+    flags = (*more_flags, "--survive", "--min-np", "1", "--on-failure", "shrink", "-H", hosts)
     env = {"DIE": died, "RESULTS": str(results)}
     return lan, launch(*flags, sys.executable, "-c", PROGRAM + body, env=env, on=lan.desk)
 
@@ -73,3 +73,14 @@ def test_workers_finish_the_step_in_which_the_other_host_is_lost(make_lan, launc
     if how == "link":
         lan.restore(host)
         assert_clean(lan, 30)
+
+
+@pytest.mark.parametrize("kind", ["agent", "host"])
+def test_chaos_loses_the_whole_host_of_a_worker(make_lan, launch, tmp_path, kind):
+    lan, job = start(make_lan, launch, tmp_path, PLAIN, "", f"--chaos={kind}@vote:worker=2:step=4")
+    survivors, err = survivors_of(job, tmp_path)
+    assert survivors.keys() == {0, 1}
+    assert_all_have(by_one_process("2:4:vote,3:4:vote", size=4), survivors)
+    assert f"{kind}@vote" in err
+    assert "nothing: finished within the step" in err
+    assert_clean(lan)
