@@ -35,8 +35,9 @@ from .units import show_count, show_ratio, show_time
 _KINDS = ("kill", "segv", "stop")
 _FAULTS_PER_WINDOW = 5
 _TEARDOWN_S = 25.0
-_MARK = "HVDLITE_SOAK_WINDOW"
-_TAIL = 2000
+_END_S = 1.0
+_MARK = "SOAK_WINDOW"
+_TAIL = 8000
 _NAMES = {True: "with faults", False: "without"}
 _RATE = "samples_per_s"
 _SUMMARY_COLUMNS: Columns = {
@@ -134,7 +135,9 @@ class Soak(Command):
         mark = f"{uuid.uuid4()}"
         with tempfile.TemporaryDirectory(prefix="hvdlite-soak-") as name:
             directory, chaos_file = Path(name), Path(name) / "chaos.json"
-            spec = f"seed={seed},every={self.every:.3f}s,faults={'+'.join(self.faults)}"
+            # None in a worker's last steps: the job fails if rank 0 is killed there, where the others are done.
+            count = max(1, int((self._window_s - _END_S) / self.every))
+            spec = f"seed={seed},every={self.every:.3f}s,faults={'+'.join(self.faults)},count={count}"
             chaos = ["--chaos", spec, "--chaos-report", str(chaos_file)] if has_faults else []
             job = ["-np", f"{self.np}", "--min-np", "1", "--max-np", f"{self.np}", "--max-restarts", "99999"]
             worker = [sys.executable, "-m", "hvdlite.bench.soak_worker", f"{self._window_s}", name]

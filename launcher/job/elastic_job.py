@@ -206,7 +206,7 @@ class ElasticJob:
             self._ends.remove(end)
 
     def _tell_membership(self, end: Exited, why: str | None) -> None:
-        self._do(self._membership.ended(end.worker, why, self._now()))
+        self._do(self._membership.ended(end.worker, why, self._now(), was_killed=end.returncode < 0))
 
     def on_lost(self, lost: Lost) -> None:
         if self._last is not None:

@@ -148,6 +148,9 @@ class Membership:
         self._notified: Notify | None = None
         self._wait: _Wait | None = None
         self._done: list[str] = []  # the names of those that have ended with exit code 0
+        self._rank0_is_done = False
+        # Whether one that was not killed is among the causes: its program has failed.
+        self._has_failed = False
         self._has_hosts = False
         self._is_over = False
 
@@ -166,17 +169,19 @@ class Membership:
             self._workers[worker].newcomers = newcomers
         return self._go_on(now_s)
 
-    def ended(self, worker: int, failure: str | None, now_s: float) -> list[Action]:
-        """A worker has ended; ``failure`` is None if it did so with exit code 0."""
+    def ended(self, worker: int, failure: str | None, now_s: float, *, was_killed: bool = False) -> list[Action]:
+        """A worker has ended; ``failure`` is None if it did so with exit code 0. ``was_killed``: by a signal."""
         gone = self._workers.pop(worker, None)
         if gone is None or gone.is_dismissed:
             return self._go_on(now_s)
         if failure is None and (self.current is None or self._is_member(gone)):
             self._done.append(f"worker {worker} on {gone.place.host}")
+            self._rank0_is_done |= self.current is None or self.current.members[0].worker == worker
             return self._go_on(now_s)
         failure = failure or f"worker {worker} on {gone.place.host} ended before it was a rank"
         if self._is_member(gone):
             self._causes.append(failure)
+            self._has_failed |= not was_killed
         elif self.current is None and not gone.is_being_ended and not self._is_over:
             # There is no state yet that could be kept, and new workers would probably fail in the same way.
             return list(self._end(None))
@@ -256,7 +261,7 @@ class Membership:
     def _next_generation(self, wait: _Wait | None, now_s: float) -> Iterator[Action]:
         members, joiners = self._members(), self._joiners()
         if self._done:
-            yield from self._last_ends(members)
+            yield from self._last_ends(members, wait, now_s)
             return
         if self.current is not None and not members:
             barred = ", ".join(self._slots.barred())
@@ -316,18 +321,45 @@ class Membership:
         elif not self._wait.is_told:
             self._wait.due_s = self._wait.since_s + min(_TELL_OF_LATE_S, limit_s)
 
-    def _last_ends(self, members: Collection[_Worker]) -> Iterator[Action]:
-        """Ends the job after a rank has ended with exit code 0: well if all others do so too."""
-        living = members if self.current is not None else self._workers.values()
-        asking = [each.number for each in living if each.asks_after is not None]
-        if self._causes:
+    def _last_ends(self, members: Sequence[_Worker], wait: _Wait | None, now_s: float) -> Iterator[Action]:
+        """Ends the job after a rank has ended with exit code 0: well if all others do so too.
+
+        A rank that is killed now has no more part in the training than its last step. The others finish that, and the
+        job ends well if rank 0 does, which at its end does what is done once, such as saving the model.
+        """
+        living = members if self.current is not None else list(self._workers.values())
+        asking = [each for each in living if each.asks_after is not None]
+        if self._has_failed:
             yield from self._end(None)
-        elif asking:
-            waits = f"worker {asking[0]} waits" if len(asking) == 1 else f"workers {', '.join(map(str, asking))} wait"
-            yield from self._end(f"{self._done[0]} ended with exit code 0, and {waits} for it in hvd.init()")
         elif not living:
-            self._is_over = True
-            yield JobDone()
+            yield from self._all_have_ended()
+        elif not asking:
+            return
+        elif not self._causes:
+            numbers = ", ".join(str(each.number) for each in asking)
+            waits = f"worker {numbers} waits" if len(asking) == 1 else f"workers {numbers} wait"
+            yield from self._end(f"{self._done[0]} ended with exit code 0, and {waits} for it in hvd.init()")
+        elif any(each.newcomers is Newcomers.WELCOME for each in asking):
+            # They go back to a commit, to train again what needs those that are done.
+            yield from self._end(None)
+        elif late := [each for each in living if each.asks_after is None]:
+            yield from self._wait_for_late(late, wait, now_s)
+        else:
+            yield from self._publish(asking)
+
+    def _all_have_ended(self) -> Iterator[Action]:
+        lost = "; ".join(dict.fromkeys(self._causes))
+        if lost and not self._rank0_is_done:
+            yield from self._end(
+                f"rank 0 was lost at its end, when {self._done[0]} was done: what rank 0 does at the end, such as "
+                "saving the model, may be missing",
+                is_limit=True,
+            )
+            return
+        self._is_over = True
+        if lost:
+            yield Say(f"{lost}, at its end: the others are done, and nothing of the training is missing")
+        yield JobDone()
 
     def _notify(self, members: Collection[_Worker], joiners: Collection[_Worker]) -> Iterator[Action]:
         added = bool(joiners) and len(members) < self._most()
@@ -350,7 +382,7 @@ class Membership:
             members.append(Member(each.number, each.place, each.since))
         why = "; ".join(dict.fromkeys(self._causes)) or ("the job begins" if number == 1 else "")
         self.current = Generation(number, tuple(members), why)
-        self._causes, self._notified = [], None
+        self._causes, self._has_failed, self._notified = [], False, None
         yield Publish(self.current)
 
     def _wait_for_more(self, wait: _Wait | None, now_s: float) -> Iterator[Action]:
@@ -396,7 +428,7 @@ class Membership:
         self._slots.count_failed_worker(place, now_s)
         if self._policy.on_failure is OnFailure.STOP and not self._is_over:
             yield from self._end(why)
-        elif self._policy.on_failure is OnFailure.BLACKLIST:
+        elif self._policy.on_failure is OnFailure.BLACKLIST and not self._done:
             yield from self._bar(place.host, now_s)
         elif self._policy.on_failure is OnFailure.REPLACE and self._members():
             yield from self._tell_of_empty_slot(place, now_s)

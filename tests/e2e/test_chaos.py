@@ -105,6 +105,32 @@ def test_the_others_train_as_one_process_would_through_seeded_faults(launch, tmp
     assert f"chaos: {FAULTS_OF_A_JOB} faults" in err
 
 
+def test_a_rank_that_is_killed_after_its_last_step_costs_nothing(launch, tmp_path):
+    survivors, (fault,), err = run(launch, tmp_path, f"kill@stepped:worker=3:step={STEPS - 1}")
+    expected = by_one_process({})
+    assert fault["end"] == "killed by SIGKILL"
+    assert survivors.keys() == set(range(SIZE)) - {3}
+    assert all(
+        torch.allclose(a, b, rtol=0, atol=1e-12)
+        for own in survivors.values()
+        for a, b in zip(own, expected, strict=True)
+    )
+    assert "worker 3 (rank 3 on localhost) was killed by SIGKILL, at its end: the others are done" in err
+
+
+def test_rank_0_that_is_killed_before_it_could_save_fails_the_job(launch, tmp_path):
+    job = launch(
+        *("-np", "2", "--min-np", "1", "--on-failure", "shrink", "--survive"),
+        *(f"--chaos=kill@stepped:worker=0:step={STEPS - 1}", sys.executable, "-c", PROGRAM),
+        env={"RESULTS": str(tmp_path), "OMP_NUM_THREADS": "1"},
+    )
+    code, _, err = job.ended(PATIENCE_S)
+    job.assert_gone()
+    assert code == 1
+    assert "rank 0 was lost at its end, when worker 1 on localhost was done" in err.decode()
+    assert "was the last to fail, killed by SIGKILL" in err.decode()
+
+
 # Of a fault within a settlement the worker's gradients are in the step, if all had the averages before.
 @pytest.mark.parametrize("point", ["leave", "report", "settled"])
 def test_a_worker_may_have_a_fault_while_the_others_settle_a_step(launch, tmp_path, point):

@@ -10,6 +10,7 @@ from hvdlite_launcher.job.membership import (
     Dismiss,
     EndJob,
     EndWorkers,
+    JobDone,
     Membership,
     Notify,
     Publish,
@@ -64,7 +65,7 @@ class Job:
 
     def kill(self, worker: int, why: str | None = KILLED) -> Job:
         del self.living[worker]
-        self._note(self.membership.ended(worker, why, self.now_s))
+        self._note(self.membership.ended(worker, why, self.now_s, was_killed=why == KILLED))
         return self
 
     def lose(self, host: str) -> Job:
@@ -508,7 +509,62 @@ def test_a_dismissed_worker_that_asks_again_is_told_again():
 def test_who_waits_for_late_ranks_does_not_wait_once_another_is_done():
     job = running({"a": 3}, elastic_timeout_s=100).kill(2).ask(0)
     assert job.membership.deadline_s() is not None
-    assert job.kill(0, None).over == EndJob(None)
+    assert job.kill(0, None).over is None
+    assert job.membership.deadline_s() is None
+    assert isinstance(job.kill(1, None).last[-1], JobDone)
     job = running({"a": 2, "b": 1}, elastic_timeout_s=100).found({"a": 2}).ask(0)
     assert job.kill(0, None).over is None
     assert job.membership.deadline_s() is None
+
+
+# ------------------------------------------------------ the last step of a job
+
+
+@pytest.mark.parametrize("first_to_end", ["the killed one", "a rank that is done"])
+def test_a_rank_that_is_killed_at_its_end_costs_nothing_if_rank_0_is_done(first_to_end):
+    job = running({"a": 3})
+    for worker, why in [(2, KILLED), (1, None)] if first_to_end == "the killed one" else [(1, None), (2, KILLED)]:
+        assert not job.kill(worker, why).of(JobDone)
+    assert job.kill(0, None).last == [
+        Say(f"{KILLED}, at its end: the others are done, and nothing of the training is missing"),
+        JobDone(),
+    ]
+
+
+def test_a_lost_host_is_no_failure_either_once_its_ranks_are_at_their_end():
+    job = running({"a": 1, "b": 1}).kill(0, None).lose("b")
+    assert job.last[0].text.startswith("lost b, at its end")
+    assert job.last[1:] == [JobDone()]
+
+
+def test_rank_0_that_is_killed_at_its_end_fails_the_job_once_the_others_are_done():
+    job = running({"a": 3}).kill(2, None).kill(0)
+    assert job.over is None
+    over = job.kill(1, None).over
+    assert over.is_limit
+    assert over.why == (
+        "rank 0 was lost at its end, when worker 2 on a was done: what rank 0 does at the end, such as saving the "
+        "model, may be missing"
+    )
+
+
+@pytest.mark.parametrize("first_to_end", ["the failed one", "a rank that is done"])
+def test_a_program_that_fails_at_its_end_fails_the_job_at_once(first_to_end):
+    job = running({"a": 3})
+    job.kill(1, "failed").kill(0, None) if first_to_end == "the failed one" else job.kill(0, None).kill(1, "failed")
+    assert job.over == EndJob(None)
+
+
+def test_ranks_that_have_a_last_step_to_finish_do_so_without_the_lost_one_and_without_those_that_are_done():
+    job = running({"a": 4}, min_np=4, on_failure=OnFailure.SHRINK, elastic_timeout_s=100)
+    job.kill(0).kill(1, None).ask(2, newcomers=Newcomers.NEVER)
+    assert len(job.generations) == 1
+    assert job.membership.deadline_s() == 60
+    assert job.ask(3, newcomers=Newcomers.NEVER).generations[-1] == [2, 3]
+    # The oldest of them is rank 0 now, so what is done once at the end is done.
+    assert not job.kill(3, None).of(JobDone)
+    assert job.kill(2, None).last == [JobDone()]
+
+
+def test_ranks_that_go_back_to_a_commit_cannot_go_on_without_those_that_are_done():
+    assert running({"a": 3}).kill(0).kill(1, None).ask(2).over == EndJob(None)
