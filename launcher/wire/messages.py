@@ -1,20 +1,20 @@
 """The messages between launcher and agents, and the other events of the launcher's event loop, as dataclasses.
 
-    launcher ── Greet, StartJob, StartWorkers, SignalWorkers, Input, OutputTaken, Beat ──► agent
-    launcher ◄── Hello, Started, InputWanted, Output, InitStarted, InitDone, InitFailed, Alive, Exited, Refused, Beat
-                                                                                                      ── agent
+    launcher ── Greet, StartJob, StartWorkers, SignalWorkers, TakeReport, Input, OutputTaken, Beat ──► agent
+    launcher ◄── Hello, Started, InputWanted, Output, InitStarted, InitDone, InitFailed, Alive, Stalled, Reported,
+                                                                                 Exited, Refused, Beat ── agent
 
 To end a job the launcher sends `SignalWorkers`, and at last closes the agent's stdin: the agent then kills what is
 left. The messages about the rendezvous store are in `store_messages`, and `agent_frames` encodes both as bytes.
 `Answered`, `Lost`, `AgentSaid`, `HostsFound`, `DiscoveryFailed`, `FaultAsked`, `Interrupted`, `InputRead`,
-`ScreenFailed` and `ScreenDone` are created in the launcher and never sent.
+`ReportAsked`, `ScreenFailed` and `ScreenDone` are created in the launcher and never sent.
 
 ``worker`` is a worker's number, which identifies it during the whole job. Its rank is in its `Slot` (see `slots`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
@@ -97,6 +97,23 @@ class Alive:
     worker: int
     number: int
     waited_s: float
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """A worker has waited for other ranks for longer than its stall warning's time. Sent once in each wait."""
+
+    worker: int
+    waited_s: float
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What an agent has found out about a worker, for the report ``number``: JSON, as `host.collect` describes it."""
+
+    worker: int
+    number: int
+    facts: str
 
 
 @dataclass(frozen=True)
@@ -208,6 +225,16 @@ class Interrupted:
 
 
 @dataclass(frozen=True)
+class ReportAsked:
+    """Another process of the user (``hvdlite-run --report``) asks for a report.
+
+    ``answer`` is called with it, as text and as JSON's value; any thread may call it, and it never raises.
+    """
+
+    answer: Callable[[str, object], None]
+
+
+@dataclass(frozen=True)
 class InputRead:
     """Bytes from the launcher's standard input; empty at its end."""
 
@@ -228,9 +255,9 @@ class ScreenDone:
 
 
 # Sent by an agent about one of its workers.
-OfWorker = Output | Started | InputWanted | InitStarted | InitDone | InitFailed | Alive | Exited
+OfWorker = Output | Started | InputWanted | InitStarted | InitDone | InitFailed | Alive | Stalled | Reported | Exited
 WorkerEvent = OfWorker | Refused
-LauncherEvent = Answered | AgentSaid | Lost | HostsFound | DiscoveryFailed | FaultAsked | Interrupted | InputRead
+LauncherEvent = Answered | AgentSaid | Lost | HostsFound | DiscoveryFailed | FaultAsked | ReportAsked | Interrupted | InputRead
 Event = WorkerEvent | LauncherEvent | ScreenFailed | ScreenDone
 
 
@@ -288,6 +315,13 @@ class SignalWorkers:
 
 
 @dataclass(frozen=True)
+class TakeReport:
+    """Asks an agent for a `Reported` about each worker that runs on its host."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Input:
     """Bytes for a worker's standard input, sent after `InputWanted`; empty at the end of the input."""
 
@@ -302,5 +336,5 @@ class OutputTaken:
     count: int
 
 
-Command = Greet | OutputTaken | StartJob | StartWorkers | SignalWorkers | Input | StoreCommand | Beat
+Command = Greet | OutputTaken | StartJob | StartWorkers | SignalWorkers | TakeReport | Input | StoreCommand | Beat
 Message = WorkerEvent | StoreEvent | Hello | Command
