@@ -8,6 +8,7 @@ the others are compared.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -19,7 +20,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import hvdlite as hvd
 from hvdlite.lightning import HvdliteStrategy
@@ -37,7 +38,10 @@ def data(samples: int = 48) -> TensorDataset:
 
 
 def loader(shuffle: bool = False) -> DataLoader:
-    return DataLoader(data(), batch_size=WHOLE_BATCH // SIZE, shuffle=shuffle)
+    """Draws in order, the ranks together as one process; ``shuffle``: with the sampler that Lightning puts in."""
+    samples = data()
+    sampler = None if shuffle or SIZE == 1 else DistributedSampler(samples, SIZE, hvd.rank(), shuffle=False)
+    return DataLoader(samples, batch_size=WHOLE_BATCH // SIZE, shuffle=shuffle, sampler=sampler)
 
 
 class Regression(lightning.LightningModule):
@@ -93,8 +97,10 @@ class Gan(lightning.LightningModule):
         optimizers = self.optimizers()
         losses = (
             lambda: self.discriminator(self.generator(batch[0])).square().mean(),
-            lambda: (self.discriminator(batch[1]) - 1).square().mean()
-            + self.discriminator(self.generator(batch[0]).detach()).square().mean(),
+            lambda: (
+                (self.discriminator(batch[1]) - 1).square().mean()
+                + self.discriminator(self.generator(batch[0]).detach()).square().mean()
+            ),
         )
         for optimizer, loss in zip(optimizers, losses, strict=True):
             if self.toggles:
@@ -234,6 +240,7 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", module="lightning")
     if KIND == "hvdshm":
         torch.distributed.init_process_group("cpu:hvdshm")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     hvd.init()
     results = {name: SCENARIOS[name]() for name in WANTED or SCENARIOS}
     torch.save(results, f"{RESULTS}.{hvd.rank()}")
