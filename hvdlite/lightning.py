@@ -9,8 +9,8 @@
 
     hvdlite-run -np 4 python train.py
 
-Importing this module also registers the name: ``Trainer(strategy="hvdlite")``. The class derives from Lightning's, which
-there are two of: if the program has imported ``pytorch_lightning`` and not ``lightning``, it is for that one.
+Importing this module also registers the name: ``Trainer(strategy="hvdlite")``.
+The class derives from Lightning's, of which there are two: if the program has imported ``pytorch_lightning`` and not ``lightning``, it is for that one.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class HvdliteStrategy(_ParallelStrategy):  # type: ignore[misc]  # of type Any: 
     """Trains a LightningModule on all ranks of the job, with gradients averaged by `DistributedOptimizer`.
 
     Every rank must make one Trainer with it, which calls `hvdlite.init` unless the program has. The number of ranks is
-    the launcher's: leave out the Trainer's ``devices`` and ``num_nodes``. On GPUs each rank uses that of its local rank.
+    the launcher's: leave out the Trainer's ``devices`` and ``num_nodes``. Each rank uses the GPU of its local rank.
 
     Parameters and buffers are rank 0's when ``fit``, ``validate``, ``test`` or ``predict`` begins. In between, buffers
     such as the averages of batch normalization become rank 0's when a validation begins and when training ends.
@@ -139,6 +139,10 @@ class HvdliteStrategy(_ParallelStrategy):  # type: ignore[misc]  # of type Any: 
     """
 
     strategy_name = "hvdlite"
+
+    # Lightning's, which are of type Any here.
+    model: Any
+    optimizers: Any
 
     def __init__(
         self,
@@ -284,7 +288,7 @@ class HvdliteStrategy(_ParallelStrategy):  # type: ignore[misc]  # of type Any: 
             yield
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Takes one step: the closure's passes, then the averages, then Lightning's hooks and clipping, then the step."""
+        """Runs the closure's passes, averages, then runs Lightning's hooks and clipping, then steps."""
         if not isinstance(optimizer, DistributedOptimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
@@ -321,7 +325,7 @@ class HvdliteStrategy(_ParallelStrategy):  # type: ignore[misc]  # of type Any: 
             return tensor.copy_(allreduce(tensor, op=op))
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Returns the tensors of all ranks, of shape ``(size, *shape)``. ``sync_grads`` sends gradients back, summed."""
+        """Returns the tensors of all ranks, of shape ``(size, *shape)``. ``sync_grads`` sends gradients back."""
         if size() == 1:
             return (tensor if sync_grads else tensor.detach()).unsqueeze(0)
         gathered: Tensor = super().all_gather(tensor, group, sync_grads)
