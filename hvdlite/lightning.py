@@ -9,8 +9,9 @@
 
     hvdlite-run -np 4 python train.py
 
-Importing this module also registers the name: ``Trainer(strategy="hvdlite")``.
-The class derives from Lightning's, of which there are two: if the program has imported ``pytorch_lightning`` and not ``lightning``, it is for that one.
+Importing this module also registers the name: ``Trainer(strategy="hvdlite")``. The class derives from
+one of Lightning's, of which there are two: if the program has imported ``pytorch_lightning``
+and not ``lightning``, from that package's.
 """
 
 from __future__ import annotations
