@@ -16,7 +16,6 @@ import torch
 from e2e.conftest import Launch
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("lightning")
 
 PROGRAM = Path(__file__).with_name("lightning_programs.py")
 Results = list[dict[str, Any]]
@@ -30,6 +29,12 @@ EQUAL_TO_ONE_PROCESS = [
     "gan",
     "gan without toggling",
 ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _needs_lightning() -> None:
+    # Here, and not for the module: where only other tests are asked for, this is no skipped one.
+    pytest.importorskip("lightning")
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +133,7 @@ def test_synchronized_batch_normalization_equals_one_process_and_leaves_plain_la
         # Without the bias before the normalization, whose gradient is rounding errors alone.
         mine, others = ([*each["normalized"]["weights"]] for each in (rank, one))
         assert_equal([mine[0], *mine[2:]], [others[0], *others[2:]], rtol=1e-3, atol=1e-4)
+        # Without the running mean, which that bias is a part of.
         assert_equal(rank["normalized"]["buffers"][1:], one["normalized"]["buffers"][1:], rtol=1e-3, atol=1e-4)
         assert rank["normalized"]["layer"] == "BatchNorm1d"
 
