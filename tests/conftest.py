@@ -25,6 +25,7 @@ import hvdlite as hvd
 ONE_AFTER_THE_OTHER = {
     "tests/e2e/test_faults.py",  # each test runs several jobs at once, and all must be gone within seconds
     "tests/e2e/test_other_launchers.py",  # it starts Slurm's daemons and their network once
+    "tests/integrations/test_lightning.py",  # as the next
     "tests/migration/test_calls.py",  # its tests read the results of the same jobs
 }
 

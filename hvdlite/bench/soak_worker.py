@@ -18,6 +18,7 @@ from torch import nn
 
 from ..elastic.run import run
 from ..elastic.torch_state import TorchState
+from ..environment import launcher_variable
 from ..optim.optimizer import DistributedOptimizer
 from ..runtime.world import init, size
 from .soak_lines import BATCH, Line
@@ -46,7 +47,7 @@ class _Model(nn.Sequential):
 def main(seconds: float, directory: Path) -> None:
     """Trains until the time is over on any rank. Every worker of the job must call it."""
     init()
-    worker = int(os.environ["HVDLITE_WORKER"])
+    worker = int(launcher_variable("WORKER", os.environ))
     generator = torch.Generator().manual_seed(worker)
     file = os.open(directory / f"{worker}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     model = _Model()
