@@ -46,12 +46,12 @@ class HangReporter:
         *,
         describe: Callable[[], Mapping[str, Any]],
         waited_s: Callable[[], float],
-        warn_after_s: Callable[[], float | None],
+        warn_after_s: float | None,
     ) -> None:
         """``describe`` returns what this rank knows of itself, for JSON. It is called on this object's thread.
 
-        ``waited_s`` returns for how long the process has waited for other ranks, and ``warn_after_s`` when that is too
-        long, None for never. Raises an OSError if nothing can be created in ``job_dir``.
+        ``waited_s`` returns for how long the process has waited for other ranks, and ``warn_after_s`` is when that is
+        too long, None for never. Raises an OSError if nothing can be created in ``job_dir``.
         """
         self._worker = worker
         self._store = store
@@ -101,7 +101,7 @@ class HangReporter:
         return json.dumps(answer).encode()
 
     def _look(self) -> None:
-        limit_s, waited_s = self._warn_after_s(), self._waited_s()
+        limit_s, waited_s = self._warn_after_s, self._waited_s()
         is_stalled = limit_s is not None and waited_s >= limit_s
         if is_stalled and not self._has_told:
             waited_ms = min(int(1000 * waited_s), _MOST_MS)
