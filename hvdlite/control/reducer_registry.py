@@ -21,10 +21,10 @@ from ..comm.group import Group
 
 
 class Progress(NamedTuple):
-    """How far an optimizer is in its current step, for reports. Buckets have their numbers in the order of sending.
+    """How far an optimizer is in its current step, for reports.
 
-    ``sent`` is how many of the step's ``buckets`` have been sent; ``missing`` are names of parameters without a complete
-    gradient in the first one that has not, at most a few. ``phase`` says what the step waits for.
+    ``sent`` is how many of the step's ``buckets`` have been sent. ``missing`` are names of parameters without a
+    complete gradient in the first one that has not, at most a few. ``phase`` says what the step waits for.
     """
 
     optimizer: str

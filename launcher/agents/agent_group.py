@@ -31,7 +31,7 @@ from ..store.server import Store
 from ..system import process_tree
 from ..system.network import address_towards, own_address, some_address
 from ..system.terminal_text import say
-from ..wire.messages import Event, Hello, Input, Lost, Output, SignalWorkers, StartJob, StartWorkers
+from ..wire.messages import Event, Hello, Input, Lost, Output, SignalWorkers, StartJob, StartWorkers, TakeReport
 from .remote_agent import RemoteAgent, local_agent_argv
 from .wait_for_agents import AgentAnswers, wait_for_agents
 
@@ -222,6 +222,12 @@ class Agents:
         for agent in list(self._agents):
             if own := tuple(number for number in numbers if number in agent.workers):
                 agent.send(SignalWorkers(own, signum))
+
+    def take_report(self, number: int) -> None:
+        """Asks all agents for what they can find out about their workers, for the report with this number."""
+        for agent in list(self._agents):
+            if agent.workers:
+                agent.send(TakeReport(number))
 
     def kill_agent(self, label: str) -> None:
         """Kills the agent on a host, or the ssh client to it. The host is then lost, which is an event."""

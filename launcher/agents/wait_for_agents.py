@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 
 from ..errors import LauncherError
 from ..system.signals import signal_name
-from ..wire.messages import AgentSaid, Answered, Event, Hello, Interrupted, Lost
+from ..wire.messages import AgentSaid, Answered, Event, Hello, Interrupted, Lost, ReportAsked
 
 
 class SignalledError(LauncherError):
@@ -100,6 +100,8 @@ def wait_for_agents(
                 log(f"{event.host}: {event.text.rstrip()}")
             case Interrupted(signum):
                 raise SignalledError(signum)
+            case ReportAsked():
+                say(f"no worker is started yet: waiting for {', '.join(sorted(waiting))}")
             case _:
                 raise AssertionError(f"before anything was started: {event}")
     return greeted

@@ -131,7 +131,7 @@ class Agent:
 
     # ------------------------------------------------------- from the launcher
 
-    def _read_commands(self) -> None:
+    def _read_commands(self) -> None:  # noqa: PLR0912  # one place for the reaction to each command
         for message in self._channel.receive():
             match message:
                 case Greet():

@@ -101,8 +101,8 @@ class _Asked:
 def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, dict[str, Any]]:
     """Returns what can be found out about each of the workers, given as pids by their numbers, within two seconds.
 
-    ``processes``: the worker's process and its descendants, each with pid, name, state, CPU seconds, bytes of memory and
-    command. ``pid`` is the one of these that has called hvd.init(), or else the worker's own. ``answer``: what it says
+    ``processes``: the worker's process and its descendants, each with pid, name, state, CPU seconds, bytes of memory
+    and command. ``pid`` is the one of these that has called hvd.init(), or else the worker's own. ``answer``: what it says
     of itself, None if nothing. ``stacks``: if it did not answer, the text that faulthandler wrote on a signal, with a
     first line about its libraries; else None. ``load``: the host's load and cores.
     """
@@ -196,7 +196,9 @@ def _have_stacks_written(asked: list[_Asked]) -> None:
         time.sleep(_QUIET_S)
         before = dict(sizes)
         sizes = {each.pid: os.path.getsize(f"{each.path}.stacks") for each in waiting}
-        waiting = [each for each in waiting if sizes[each.pid] != before[each.pid] or sizes[each.pid] == each.stacks_from]
+        waiting = [
+            each for each in waiting if sizes[each.pid] != before[each.pid] or sizes[each.pid] == each.stacks_from
+        ]
 
 
 def _stacks(asked: _Asked) -> str | None:

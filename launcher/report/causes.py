@@ -53,8 +53,10 @@ def find_cause(facts: Sequence[RankFacts]) -> Cause:
         return Cause((), lambda _: "the ranks wait in different places: they have taken different ways")
     return Cause(
         (),
-        lambda _: "all ranks wait in the same place: the connection between them is slow or broken, or the ranks "
-        "have only just come there",
+        lambda _: (
+            "all ranks wait in the same place: the connection between them is slow or broken, or the ranks "
+            "have only just come there"
+        ),
     )
 
 
@@ -69,18 +71,22 @@ def _where(facts: RankFacts) -> str:
 
 def _does_not_answer(facts: RankFacts) -> str:
     return (
-        f"does not answer: a C extension holds the interpreter's lock, or it gets no processor time. "
-        f"It {_where(facts)}"
+        f"does not answer: a C extension holds the interpreter's lock, or it gets no processor time. It {_where(facts)}"
     )
 
 
 _CERTAIN: tuple[tuple[Callable[[RankFacts], bool], Callable[[RankFacts], str]], ...] = (
     (lambda each: not each.has_come, lambda _: "has no report: its host did not answer in time"),
-    (lambda each: each.state in _STOPPED, lambda each: f"is {each.state}: its process does not run (SIGSTOP, debugger)"),
+    (
+        lambda each: each.state in _STOPPED,
+        lambda each: f"is {each.state}: its process does not run (SIGSTOP, debugger)",
+    ),
     (lambda each: each.state == "zombie", lambda _: "has ended, and its process has not been collected yet"),
     (
         lambda each: each.can_answer and each.source is not Source.ANSWER and each.state == "disk-sleep",
-        lambda each: f"is in an uninterruptible wait of the kernel, as for a disk or a network file system. It {_where(each)}",
+        lambda each: (
+            f"is in an uninterruptible wait of the kernel, as for a disk or a network file system. It {_where(each)}"
+        ),
     ),
     (lambda each: each.can_answer and each.source is not Source.ANSWER, _does_not_answer),
 )

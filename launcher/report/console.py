@@ -97,7 +97,9 @@ def ask_for_report(job: str) -> tuple[str, object]:
         try:
             connection.connect(_address(int(job)))
         except OSError:
-            raise UsageError(f"--report: no hvdlite-run with the process number {job} runs here{_those_that_run()}") from None
+            raise UsageError(
+                f"--report: no hvdlite-run with the process number {job} runs here{_those_that_run()}"
+            ) from None
         if not _is_of_same_user(connection):
             raise UsageError(f"--report: process {job} is another user's")
         data = bytearray()
@@ -108,7 +110,9 @@ def ask_for_report(job: str) -> tuple[str, object]:
             given = json.loads(data)
             return str(given["text"]), given["report"]
         except (OSError, ValueError, KeyError, TypeError):
-            raise LauncherError(f"--report: hvdlite-run {job} gave no report: its job is ending, or is another user's") from None
+            raise LauncherError(
+                f"--report: hvdlite-run {job} gave no report: its job is ending, or is another user's"
+            ) from None
 
 
 def running_jobs() -> list[int]:

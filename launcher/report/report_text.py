@@ -1,7 +1,7 @@
 """The report as text for people and as data for programs.
 
-    Report ──► text: the cause, who waits for it, equal stacks once, a table of ranks
-           └─► data: all of it, for JSON
+Report ──► text: the cause, who waits for it, equal stacks once, a table of ranks
+       └─► data: all of it, for JSON
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .rank_facts import Frame, RankFacts, Source, sorted_by_rank
 
 _MOST_NAMED = 8
 _MOST_STACKS = 8
-_MOST_FRAMES = 40
+_MOST_FRAMES = 25
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,12 @@ class Report:
         facts = sorted_by_rank(self.facts)
         cause = find_cause(facts)
         count = "1 rank" if len(facts) == 1 else f"{len(facts)} ranks"
-        lines = [f"report {self.number} on {count}, {self.why}", *_cause_lines(cause), *_stacks(facts, cause), *_table(facts)]
+        lines = [
+            f"report {self.number} on {count}, {self.why}",
+            *_cause_lines(cause),
+            *_stacks(facts, cause),
+            *_table(facts),
+        ]
         return "\n".join(lines)
 
     def data(self) -> dict[str, Any]:
@@ -57,7 +62,11 @@ def name_all(facts: Sequence[RankFacts]) -> str:
     """Returns the names of these ranks, with ranges, as in ``ranks 0-3, 5 and worker 9``."""
     ranks = sorted(each.rank for each in facts if each.rank is not None)
     others = sorted(each.worker for each in facts if each.rank is None)
-    named = [f"{kind}{'s' if len(numbers) > 1 else ''} {_ranges(numbers)}" for kind, numbers in (("rank", ranks), ("worker", others)) if numbers]
+    named = [
+        f"{kind}{'s' if len(numbers) > 1 else ''} {_ranges(numbers)}"
+        for kind, numbers in (("rank", ranks), ("worker", others))
+        if numbers
+    ]
     return " and ".join(named)
 
 
@@ -81,23 +90,30 @@ def _cause_lines(cause: Cause) -> list[str]:
     if len(cause.ranks) > _MOST_NAMED:
         lines.append(f"  and {len(cause.ranks) - _MOST_NAMED} more: {name_all(cause.ranks[_MOST_NAMED:])}")
     if cause.waiting:
-        longest = max((wait for each in cause.waiting for wait in each.waits), key=lambda each: each.waited_s, default=None)
+        longest = max(
+            (wait for each in cause.waiting for wait in each.waits), key=lambda each: each.waited_s, default=None
+        )
         verb = "waits" if len(cause.waiting) == 1 else "wait"
         waited = "" if longest is None else f", for {longest.waited_s:.0f} s, in {longest.what}"
         lines.append(f"  {name_all(cause.waiting)} {verb} for others{waited}")
         if (differ := first_difference(cause.ranks[0], cause.waiting[0])) is not None:
-            lines.append(f"  first difference: {cause.ranks[0].name} at {differ[0]}, {cause.waiting[0].name} at {differ[1]}")
+            lines.append(
+                f"  first difference: {cause.ranks[0].name} at {differ[0]}, {cause.waiting[0].name} at {differ[1]}"
+            )
     return lines
 
 
 def _stacks(facts: Sequence[RankFacts], cause: Cause) -> list[str]:
     """The main threads' stacks, equal ones once; those of the cause first, with all of its threads."""
-    groups: dict[tuple[Frame, ...], list[RankFacts]] = {}
+    groups: dict[tuple[object, ...], list[RankFacts]] = {}
     for each in sorted(facts, key=lambda each: each not in cause.ranks):
         if each.main:
-            groups.setdefault(each.main, []).append(each)
+            # Within the same line of the program, ranks that wait differ by chance in how deep in a library they are.
+            own = tuple(frame for frame in each.main if each.is_users(frame))
+            groups.setdefault((own or each.main, each.is_waiting(), each.source), []).append(each)
     lines: list[str] = []
-    for frames, those in list(groups.items())[:_MOST_STACKS]:
+    for those in list(groups.values())[:_MOST_STACKS]:
+        frames = those[0].main
         how = " (written on a signal, since it did not answer)" if those[0].source is Source.SIGNAL else ""
         lines += [f"  main thread of {name_all(those)}{how}:", *_frame_lines(frames, those[0])]
         if those[0] in cause.ranks[:1]:
@@ -110,6 +126,7 @@ def _stacks(facts: Sequence[RankFacts], cause: Cause) -> list[str]:
 
 
 def _frame_lines(frames: Sequence[Frame], facts: RankFacts) -> list[str]:
+    frames = [frame for frame in frames if not frame.file.startswith("<frozen importlib")]
     left_out = len(frames) - _MOST_FRAMES
     more = [f"    ... {left_out} frames left out"] if left_out > 0 else []
     shown = frames[max(0, left_out) :]
@@ -122,7 +139,9 @@ _HEAD = ("rank", "worker", "host", "pid", "state", "cpu s", "MiB", "step", "buck
 def _table(facts: Sequence[RankFacts]) -> list[str]:
     rows = [_HEAD, *map(_row, facts)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    return ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 def _row(facts: RankFacts) -> tuple[str, ...]:

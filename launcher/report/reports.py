@@ -1,6 +1,6 @@
 """`Reports`: takes reports on a running job, one at a time, and passes each on when all hosts have answered.
 
-    begin ──► TakeReport to the agents ──► on_reported, until all have come or the time is over ──► screen, files, askers
+    TakeReport to the agents ──► on_reported, until all have come, or the time is over ──► screen, files, who has asked
 
 `supervisor` calls it. It has no connection, thread or clock of its own.
 """
@@ -12,8 +12,7 @@ import os
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from ..system.signals import signal_name
-from ..wire.messages import Reported, Stalled
+from ..wire.messages import ReportAsked, Reported, Stalled
 from .rank_facts import RankFacts, read_facts
 from .report_text import Report
 
@@ -65,14 +64,13 @@ class Reports:
         self._facts: dict[int, RankFacts] = {}
         self._last_at: float | None = None
 
-    def on_signal(self, signum: int) -> None:
-        """Takes a report since the launcher has received this signal."""
-        self._begin(f"asked for by {signal_name(signum)}", is_shown=True)
-
-    def on_asked(self, answer: Answer) -> None:
-        """Takes a report for another process, which gets it; it is not shown here."""
-        self._askers.append(answer)
-        self._begin("asked for by hvdlite-run --report", is_shown=False)
+    def on_asked(self, asked: ReportAsked) -> None:
+        """Takes a report: for another process, which gets it, or to be shown, after SIGQUIT."""
+        if asked.answer is None:
+            self._begin("asked for by SIGQUIT", is_shown=True)
+        else:
+            self._askers.append(asked.answer)
+            self._begin("asked for by hvdlite-run --report", is_shown=False)
 
     def on_stalled(self, stalled: Stalled) -> None:
         """Takes a report since a worker has waited for long, unless there was one lately."""

@@ -52,7 +52,9 @@ class _Reader:
 class Cache:
     """The copies on one host, and the requests of its workers that are not answered yet."""
 
-    def __init__(self, send: Callable[[StoreEvent | _Announcement | Alive | Stalled], None], workers: Collection[int]) -> None:
+    def __init__(
+        self, send: Callable[[StoreEvent | _Announcement | Alive | Stalled], None], workers: Collection[int]
+    ) -> None:
         """``workers`` are the numbers of the workers on this host: more of them may be added."""
         self._send = send
         self._workers = workers

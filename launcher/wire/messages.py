@@ -226,12 +226,13 @@ class Interrupted:
 
 @dataclass(frozen=True)
 class ReportAsked:
-    """Another process of the user (``hvdlite-run --report``) asks for a report.
+    """The user asks for a report: by SIGQUIT, or by another process (``hvdlite-run --report``).
 
-    ``answer`` is called with it, as text and as JSON's value; any thread may call it, and it never raises.
+    ``answer`` is called with it, as text and as JSON's value; any thread may call it, and it never raises. None after
+    SIGQUIT: then it is shown.
     """
 
-    answer: Callable[[str, object], None]
+    answer: Callable[[str, object], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,9 @@ class ScreenDone:
 # Sent by an agent about one of its workers.
 OfWorker = Output | Started | InputWanted | InitStarted | InitDone | InitFailed | Alive | Stalled | Reported | Exited
 WorkerEvent = OfWorker | Refused
-LauncherEvent = Answered | AgentSaid | Lost | HostsFound | DiscoveryFailed | FaultAsked | ReportAsked | Interrupted | InputRead
+LauncherEvent = (
+    Answered | AgentSaid | Lost | HostsFound | DiscoveryFailed | FaultAsked | ReportAsked | Interrupted | InputRead
+)
 Event = WorkerEvent | LauncherEvent | ScreenFailed | ScreenDone
 
 
