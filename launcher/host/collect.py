@@ -102,9 +102,10 @@ def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, dict[str, Any
     """Returns what can be found out about each of the workers, given as pids by their numbers, within two seconds.
 
     ``processes``: the worker's process and its descendants, each with pid, name, state, CPU seconds, bytes of memory
-    and command. ``pid`` is the one of these that has called hvd.init(), or else the worker's own. ``answer``: what it says
-    of itself, None if nothing. ``stacks``: if it did not answer, the text that faulthandler wrote on a signal, with a
-    first line about its libraries; else None. ``load``: the host's load and cores.
+    and command. ``pid`` is the one of these that has called hvd.init(), or else the worker's own. ``answer``: what it
+    says of itself, None if nothing. ``stacks``: if it did not answer, the text that faulthandler wrote on a signal,
+    with a first line about its libraries; else None. ``can_answer``: whether it has called hvd.init(). ``load`` and
+    ``cores`` are the host's.
     """
     processes = {worker: _processes_of(pid) for worker, pid in workers.items()}
     asked = {

@@ -20,8 +20,8 @@ class JobSpec:
     hvdlite in workers. ``interfaces`` are the network interfaces by the hosts' labels, with "" for all other hosts; of
     several, separated by commas, a host uses the first that it has. ``timestamps``: shown lines begin with the time.
     ``record_dir`` is the directory for each worker's output, if it is written to files, and ``report_dir`` the one for
-    reports. ``elastic`` is None for a job whose ranks stay the same; where a discovery script finds them, ``hosts`` is empty. ``restart`` is None for a job
-    that ends with its first failure.
+    reports. ``elastic`` is None for a job whose ranks stay the same; where a discovery script finds them, ``hosts`` is
+    empty. ``restart`` is None for a job that ends with its first failure.
     """
 
     hosts: tuple[Host, ...]

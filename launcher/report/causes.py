@@ -40,24 +40,30 @@ def find_cause(facts: Sequence[RankFacts]) -> Cause:
     busy = tuple(each for each in facts if not each.is_waiting() and each.source is not Source.NONE)
     if waiting and busy:
         return Cause(busy, _where, waiting)
+    if busy:
+        return _unknown("no rank waits for another: all compute, or wait for something else")
+    return _among_waiting(waiting)
+
+
+def _among_waiting(waiting: tuple[RankFacts, ...]) -> Cause:
+    """Returns the cause if all ranks that say anything wait for others."""
     if not waiting:
-        if busy:
-            return Cause((), lambda _: "no rank waits for another: all compute, or wait for something else")
-        return Cause((), lambda _: "the program says nothing of itself: it has not called hvd.init() in any worker")
+        return _unknown("the program says nothing of itself: it has not called hvd.init() in any worker")
     places = Counter(map(_waits_at, waiting))
-    if len(places) > 1:
-        usual, count = places.most_common(1)[0]
-        others = tuple(each for each in waiting if _waits_at(each) != usual)
-        if count > len(others):
-            return Cause(others, _where, tuple(each for each in waiting if each not in others))
-        return Cause((), lambda _: "the ranks wait in different places: they have taken different ways")
-    return Cause(
-        (),
-        lambda _: (
-            "all ranks wait in the same place: the connection between them is slow or broken, or the ranks "
-            "have only just come there"
-        ),
-    )
+    usual, count = places.most_common(1)[0]
+    others = tuple(each for each in waiting if _waits_at(each) != usual)
+    if not others:
+        return _unknown(
+            "all ranks wait in the same place: the connection between them is slow or broken, or they have only just "
+            "come there"
+        )
+    if count <= len(others):
+        return _unknown("the ranks wait in different places: they have taken different ways")
+    return Cause(others, _where, tuple(each for each in waiting if each not in others))
+
+
+def _unknown(sentence: str) -> Cause:
+    return Cause((), lambda _: sentence)
 
 
 def _where(facts: RankFacts) -> str:

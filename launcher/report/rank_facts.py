@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..system.terminal_text import visible
-
 _MOST = 1000
 _THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])?.*\(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -188,7 +186,8 @@ def _number(value: Any, otherwise: int = 0) -> int:
 
 
 def _text(value: Any) -> str:
-    return visible(value[:_MOST]) if isinstance(value, str) else ""
+    # A program names its threads and functions as it likes: nothing of that may control the terminal.
+    return "".join(each if each.isprintable() else "?" for each in value[:_MOST]) if isinstance(value, str) else ""
 
 
 def _thread(given: Any) -> Thread | None:
