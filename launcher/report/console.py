@@ -44,7 +44,8 @@ class Console:
             return
         listener.listen()
         self._listener = listener
-        threading.Thread(target=self._run, args=(listener,), daemon=True, name="console").start()
+        self._thread = threading.Thread(target=self._run, args=(listener,), daemon=True, name="console")
+        self._thread.start()
 
     def __enter__(self) -> Console:
         return self
@@ -57,6 +58,7 @@ class Console:
         if self._listener is not None:
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)
+            self._thread.join()
             self._listener.close()
 
     def _run(self, listener: socket.socket) -> None:
@@ -120,7 +122,8 @@ def running_jobs() -> list[int]:
     found: set[int] = set()
     with contextlib.suppress(OSError), open("/proc/net/unix") as file:
         for line in file:
-            if match := re.search(r" @hvdlite-run-([0-9]+)$", line.rstrip("\n")):
+            # Only those that listen: the connections of those who ask have the same name.
+            if match := re.search(r" 00010000 .* @hvdlite-run-([0-9]+)$", line.rstrip("\n")):
                 with contextlib.suppress(OSError):
                     if os.stat(f"/proc/{match[1]}").st_uid in (os.geteuid(), 0):
                         found.add(int(match[1]))

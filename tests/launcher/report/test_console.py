@@ -58,7 +58,11 @@ def test_a_launcher_that_ends_before_it_answers_is_an_error():
     with socket.socket(socket.AF_UNIX) as ending:
         ending.bind(f"\0hvdlite-run-{OWN}")
         ending.listen()
-        threading.Thread(target=lambda: ending.accept()[0].close()).start()
+
+        def end() -> None:
+            ending.accept()[0].close()
+
+        threading.Thread(target=end).start()
         with pytest.raises(LauncherError, match=f"hvdlite-run {OWN} gave no report: its job is ending"):
             ask_for_report(OWN)
 
