@@ -59,7 +59,7 @@ def test_control_characters_of_a_program_do_not_reach_the_terminal():
     assert "\x1b" not in facts.threads[0].name + facts.main[0].file
 
 
-KEYS = "pid processes answer stacks threads frames waits optimizers libraries".split()
+KEYS = ["pid", "processes", "answer", "stacks", "threads", "frames", "waits", "optimizers", "libraries"]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(KEYS), inner),
