@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
 
 import pytest
+from e2e.conftest import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -73,15 +73,15 @@ def hung(launch, tmp_path):
 
 
 def line_of(how: str) -> int:
-    lines = PROGRAM.split("\n")
-    return next(number for number, line in enumerate(lines[lines.index(f'    if how == "{how}":') :], lines.index(f'    if how == "{how}":') + 1) if "HERE" in line)
+    before, _, after = PROGRAM.partition(f'if how == "{how}":')
+    return 1 + (before + after.partition("# HERE")[0]).count("\n")
 
 
 def report_of(launch, job, reports, *, until) -> tuple[str, dict]:
     """Asks for reports until one shows that the job stands still, and returns that: ranks take time to come there."""
     give_up_at = time.monotonic() + PATIENCE_S
     for number in range(1, 10**6):
-        code, out, err = launch("--report", str(job.pid)).ended(PATIENCE_S)
+        code, out, err = launch("--report", str(job.launcher().pid)).ended(PATIENCE_S)
         assert (code, err) == (0, b"")
         data = json.loads((reports / f"report-{number}.json").read_text())
         assert (reports / f"report-{number}.txt").read_bytes() == out
@@ -123,9 +123,7 @@ def test_a_stopped_rank_is_named(launch, hung):
 
 def test_a_job_that_stalls_is_reported_without_being_asked(hung):
     job, reports, _ = hung("sleep", HVDLITE_STALL_CHECK_TIME_S="2")
-    give_up_at = time.monotonic() + PATIENCE_S
-    while not (reports / "report-1.json").exists() and time.monotonic() < give_up_at:
-        time.sleep(0.2)
+    wait_until((reports / "report-1.json").exists, PATIENCE_S)
     job.process.send_signal(signal.SIGTERM)
     _, _, err = job.ended(PATIENCE_S)
     assert b" s for others\n  cause: rank 2 (worker 2 on localhost" in err
@@ -135,11 +133,9 @@ def test_a_job_that_stalls_is_reported_without_being_asked(hung):
 def test_sigquit_has_a_program_that_knows_nothing_of_hvdlite_reported_by_its_processes(launch, tmp_path):
     there = tmp_path / "there"
     job = launch("-np", "2", "--grace", "0", "sh", "-c", f"touch {there}.$HVDLITE_RANK; sleep 1000")
-    give_up_at = time.monotonic() + PATIENCE_S
-    while len(list(tmp_path.glob("there.*"))) < 2 and time.monotonic() < give_up_at:
-        time.sleep(0.05)
-    os.kill(job.pid, signal.SIGQUIT)
-    code, out, _ = launch("--report", str(job.pid)).ended(PATIENCE_S)
+    wait_until(lambda: len(list(tmp_path.glob("there.*"))) == 2, PATIENCE_S)
+    job.launcher().send_signal(signal.SIGQUIT)
+    code, out, _ = launch("--report", str(job.launcher().pid)).ended(PATIENCE_S)
     assert code == 0
     assert b"it has not called hvd.init() in any worker" in out
     job.process.send_signal(signal.SIGTERM)
