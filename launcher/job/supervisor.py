@@ -26,6 +26,7 @@ from ..wire.messages import (
     Event,
     Exited,
     FaultAsked,
+    HostEvent,
     HostsFound,
     InitDone,
     InitFailed,
@@ -34,6 +35,7 @@ from ..wire.messages import (
     InputWanted,
     Interrupted,
     Lost,
+    NotThereYet,
     OfWorker,
     Output,
     Refused,
@@ -86,7 +88,7 @@ class Judgement(Protocol):
     def on_exit(self, end: Exited) -> None: ...
     def on_lost(self, lost: Lost) -> None: ...
     def on_refused(self, refused: Refused) -> None: ...
-    def on_hosts(self, event: Answered | HostsFound | DiscoveryFailed) -> None: ...
+    def on_hosts(self, event: HostEvent) -> None: ...
     def decide(self, outcome: Outcome) -> None: ...
     def settle(self) -> None: ...
     def time_left_s(self) -> float | None: ...
@@ -201,7 +203,7 @@ class Supervisor:
                 self._ending.end()
             case FaultAsked():
                 self._on_fault(event)
-            case HostsFound() | DiscoveryFailed() | Answered():
+            case HostsFound() | DiscoveryFailed() | Answered() | NotThereYet():
                 self._judgement.on_hosts(event)
             case ScreenDone():
                 raise AssertionError(f"out of turn: {event}")

@@ -190,6 +190,18 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class NotThereYet:
+    """A host cannot be connected to, and it is tried again until it is hung up on.
+
+    ``cause`` has a few words, such as "connection refused"; ``why`` has ssh's own, and what to do.
+    """
+
+    host: str
+    cause: str
+    why: str
+
+
+@dataclass(frozen=True)
 class HostsFound:
     """The hosts of an elastic job, by their labels, with their slots: all that are there now, in their order."""
 
@@ -258,9 +270,8 @@ class ScreenDone:
 # Sent by an agent about one of its workers.
 OfWorker = Output | Started | InputWanted | InitStarted | InitDone | InitFailed | Alive | Stalled | Reported | Exited
 WorkerEvent = OfWorker | Refused
-LauncherEvent = (
-    Answered | AgentSaid | Lost | HostsFound | DiscoveryFailed | FaultAsked | ReportAsked | Interrupted | InputRead
-)
+HostEvent = Answered | NotThereYet | HostsFound | DiscoveryFailed
+LauncherEvent = HostEvent | AgentSaid | Lost | FaultAsked | ReportAsked | Interrupted | InputRead
 Event = WorkerEvent | LauncherEvent | ScreenFailed | ScreenDone
 
 
