@@ -51,7 +51,7 @@ class AgentAnswers:
         return self.hellos
 
 
-def wait_for_agents(
+def wait_for_agents(  # noqa: PLR0912  # one place for the reaction to each event
     hosts: Mapping[str, str],
     events: SimpleQueue[Event],
     *,

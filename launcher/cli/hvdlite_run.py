@@ -17,6 +17,7 @@ from dataclasses import replace
 from ..errors import LauncherError, UsageError
 from ..plan.elastic_spec import ElasticSpec
 from ..plan.exported_variables import chosen_environment
+from ..plan.given_hosts import given_hosts
 from ..plan.hosts import Host, find_this_machine, parse_hosts, read_hostfile
 from ..plan.job_spec import JobSpec
 from ..plan.slots import plan_slots
@@ -208,6 +209,9 @@ def _hosts(options: argparse.Namespace, *, is_elastic: bool) -> tuple[Host, ...]
         return read_hostfile(options.hostfile)
     if options.host_discovery_script is not None:
         return ()
+    if (given_here := given_hosts(os.environ)) is not None:
+        say(f"hosts by {given_here.variable}: {', '.join(host.label for host in given_here.hosts)}")
+        return given_here.hosts
     if is_elastic:
         return (Host("localhost", elastic_flags.slots_here(options)),)
     if options.num_proc is not None or options.check:
