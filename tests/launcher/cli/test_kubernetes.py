@@ -24,8 +24,12 @@ def command_of(name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.yaml")))
-def test_a_manifests_command_runs_an_example_with_known_flags(name):
-    flags, command = Parser().split_command(command_of(name))
+def test_a_manifests_command_runs_an_example_with_known_flags(name, tmp_path):
+    script = tmp_path / "discover_hosts.sh"
+    script.write_text("#!/bin/sh\necho digits-worker-0.digits.default.svc\n")
+    script.chmod(0o755)
+    words = [word.replace("/etc/mpi/discover_hosts.sh", str(script)) for word in command_of(name)]
+    flags, command = Parser().split_command(words)
     Parser().parse_args(flags)
     assert command[0] == "python"
     assert (EXAMPLES.parent / command[1]).is_file()
