@@ -133,9 +133,9 @@ class Reports:
         if self._is_shown:
             self._say(text)
         askers, self._askers, self._is_shown = self._askers, [], False
+        self._write(text, data)
         for answer in askers:
             answer(text, data)
-        self._write(text, data)
 
     def _write(self, text: str, data: object) -> None:
         if self._directory is None:
