@@ -67,10 +67,7 @@ def _lightning_names() -> tuple[str, str]:
                 raise
         else:
             return pair
-    raise ImportError(
-        "hvdlite.lightning needs PyTorch Lightning, which is not installed: pip install 'hvdlite[lightning]', or "
-        "pip install lightning"
-    )
+    raise ImportError("hvdlite.lightning needs PyTorch Lightning, which is not installed: pip install lightning")
 
 
 _PYTORCH, _FABRIC = _lightning_names()

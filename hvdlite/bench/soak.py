@@ -35,7 +35,7 @@ from .units import show_count, show_ratio, show_time
 _KINDS = ("kill", "segv", "stop")
 _FAULTS_PER_WINDOW = 5
 _TEARDOWN_S = 25.0
-_END_S = 1.0
+_END_S = 1.0  # without faults, at the end of a window
 _MARK = "SOAK_WINDOW"
 _TAIL = 8000
 _NAMES = {True: "with faults", False: "without"}

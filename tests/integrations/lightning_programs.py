@@ -1,6 +1,6 @@
 """Trains small models with Lightning in all ways that `hvdlite.lightning` supports, one after the other in one process.
 
-    python lightning_programs.py hvdlite|ddp|hvdshm|one RESULTS [SCENARIO ...]
+    python lightning_programs.py hvdlite|one RESULTS
 
 Each rank writes what each scenario returns to RESULTS.RANK. ``one`` trains on the whole batch in one process, to which
 the others are compared.
@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import hvdlite as hvd
 from hvdlite.lightning import HvdliteStrategy
 
-KIND, RESULTS, *WANTED = sys.argv[1:]
+KIND, RESULTS = sys.argv[1:]
 SIZE = 1 if KIND == "one" else int(os.environ["WORLD_SIZE"])
 WHOLE_BATCH = 8
 
@@ -121,10 +121,8 @@ def trainer(strategy_arguments: dict[str, Any] | None = None, **arguments: Any) 
         given: dict[str, Any] = {"strategy": "hvdlite"}
         if strategy_arguments is not None:
             given = {"strategy": HvdliteStrategy(**strategy_arguments)}
-    elif KIND == "one":
-        given = {"devices": 1}
     else:
-        given = {"strategy": "ddp", "devices": SIZE}
+        given = {"devices": 1}
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     return lightning.Trainer(**{"max_epochs": 2, "enable_checkpointing": False, **quiet, **given, **arguments})
 
@@ -238,9 +236,7 @@ SCENARIOS = {
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", module="lightning")
-    if KIND == "hvdshm":
-        torch.distributed.init_process_group("cpu:hvdshm")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     hvd.init()
-    results = {name: SCENARIOS[name]() for name in WANTED or SCENARIOS}
+    results = {name: SCENARIOS[name]() for name in SCENARIOS}
     torch.save(results, f"{RESULTS}.{hvd.rank()}")
