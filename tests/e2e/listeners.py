@@ -37,12 +37,13 @@ _SYN, _ACK = 0x02, 0x10
 CLOSED_AT_ONCE = "a process unknown, as the socket was closed before it could be looked up"
 
 _POLL_S = 0.001
+_CONNECTS_WITHIN_S = 0.25
 _MEMORY_EVERY = 50  # polls
 
 
 @dataclass(frozen=True)
 class Listener:
-    """A listening socket, or an unconnected UDP socket. For Unix sockets, ``address`` is the path and ``port`` is 0."""
+    """A listening socket, or a UDP socket that stays unconnected. For Unix sockets, ``address`` is the path and ``port`` is 0."""
 
     machine: str
     family: str  # tcp, tcp6, udp, udp6, unix
@@ -76,6 +77,7 @@ class Watcher:
         self._on_new = on_new
         self._over = threading.Event()
         self._recorded: dict[tuple[str, int], Listener] = {}
+        self._unconnected_since: dict[tuple[str, int], float] = {}
         self._asking = threading.Lock()
         self._questions = [
             _socket_in(machine, socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) for machine in self._machines
@@ -119,11 +121,19 @@ class Watcher:
             self.polls += 1
             for name, found in list(self._sockets()):
                 key = name, found.inode
-                if key not in self._before and key not in self._recorded:
+                if key not in self._before and key not in self._recorded and not self._may_be_connecting(key, found):
                     self._recorded[key] = _owned(found)
                     self._on_new(self._recorded[key])
             if self.polls % _MEMORY_EVERY == 0:
                 self._look_at_memory()
+
+    def _may_be_connecting(self, key: tuple[str, int], found: Listener) -> bool:
+        # `connect` on a UDP socket, which getaddrinfo does to sort addresses, first binds it to a port of all
+        # interfaces: for a moment it looks as if it took anybody's datagrams.
+        if not found.family.startswith("udp"):
+            return False
+        since = self._unconnected_since.setdefault(key, time.monotonic())
+        return time.monotonic() - since < _CONNECTS_WITHIN_S
 
     def _look_at_memory(self) -> None:
         for pid in {listener.pid for listener in self.recorded if listener.is_of_rank}:
