@@ -1,0 +1,82 @@
+"""The socket of a running hvdlite-run, and the client that asks on it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+
+import pytest
+from hvdlite_launcher.errors import LauncherError, UsageError
+from hvdlite_launcher.report import console
+from hvdlite_launcher.report.console import Console, ask_for_report, running_jobs
+
+OWN = str(os.getpid())
+
+
+def test_who_asks_gets_the_report_that_the_event_is_answered_with():
+    with Console(lambda asked: asked.answer("text", {"report": 1})):
+        assert os.getpid() in running_jobs()
+        assert ask_for_report(OWN) == ("text", {"report": 1})
+    assert os.getpid() not in running_jobs()
+
+
+def test_several_may_ask_at_once():
+    waiting = []
+    both_ask = threading.Barrier(2)
+
+    def answer_both(asked) -> None:
+        waiting.append(asked)
+        both_ask.wait(60)
+        asked.answer("text", None)
+
+    with Console(answer_both):
+        found = []
+        threads = [threading.Thread(target=lambda: found.append(ask_for_report(OWN))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert found == [("text", None)] * 2
+
+
+@pytest.mark.parametrize("job", ["train.py", "", "-1", "12345678901"])
+def test_what_is_no_process_number_is_refused(job):
+    with pytest.raises(UsageError, match="is not the number of a process"):
+        ask_for_report(job)
+
+
+def test_a_process_that_is_no_hvdlite_run_is_refused_with_those_that_run():
+    with pytest.raises(UsageError, match=r"^--report: no hvdlite-run with the process number \d+ runs here; "):
+        ask_for_report(OWN)
+    with Console(lambda _: None), pytest.raises(UsageError, match=f"running: .*{OWN}"):
+        ask_for_report("1")
+
+
+def test_a_launcher_that_ends_before_it_answers_is_an_error():
+    with socket.socket(socket.AF_UNIX) as ending:
+        ending.bind(f"\0hvdlite-run-{OWN}")
+        ending.listen()
+
+        def end() -> None:
+            ending.accept()[0].close()
+
+        threading.Thread(target=end).start()
+        with pytest.raises(LauncherError, match=f"hvdlite-run {OWN} gave no report: its job is ending"):
+            ask_for_report(OWN)
+
+
+def test_another_users_launcher_is_refused_by_the_one_who_asks_and_another_user_by_the_launcher(monkeypatch):
+    asked = []
+    with Console(asked.append):
+        other = os.geteuid() + 1
+        monkeypatch.setattr(console, "_is_of_same_user", lambda connection: _uid_of(connection) == other)
+        with pytest.raises(UsageError, match=f"process {OWN} is another user's"):
+            ask_for_report(OWN)
+    assert asked == []
+
+
+def _uid_of(connection: socket.socket) -> int:
+    uid: int = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    return uid
