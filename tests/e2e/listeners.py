@@ -43,7 +43,10 @@ _MEMORY_EVERY = 50  # polls
 
 @dataclass(frozen=True)
 class Listener:
-    """A listening socket, or a UDP socket that stays unconnected. For Unix sockets, ``address`` is the path and ``port`` is 0."""
+    """A listening socket, or a UDP socket that stays unconnected.
+
+    For Unix sockets, ``address`` is the path and ``port`` is 0.
+    """
 
     machine: str
     family: str  # tcp, tcp6, udp, udp6, unix

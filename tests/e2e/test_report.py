@@ -21,6 +21,7 @@ import hvdlite as hvd
 
 hvd.init()
 torch.set_num_threads(1)
+torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
 is_odd = hvd.rank() == 2
@@ -93,14 +94,18 @@ def report_of(launch, job, reports, *, until) -> tuple[str, dict]:
             return out.decode(), data
 
 
-def others_wait(data: dict) -> bool:
-    return [each["rank"] for each in data["ranks"] if each["waits"] and each["rank"] != 2] == [0, 1, 3]
+def stands_still(data: dict) -> bool:
+    """Whether rank 2 has come to where it stays, and all others wait in that step."""
+    others = [data["ranks"][rank] for rank in (0, 1, 3)]
+    waits = all(each["waits"] and [one["step"] for one in each["optimizers"]] == [2] for each in others)
+    odd = data["ranks"][2]
+    return waits and (odd["state"] == "stopped" or (odd["place"] or {}).get("function") == "loads")
 
 
 @pytest.mark.parametrize("how", ["sleep", "lock", "alone", "loader", "mutex"])
 def test_the_rank_that_the_others_wait_for_is_named_with_its_line(launch, hung, how):
     job, reports, file = hung(how)
-    text, data = report_of(launch, job, reports, until=lambda data: others_wait(data) and data["cause"]["ranks"] == [2])
+    text, data = report_of(launch, job, reports, until=stands_still)
     assert data["cause"]["ranks"] == [2], text
     odd = data["ranks"][2]
     assert (odd["place"]["file"], odd["place"]["line"], odd["place"]["function"]) == (str(file), line_of(how), "loads")
@@ -115,7 +120,7 @@ def test_the_rank_that_the_others_wait_for_is_named_with_its_line(launch, hung, 
 
 def test_a_stopped_rank_is_named(launch, hung):
     job, reports, _ = hung("stop")
-    text, data = report_of(launch, job, reports, until=lambda data: others_wait(data) and data["cause"]["ranks"] == [2])
+    text, data = report_of(launch, job, reports, until=stands_still)
     assert data["cause"]["ranks"] == [2], text
     assert "is stopped: its process does not run (SIGSTOP, debugger)" in text
     assert data["ranks"][2]["state"] == "stopped"

@@ -15,6 +15,7 @@ from hvdlite_launcher.job.membership import Membership
 from hvdlite_launcher.job.roster import Roster
 from hvdlite_launcher.job.supervisor import Supervisor
 from hvdlite_launcher.plan.elastic_spec import OnFailure, Policy
+from hvdlite_launcher.report.reports import Reports
 from hvdlite_launcher.store.server import Store
 from hvdlite_launcher.wire.messages import (
     Answered,
@@ -86,8 +87,16 @@ class Played:
             start_timeout_s=START_TIMEOUT_S,
             hang_timeout_s=0,
         )
+        reports = Reports(
+            ask=lambda _: None,
+            running=lambda: self.ending.running,
+            worker=roster.__getitem__,
+            say=self.say,
+            clock=lambda: self.now_s,
+            directory=None,
+        )
         supervisor = Supervisor(
-            self.job, self.ending, roster, send_input=None, stdin=None, screen=self, log=lambda _: None
+            self.job, self.ending, roster, reports, send_input=None, stdin=None, screen=self, log=lambda _: None
         )
         self.outcome = None
         try:
