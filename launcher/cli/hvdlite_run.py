@@ -17,7 +17,6 @@ from dataclasses import replace
 from ..errors import LauncherError, UsageError
 from ..plan.elastic_spec import ElasticSpec
 from ..plan.exported_variables import chosen_environment
-from ..plan.given_hosts import given_hosts
 from ..plan.hosts import Host, find_this_machine, parse_hosts, read_hostfile
 from ..plan.job_spec import JobSpec
 from ..plan.slots import plan_slots
@@ -29,7 +28,7 @@ from .flag_parser import EXAMPLE, HELP, Parser
 from .flag_values import positive_seconds
 
 # The dests of flags about the workers of a job and not about its hosts.
-_OF_WORKERS = ("num_proc", "dry_run", "output_filename", "report_dir", "prefix_output_with_timestamp", "grace")
+_OF_WORKERS = ("num_proc", "dry_run", "output_filename", "prefix_output_with_timestamp", "grace")
 
 _START_TIMEOUT_S = 60.0
 
@@ -57,11 +56,6 @@ def _run(argv: Sequence[str]) -> int:
         return 0
     if options.version:
         print(f"hvdlite-run {VERSION}")
-        return 0
-    if options.report is not None:
-        from ..report.console import ask_for_report  # noqa: PLC0415  # as below
-
-        print(ask_for_report(options.report)[0])
         return 0
     if options.check:
         if command:
@@ -145,7 +139,6 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
         verbose=options.verbose,
         timestamps=options.prefix_output_with_timestamp,
         record_dir=options.output_filename,
-        report_dir=None if options.report_dir is None else os.path.abspath(options.report_dir),
         as_horovod=options.horovod,
         elastic=elastic_flags.elastic_of(options, hosts, _elastic_timeout_s()) if starts_elastic else None,
         restart=elastic_flags.restart_of(options),
@@ -209,9 +202,6 @@ def _hosts(options: argparse.Namespace, *, is_elastic: bool) -> tuple[Host, ...]
         return read_hostfile(options.hostfile)
     if options.host_discovery_script is not None:
         return ()
-    if (given_here := given_hosts(os.environ)) is not None:
-        say(f"hosts by {given_here.variable}: {', '.join(host.label for host in given_here.hosts)}")
-        return given_here.hosts
     if is_elastic:
         return (Host("localhost", elastic_flags.slots_here(options)),)
     if options.num_proc is not None or options.check:

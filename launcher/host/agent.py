@@ -48,10 +48,8 @@ from ..wire.messages import (
     Started,
     StartJob,
     StartWorkers,
-    TakeReport,
 )
 from ..wire.store_messages import StoreCommand
-from .collect import Collector
 from .start_workers import CannotStartError, Worker, start_workers
 from .worker_output import WorkerOutput
 from .worker_stdin import WorkerStdin
@@ -79,7 +77,6 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._channel = Channel(commands, events, self._selector)
         self._worker_output = WorkerOutput(self._selector, self._channel)
-        self._collector = Collector(self._selector, self._channel.send)
         self._greeting: Greet | None = None
         self._port: socket.socket | None = None  # reserves the port, see `network.reserve_port`
         self._workers: dict[int, Worker] = {}  # the running ones, by pid
@@ -131,7 +128,7 @@ class Agent:
 
     # ------------------------------------------------------- from the launcher
 
-    def _read_commands(self) -> None:  # noqa: PLR0912  # one place for the reaction to each command
+    def _read_commands(self) -> None:
         for message in self._channel.receive():
             match message:
                 case Greet():
@@ -142,10 +139,6 @@ class Agent:
                     self._start(message.workers)
                 case SignalWorkers():
                     self._signal(message)
-                case TakeReport():
-                    if self._job_dir is not None:
-                        workers = {worker.number: pid for pid, worker in self._workers.items()}
-                        self._collector.take(message.number, workers, self._job_dir)
                 case Input():
                     if stdin := self._stdins.get(message.worker):
                         stdin.put(message.data)

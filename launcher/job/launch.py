@@ -23,12 +23,10 @@ from ..plan.chaos_spec import ChaosSpec
 from ..plan.hosts import AUTO, Host, count_auto_slots, each_machine_once
 from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot, plan_slots
-from ..report.console import Console
-from ..report.reports import Reports
 from ..store.server import Store
 from ..system import process_tree
 from ..system.signals import signals_as_bytes
-from ..wire.messages import Event, FaultAsked, HostsFound, Interrupted, ReportAsked, ScreenDone
+from ..wire.messages import Event, FaultAsked, HostsFound, Interrupted, ScreenDone
 from .chaos_job import ASKS, ChaosFaults, ChaosJob, fault_asked
 from .discovery import Discovery
 from .elastic_hosts import ElasticHosts
@@ -43,7 +41,7 @@ from .roster import Roster
 from .screen import Screen
 from .supervisor import Judgement, Supervisor
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Where the user waits for the end: how long an agent may take to end all processes, and the screen to write the rest.
 _HASTY_AGENT_S, _HASTY_SCREEN_S = 2.0, 1.0
 
@@ -73,20 +71,10 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
                 screen.typed()
             agents.feed(worker, data)
 
-        to_close.enter_context(Console(events.put))
-        reports = Reports(
-            ask=agents.take_report,
-            running=lambda: running.ending.running,
-            worker=running.roster.__getitem__,
-            say=screen.say,
-            clock=time.monotonic,
-            directory=job.report_dir,
-        )
         supervisor = Supervisor(
             running.judgement,
             running.ending,
             running.roster,
-            reports,
             send_input=send_input,
             stdin=Stdin(events),
             screen=screen,
@@ -242,7 +230,7 @@ def count_slots(job: JobSpec) -> tuple[Host, ...]:
 
 @contextlib.contextmanager
 def signals_as_events(events: SimpleQueue[Event]) -> Iterator[None]:
-    """While in this context, SIGINT, SIGTERM, SIGHUP and SIGQUIT become events instead of ending this process."""
+    """While in this context, SIGINT, SIGTERM and SIGHUP become events instead of ending this process."""
     with signals_as_bytes(_SIGNALS) as pipe:
         threading.Thread(target=_pass_signals_on, args=(pipe, events), daemon=True, name="signals").start()
         yield
@@ -252,9 +240,7 @@ def _pass_signals_on(pipe: int, events: SimpleQueue[Event]) -> None:
     while received := os.read(pipe, 64):
         now_s = time.monotonic()
         for signum in received:
-            if signum == signal.SIGQUIT:
-                events.put(ReportAsked())
-            elif signum in _SIGNALS:
+            if signum in _SIGNALS:
                 events.put(Interrupted(signum, now_s))
     os.close(pipe)
 

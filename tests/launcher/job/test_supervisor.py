@@ -12,7 +12,6 @@ from hvdlite_launcher.job.roster import Roster
 from hvdlite_launcher.job.supervisor import Supervisor
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.slots import plan_slots
-from hvdlite_launcher.report.reports import Reports
 from hvdlite_launcher.wire.messages import (
     Event,
     Exited,
@@ -76,16 +75,8 @@ class Played:
         )
         ending.running.update(workers)
         judgement = FirstFailure(workers, ending, roster, start_timeout_s=60)
-        reports = Reports(
-            ask=lambda _: None,
-            running=lambda: ending.running,
-            worker=roster.__getitem__,
-            say=self.say,
-            clock=lambda: self._now,
-            directory=None,
-        )
         supervisor = Supervisor(
-            judgement, ending, roster, reports, send_input=self._send, stdin=self, screen=self, log=lambda text: None
+            judgement, ending, roster, send_input=self._send, stdin=self, screen=self, log=lambda text: None
         )
         self.outcome = supervisor.run(self)
         assert not self._script, "the loop ended before its script"
