@@ -38,6 +38,9 @@ ended, the end of its stderr is shown again, and hvdlite-run exits with its exit
                         also write each worker's output, unchanged, to DIR/rank.N/stdout and DIR/rank.N/stderr; in
                         an elastic job to DIR/worker.N
   --report-dir DIR      also write each report on what the ranks do to DIR/report-N.txt and DIR/report-N.json
+  --ps                  start no workers; print the jobs that you run on this machine, with their hvdlite-run's PID
+  --diagnose PID        start no workers; print as JSON all that --report finds out, with a verdict, and exit with 0 if
+                        the job goes on, 3 if it stands still, 4 if nothing is known of it
   --report PID          start no workers; print what each rank of a running job does, and who waits for whom. PID is
                         the process number of its hvdlite-run, on this machine. SIGQUIT (Ctrl-\\) to that has it
                         print the same, as it does when a rank waits for longer than the stall warning's time
@@ -85,6 +88,7 @@ TEXTS = frozenset(
         "hosts",
         "hostfile",
         "output_filename",
+        "diagnose",
         "report",
         "report_dir",
         "ssh_identity_file",
@@ -119,6 +123,8 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-cb", "--check", "--check-build", action="store_true")
         self.add_argument("--output-filename")
         self.add_argument("--report-dir")
+        self.add_argument("--ps", action="store_true")
+        self.add_argument("--diagnose")
         self.add_argument("--report")
         self.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true")
         self.add_argument("-x", action="append", default=[], dest="exports")

@@ -73,7 +73,15 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
                 screen.typed()
             agents.feed(worker, data)
 
-        to_close.enter_context(Console(events.put))
+        started_at = time.time()
+
+        def about() -> dict[str, object]:
+            # A snapshot in one step, since the supervisor's thread changes the set meanwhile.
+            workers = sorted(running.ending.running.copy())
+            hosts = dict.fromkeys(running.roster[worker].host for worker in workers)
+            return {"started_at": started_at, "workers": len(workers), "hosts": list(hosts), "command": job.command}
+
+        to_close.enter_context(Console(events.put, about))
         reports = Reports(
             ask=agents.take_report,
             running=lambda: running.ending.running,

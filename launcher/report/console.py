@@ -1,7 +1,9 @@
-"""The socket on which a running hvdlite-run answers others of the same user, and its client: ``hvdlite-run --report``.
+"""The socket on which a running hvdlite-run answers others of the same user, and its clients.
 
     hvdlite-run --report PID ── @hvdlite-run-<pid> (an abstract Unix socket) ── Console ── ReportAsked ──► supervisor
                              ◄── JSON: {"text": ..., "report": ...}
+    hvdlite-run --ps         ── each of them, at once ── Console
+                             ◄── JSON: {"started_at": ..., "workers": ..., "hosts": ..., "command": ...}
 
 The socket has no file, and no port: it is there as long as the process, within its network namespace. Both ends check
 that the other process is of the same user, or root.
@@ -13,17 +15,23 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
 
 from ..errors import LauncherError, UsageError
 from ..wire.messages import ReportAsked
 
-_REQUEST = b"report\n"
+_REPORT, _ABOUT = b"report\n", b"about\n"
+_REQUEST_BYTES = 16
 _PATIENCE_S = 15.0
+_ABOUT_PATIENCE_S = 2.0
 _READ_BYTES = 1 << 16
 _PEER = struct.Struct("3i")
 
@@ -31,8 +39,10 @@ _PEER = struct.Struct("3i")
 class Console:
     """Listens until `close`. Where there are no abstract sockets (not Linux), it does nothing."""
 
-    def __init__(self, put: Callable[[ReportAsked], object]) -> None:
+    def __init__(self, put: Callable[[ReportAsked], object], about: Callable[[], Mapping[str, object]]) -> None:
+        """``about`` returns what `--ps` shows of the job, for JSON. It is called in threads of this object."""
         self._put = put
+        self._about = about
         self._listener: socket.socket | None = None
         if not sys.platform.startswith("linux"):
             return
@@ -72,7 +82,12 @@ class Console:
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             connection.settimeout(_PATIENCE_S)
-            if not _is_of_same_user(connection) or connection.recv(len(_REQUEST)) != _REQUEST:
+            if not _is_of_same_user(connection):
+                return
+            request = connection.recv(_REQUEST_BYTES)
+            if request == _ABOUT:
+                connection.sendall(json.dumps(self._about()).encode())
+            if request != _REPORT:
                 return
             is_there = threading.Event()
             found: list[tuple[str, object]] = []
@@ -87,34 +102,62 @@ class Console:
                 connection.sendall(json.dumps({"text": text, "report": report}).encode())
 
 
-def ask_for_report(job: str) -> tuple[str, object]:
+def ask_for_report(job: str, flag: str = "--report") -> tuple[str, dict[str, Any]]:
     """Returns the report of a running job as text and as JSON's value. ``job`` is its hvdlite-run's process number.
 
-    Raises a UsageError if there is no such job, and a LauncherError if it does not answer.
+    ``flag`` is the one that errors name. Raises a UsageError if there is no such job, and a LauncherError if it does
+    not answer.
     """
     if not re.fullmatch(r"[0-9]{1,10}", job):
-        raise UsageError(f"--report: {job!r} is not the number of a process{_those_that_run()}")
+        raise UsageError(f"{flag}: {job!r} is not the number of a process{_those_that_run()}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_PATIENCE_S)
         try:
             connection.connect(_address(int(job)))
         except OSError:
             raise UsageError(
-                f"--report: no hvdlite-run with the process number {job} runs here{_those_that_run()}"
+                f"{flag}: no hvdlite-run with the process number {job} runs here{_those_that_run()}"
             ) from None
         if not _is_of_same_user(connection):
-            raise UsageError(f"--report: process {job} is another user's")
-        data = bytearray()
+            raise UsageError(f"{flag}: process {job} is another user's")
         try:
-            connection.sendall(_REQUEST)
-            while part := connection.recv(_READ_BYTES):
-                data += part
-            given = json.loads(data)
-            return str(given["text"]), given["report"]
+            given = _answer_to(_REPORT, connection)
+            return str(given["text"]), dict(given["report"])
         except (OSError, ValueError, KeyError, TypeError):
             raise LauncherError(
-                f"--report: hvdlite-run {job} gave no report: its job is ending, or is another user's"
+                f"{flag}: hvdlite-run {job} gave no report: its job is ending, or is another user's"
             ) from None
+
+
+def table_of_jobs() -> str:
+    """Returns a line for each hvdlite-run of this user on this machine, with the age of its job, for `--ps`."""
+    rows = [("PID", "AGE", "WORKERS", "HOSTS", "COMMAND")]
+    for pid in running_jobs():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_ABOUT_PATIENCE_S)
+            try:
+                connection.connect(_address(pid))
+                if not _is_of_same_user(connection):
+                    continue
+                about = _answer_to(_ABOUT, connection)
+                age = timedelta(seconds=max(0, int(time.time() - float(about["started_at"]))))
+                command = shlex.join(map(str, about["command"]))
+                rows.append((str(pid), str(age), str(about["workers"]), ",".join(about["hosts"]), command))
+            except (ConnectionError, ValueError, KeyError, TypeError):
+                continue  # it ends just now
+            except TimeoutError:
+                rows.append((str(pid), "?", "?", "?", "(does not answer: it is stopped, or very busy)"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    cells = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in cells)
+
+
+def _answer_to(request: bytes, connection: socket.socket) -> Any:
+    connection.sendall(request)
+    data = bytearray()
+    while part := connection.recv(_READ_BYTES):
+        data += part
+    return json.loads(data)
 
 
 def running_jobs() -> list[int]:

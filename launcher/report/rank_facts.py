@@ -127,6 +127,11 @@ class RankFacts:
         inner = self.main[-6:]
         return any(frame.file.endswith(_WAITS) for frame in inner)
 
+    def can_run(self) -> bool:
+        """Whether the process can run its program: its host answers, and it is not stopped, ended, or mute."""
+        is_mute = self.can_answer and self.source is not Source.ANSWER
+        return self.has_come and self.state not in ("stopped", "tracing-stop", "zombie") and not is_mute
+
     def data(self) -> dict[str, Any]:
         """Returns it for JSON."""
         place = self.place()

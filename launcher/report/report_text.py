@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any
 
 from .causes import Cause, find_cause, first_difference
 from .rank_facts import Frame, RankFacts, Source, sorted_by_rank
+
+STANDS_STILL_AFTER_S = 10.0
+"""The time of one wait for others from which `--diagnose` says that a job stands still; a step seldom takes that long."""
 
 _MOST_NAMED = 8
 _MOST_STACKS = 8
@@ -47,6 +51,7 @@ class Report:
         return {
             "report": self.number,
             "why": self.why,
+            "verdict": str(verdict(facts, cause)),
             "took_s": round(self.took_s, 3),
             "cause": {
                 "workers": [each.worker for each in cause.ranks],
@@ -56,6 +61,25 @@ class Report:
             },
             "ranks": [each.data() for each in facts],
         }
+
+
+class Verdict(StrEnum):
+    """Whether a job goes on, as `--diagnose` says it."""
+
+    GOES_ON = "goes on"
+    STANDS_STILL = "stands still"
+    NOT_KNOWN = "not known"
+
+
+def verdict(facts: Sequence[RankFacts], cause: Cause) -> Verdict:
+    """Judges a job: it stands still if a rank cannot run, or has waited for others for `STANDS_STILL_AFTER_S`."""
+    waited_s = max((wait.waited_s for each in facts for wait in each.waits), default=0.0)
+    if waited_s >= STANDS_STILL_AFTER_S or any(not each.can_run() for each in facts):
+        return Verdict.STANDS_STILL
+    # Until a rank has called hvd.init(), nothing is known of what it waits for.
+    if not any(each.source is Source.ANSWER for each in facts):
+        return Verdict.NOT_KNOWN
+    return Verdict.GOES_ON
 
 
 def name_all(facts: Sequence[RankFacts]) -> str:
