@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum
 from typing import Any
 
 from .causes import Cause, find_cause, first_difference
 from .rank_facts import Frame, RankFacts, Source, sorted_by_rank
 
 STANDS_STILL_AFTER_S = 10.0
-"""The time of one wait for others from which `--diagnose` says that a job stands still; a step seldom takes that long."""
+"""The time of one wait for others from which a job is said to stand still; a step seldom takes that long."""
 
 _MOST_NAMED = 8
 _MOST_STACKS = 8
@@ -51,7 +51,7 @@ class Report:
         return {
             "report": self.number,
             "why": self.why,
-            "verdict": str(verdict(facts, cause)),
+            "verdict": verdict(facts).value,
             "took_s": round(self.took_s, 3),
             "cause": {
                 "workers": [each.worker for each in cause.ranks],
@@ -63,7 +63,7 @@ class Report:
         }
 
 
-class Verdict(StrEnum):
+class Verdict(Enum):
     """Whether a job goes on, as `--diagnose` says it."""
 
     GOES_ON = "goes on"
@@ -71,7 +71,7 @@ class Verdict(StrEnum):
     NOT_KNOWN = "not known"
 
 
-def verdict(facts: Sequence[RankFacts], cause: Cause) -> Verdict:
+def verdict(facts: Sequence[RankFacts]) -> Verdict:
     """Judges a job: it stands still if a rank cannot run, or has waited for others for `STANDS_STILL_AFTER_S`."""
     waited_s = max((wait.waited_s for each in facts for wait in each.waits), default=0.0)
     if waited_s >= STANDS_STILL_AFTER_S or any(not each.can_run() for each in facts):

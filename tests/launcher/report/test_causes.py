@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hvdlite_launcher.report.causes import find_cause, first_difference
 from hvdlite_launcher.report.rank_facts import Frame, Process, RankFacts, Source, Thread, Wait
+from hvdlite_launcher.report.report_text import verdict
 
 LIBRARIES = ("/lib/",)
 ALL_REDUCE = "the all-reduce of the gradients of weight (bucket 0 of optimizer 1)"
@@ -90,3 +91,20 @@ def test_ranks_that_compute_are_no_hang():
 def test_a_program_that_never_called_init_says_nothing():
     silent = RankFacts(worker=0, rank=0, host="a", pid=1)
     assert "has not called hvd.init()" in find_cause([silent]).what(silent)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ([rank(0), rank(1)], "goes on"),
+        ([rank(0), rank(1, waits=(Wait(ALL_REDUCE, 9.0),))], "goes on"),
+        ([rank(0), rank(1, waits=(Wait(ALL_REDUCE, 10.0),))], "stands still"),
+        ([rank(0), rank(1, state="stopped")], "stands still"),
+        ([rank(0), rank(1, source=Source.SIGNAL)], "stands still"),
+        ([rank(0), rank(1, has_come=False)], "stands still"),
+        ([rank(0, can_answer=False, source=Source.NONE)], "not known"),
+        ([], "not known"),
+    ],
+)
+def test_a_job_stands_still_if_a_rank_cannot_run_or_has_waited_long(facts, said):
+    assert verdict(facts).value == said
