@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 
 from ..errors import LauncherError
 from ..system.signals import signal_name
-from ..wire.messages import AgentSaid, Answered, Event, Hello, Interrupted, Lost, NotThereYet, ReportAsked
+from ..wire.messages import AgentSaid, Answered, Event, Hello, Interrupted, Lost, NotThereYet, ReportAsked, UserSignal
 
 
 class SignalledError(LauncherError):
@@ -109,7 +109,7 @@ def wait_for_agents(  # noqa: PLR0912  # one place for the reaction to each even
                 log(f"{event.host}: {event.text.rstrip()}")
             case Interrupted(signum):
                 raise SignalledError(signum)
-            case ReportAsked():
+            case ReportAsked() | UserSignal():
                 say(f"no worker is started yet: waiting for {', '.join(sorted(waiting))}")
             case _:
                 raise AssertionError(f"before anything was started: {event}")

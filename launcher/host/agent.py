@@ -60,6 +60,9 @@ _PIPE_BYTES = 1 << 20
 _WHICH = "choose one with --network-interface"
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
+# Signals that a program has its own use for, and that end a process which has none.
+_FOR_HANDLERS = (signal.SIGUSR1, signal.SIGUSR2)
+
 
 class Agent:
     """The event loop over three file descriptors: commands to read, events to write, and received signals as bytes."""
@@ -232,6 +235,8 @@ class Agent:
                 continue
             if command.signum == signal.SIGKILL:
                 process_tree.kill_tree(pid)
+            elif command.signum in _FOR_HANDLERS:
+                process_tree.signal_handlers(pid, command.signum)
             else:
                 process_tree.signal_group(pid, command.signum)
 

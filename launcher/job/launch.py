@@ -28,7 +28,7 @@ from ..report.reports import Reports
 from ..store.server import Store
 from ..system import process_tree
 from ..system.signals import signals_as_bytes
-from ..wire.messages import Event, FaultAsked, HostsFound, Interrupted, ReportAsked, ScreenDone
+from ..wire.messages import Event, FaultAsked, HostsFound, Interrupted, ReportAsked, ScreenDone, UserSignal
 from .chaos_job import ASKS, ChaosFaults, ChaosJob, fault_asked
 from .discovery import Discovery
 from .elastic_hosts import ElasticHosts
@@ -43,7 +43,8 @@ from .roster import Roster
 from .screen import Screen
 from .supervisor import Judgement, Supervisor
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_FOR_WORKERS = (signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *_FOR_WORKERS)
 # Where the user waits for the end: how long an agent may take to end all processes, and the screen to write the rest.
 _HASTY_AGENT_S, _HASTY_SCREEN_S = 2.0, 1.0
 
@@ -250,7 +251,7 @@ def count_slots(job: JobSpec) -> tuple[Host, ...]:
 
 @contextlib.contextmanager
 def signals_as_events(events: SimpleQueue[Event]) -> Iterator[None]:
-    """While in this context, SIGINT, SIGTERM, SIGHUP and SIGQUIT become events instead of ending this process."""
+    """While in this context, `_SIGNALS` become events instead of ending this process."""
     with signals_as_bytes(_SIGNALS) as pipe:
         threading.Thread(target=_pass_signals_on, args=(pipe, events), daemon=True, name="signals").start()
         yield
@@ -262,6 +263,8 @@ def _pass_signals_on(pipe: int, events: SimpleQueue[Event]) -> None:
         for signum in received:
             if signum == signal.SIGQUIT:
                 events.put(ReportAsked())
+            elif signum in _FOR_WORKERS:
+                events.put(UserSignal(signum))
             elif signum in _SIGNALS:
                 events.put(Interrupted(signum, now_s))
     os.close(pipe)

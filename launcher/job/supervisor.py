@@ -45,6 +45,7 @@ from ..wire.messages import (
     ScreenFailed,
     Stalled,
     Started,
+    UserSignal,
 )
 from .ending import Ending
 from .failure_message import Outcome
@@ -195,6 +196,8 @@ class Supervisor:
                 self._judgement.on_lost(event)
             case Interrupted():
                 self._ending.interrupt(event.signum, event.at_s)
+            case UserSignal():
+                self._ending.pass_on(event.signum)
             case ScreenFailed():
                 if self._ending.outcome is None and not self._judgement.knows_failure:
                     # When a terminal closes, the write may fail before SIGHUP arrives.

@@ -7,7 +7,7 @@
 To end a job the launcher sends `SignalWorkers`, and at last closes the agent's stdin: the agent then kills what is
 left. The messages about the rendezvous store are in `store_messages`, and `agent_frames` encodes both as bytes.
 `Answered`, `Lost`, `AgentSaid`, `HostsFound`, `DiscoveryFailed`, `FaultAsked`, `Interrupted`, `InputRead`,
-`ReportAsked`, `ScreenFailed` and `ScreenDone` are created in the launcher and never sent.
+`ReportAsked`, `UserSignal`, `ScreenFailed` and `ScreenDone` are created in the launcher and never sent.
 
 ``worker`` is a worker's number, which identifies it during the whole job. Its rank is in its `Slot` (see `slots`).
 """
@@ -237,6 +237,13 @@ class Interrupted:
 
 
 @dataclass(frozen=True)
+class UserSignal:
+    """The launcher itself has received SIGUSR1 or SIGUSR2, which is for the workers."""
+
+    signum: int
+
+
+@dataclass(frozen=True)
 class ReportAsked:
     """The user asks for a report: by SIGQUIT, or by another process (``hvdlite-run --report``).
 
@@ -271,7 +278,7 @@ class ScreenDone:
 OfWorker = Output | Started | InputWanted | InitStarted | InitDone | InitFailed | Alive | Stalled | Reported | Exited
 WorkerEvent = OfWorker | Refused
 HostEvent = Answered | NotThereYet | HostsFound | DiscoveryFailed
-LauncherEvent = HostEvent | AgentSaid | Lost | FaultAsked | ReportAsked | Interrupted | InputRead
+LauncherEvent = HostEvent | AgentSaid | Lost | FaultAsked | ReportAsked | UserSignal | Interrupted | InputRead
 Event = WorkerEvent | LauncherEvent | ScreenFailed | ScreenDone
 
 

@@ -27,6 +27,7 @@ from hvdlite_launcher.wire.messages import (
     Refused,
     ScreenFailed,
     Started,
+    UserSignal,
 )
 
 GRACE = 30.0  # the grace after a signal to the launcher
@@ -626,3 +627,15 @@ def test_who_does_not_come_to_init_is_named_by_rank():
 def test_input_goes_to_the_worker_that_has_room_for_it():
     played = Played(InputWanted(1), InputRead(b"x"), Exited(0, 0), Exited(1, 0), workers=SWAPPED)
     assert played.sent_to == [1]
+
+
+def test_a_signal_for_the_program_is_passed_on_and_ends_nothing():
+    played = Played(UserSignal(signal.SIGUSR1), Exited(0, 0), Exited(1, 0))
+    assert [(numbers, signum) for _, numbers, signum in played.signals] == [([0, 1], signal.SIGUSR1)]
+    assert played.said == ["SIGUSR1 passed on to 2 workers, to the processes that handle it"]
+    assert played.exit_code == 0
+
+
+def test_a_signal_for_the_program_is_not_passed_on_once_the_job_ends():
+    played = Played(Interrupted(TERM), UserSignal(signal.SIGUSR1), Exited(0, 0), Exited(1, 0))
+    assert [signum for _, _, signum in played.signals] == [TERM]
