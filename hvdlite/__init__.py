@@ -12,7 +12,7 @@ them, and within a package its own docstring has the order:
 
     errors < values < files < faults < signing < ignored < environment < log < run_in_workers < rendezvous < comm
            < shm < control < timeline < compression < runtime < worker_main < ops < optim < elastic < round_trips
-           < communicator < chaos < lightning
+           < communicator < signal_saver < chaos < lightning
 
 A name is imported when the program first uses it: `import hvdlite` itself loads none of these packages.
 
@@ -104,6 +104,7 @@ if TYPE_CHECKING:
         shutdown,
         size,
     )
+    from .signal_saver import save_on_signal
 
 __all__ = [
     "Adasum",
@@ -182,6 +183,7 @@ __all__ = [
     "remove_process_set",
     "rocm_built",
     "run",
+    "save_on_signal",
     "shutdown",
     "size",
     "sparse_allreduce_async",
@@ -222,6 +224,7 @@ _NAMES_OF = {
     "runtime.world": (
         "cross_rank cross_size init is_homogeneous is_initialized local_rank local_size rank shutdown size"
     ),
+    "signal_saver": "save_on_signal",
 }
 _MODULE_OF = {name: module for module, names in _NAMES_OF.items() for name in names.split()}
 

@@ -6,7 +6,7 @@
 
 Packages and modules import only what stands before them, and within a package its own docstring has the order:
 
-    version < errors < system < wire < store < plan < host < agents < job < check < cli < function
+    version < errors < system < wire < store < plan < host < agents < report < job < check < cli < function
 
 No module imports torch or hvdlite, so the launcher starts fast and runs where torch is not installed. Besides the
 standard library it needs psutil; `cli.config_file` needs PyYAML and `function.caller` needs cloudpickle. It shares no

@@ -36,6 +36,11 @@ _LIBRARIES = tuple(
 )
 
 
+def own_prefixes() -> list[str]:
+    """Returns how the paths of files begin that are not the user's: hvdlite's, PyTorch's and other libraries'."""
+    return [_OWN, _TORCH, *_LIBRARIES, "<frozen"]
+
+
 def places_of_threads(idents: Collection[int]) -> str:
     """Describes where these threads are; where the main thread is if none of them is alive.
 

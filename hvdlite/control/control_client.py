@@ -119,6 +119,9 @@ class ControlClient:
         self._submitter.say_in_order(["join", average_of_active, living])
         return handle
 
+    def waits(self) -> list[tuple[str, float]]:
+        return self._reports.waits()
+
     def revoke(self, reason: str) -> None:
         self._connection.revoke(reason)
 

@@ -50,6 +50,13 @@ class Controller(Protocol):
         """
         ...
 
+    def waits(self) -> list[tuple[str, float]]:
+        """Returns what threads of this process wait for in operations, and since when (`time.monotonic`).
+
+        Any thread may call it.
+        """
+        ...
+
     def revoke(self, reason: str) -> None:
         """Fails everything that waits for other ranks, now and later, with ``reason``. It does not block.
 

@@ -201,6 +201,13 @@ class WaitReports:
         if silence is not None:
             self._tell_silence(silence, blocked)
 
+    def waits(self) -> list[tuple[str, float]]:
+        """Returns the operations that threads of this process wait for, and since when. Any thread may call it."""
+        whats = self._requests.whats()
+        found = [(whats[ticket], since_s) for ticket, since_s in self._callers.blocked() if ticket in whats]
+        current = self._executor.current
+        return found if current is None else [*found, current]
+
     def end_process(self, words: str) -> None:
         """Prints ``words`` and exits the process: no exception would reach a thread that is blocked in the engine."""
         own = self._group.describe_rank(self._group.rank)

@@ -14,14 +14,33 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 from weakref import ref
 
 from ..comm.group import Group
 
 
+class Progress(NamedTuple):
+    """How far an optimizer is in its current step, for reports.
+
+    ``sent`` is how many of the step's ``buckets`` have been sent. ``missing`` are names of parameters without a
+    complete gradient in the first one that has not, at most a few. ``phase`` says what the step waits for.
+    """
+
+    optimizer: str
+    step: int
+    phase: str
+    buckets: int
+    sent: int
+    missing: tuple[str, ...]
+
+
 class SitsOut(Protocol):
     """A reducer as `join` uses it: it takes part in other ranks' steps without gradients of its own."""
+
+    def progress(self) -> Progress:
+        """Returns how far its step is. Any thread may call it, at any time."""
+        ...
 
     def sit_out(self, average_of_active: bool) -> bool: ...
 
@@ -120,6 +139,12 @@ class ReducerRegistry:
         """Pins the group's reducers that are alive and not closed; returns them by number."""
         return self._members_of(group).pin()
 
+    def progress(self) -> list[Progress]:
+        """Returns how far each optimizer is that lives in this process. Any thread may call it."""
+        with self._adding:
+            groups = list(self._groups.values())
+        return [each for group in groups for each in group.progress()]
+
     def only_one_thread(self, group: Group, what: str) -> AbstractContextManager[None]:
         """Guards the making of a reducer: its number follows from the order of these calls alone.
 
@@ -161,6 +186,10 @@ class _Members:
         with self._entering:
             kept = [(number, known) for number, known in self._known if known() is not None]
             self._known = (*kept, (number, ref(member)))
+
+    def progress(self) -> list[Progress]:
+        members = [known() for _, known in self._known]
+        return [member.progress() for member in members if member is not None]
 
     def pin(self) -> dict[int, SitsOut]:
         pinned = {}

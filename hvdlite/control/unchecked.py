@@ -49,6 +49,9 @@ class UncheckedController:
     def close_group(self, group: Group) -> None:
         return
 
+    def waits(self) -> list[tuple[str, float]]:
+        return []
+
     def submit(self, group: Group, operation: Operation) -> Handle:
         what = operation.describe()
         handle = Handle(what)

@@ -21,6 +21,8 @@ from .flags import TAKES_PART, Flags, ParticipantCount, RankAndSize, presence_of
 from .gradient_state import GradientState, changed_too_early, misfit
 from .plan import BucketPlan
 
+_MOST_NAMED = 3
+
 # Allocates a flat tensor of zeros: number of elements, dtype, device.
 Memory = Callable[[int, torch.dtype, torch.device], Tensor]
 
@@ -96,6 +98,10 @@ class Bucket:
         self.is_full = self._missing == 0
         self._dense = self._scaled = 0
         self.full_since_ns = None
+
+    def missing_names(self) -> list[str]:
+        """Returns the names of the first parameters that the bucket waits for in this step, at most three."""
+        return [state.name for state in self.states if state.param.requires_grad and not state.ready][:_MOST_NAMED]
 
     def take(self, state: GradientState, last_pass: bool) -> bool:
         """Copies ``param.grad`` into the buffer and replaces it by the view. Returns True if this filled the bucket.

@@ -158,6 +158,10 @@ class BucketQueue:
         self._wires = 0
         self.count = self.failure = None
 
+    def not_sent(self) -> list[Bucket]:
+        """Returns the step's buckets that are not launched yet, in plan order. Any thread may call it."""
+        return list(self._waiting)
+
     def launch_full(self, links: Links) -> None:
         """Launches full buckets in plan order, up to the first that is not full. Waits for no other rank."""
         if not self._exchange.during_backward:

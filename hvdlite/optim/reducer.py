@@ -27,6 +27,7 @@ from torch import Tensor
 from ..comm.engine import HasMemory
 from ..comm.group import Group
 from ..control.generation import Generation
+from ..control.reducer_registry import Progress
 from ..errors import CommunicationError, GradientError, NotInitializedError, PeerLostError
 from ..faults import point
 from ..log import log
@@ -495,6 +496,15 @@ class Reducer(GradientHooks):
     def passes_of(self) -> dict[Tensor, int]:
         """Returns the number of backward passes in this step of each parameter that has had one."""
         return {state.param: state.passes for state in self._layout.states.values() if state.passes}
+
+    def progress(self) -> Progress:
+        """Returns how far the current step is; see `control.reducer_registry.Progress`. Any thread may call it."""
+        # Read while other threads may change it: a report may be a gradient late.
+        waiting = self._queue.not_sent()
+        missing = () if not waiting else tuple(waiting[0].missing_names())
+        buckets = sum(not bucket.asleep for bucket in self._layout.buckets)
+        phase = self._phase.value
+        return Progress(self._trace.optimizer, self._trace.step, phase, buckets, buckets - len(waiting), missing)
 
     # -- the step
 

@@ -61,6 +61,11 @@ class StepTrace:
         """The optimizer's name by its number, equal on all ranks that construct their optimizers in the same order."""
         return self._steps.name
 
+    @property
+    def step(self) -> int:
+        """How many steps the optimizer has taken in this world."""
+        return self._step
+
     def combining(self, index: int, what: str) -> AbstractContextManager[None]:
         """A context that records ``what`` in the row of bucket ``index``, while the program combines deltas."""
         return self._recorder.span(self._row(index), what)

@@ -42,6 +42,7 @@ class StoreRequest(IntEnum):
     INIT_DONE = 11
     INIT_FAILED = 12
     ALIVE = 13
+    STALLED = 14
 
 
 class StoreClient:

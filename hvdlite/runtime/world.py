@@ -22,17 +22,20 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..comm import deferred_close
-from ..environment import READ_BY_INIT, Environment, read_environment
+from ..environment import READ_BY_INIT, Environment, launcher_variable, read_environment
 from ..errors import CommunicationError, LaunchEnvironmentError, NotInitializedError, describe_interrupt
+from ..log import log
 from ..rendezvous.key_listener import KeyListener
 from ..rendezvous.launchers import read_elastic_worker
 from ..rendezvous.process_state import ProcessState
 from ..rendezvous.responder import respond
 from ..rendezvous.seat import Seat
+from ..rendezvous.store_client import StoreClient
 from ..timeline import session as timeline
 from ..values import MOST, seconds, shown, whole_number
 from .bootstrap import World, enter
 from .departure import hasten_end, leave_at_exit
+from .hang_report import HangReporter
 from .process_set import ProcessSet, check_first_sets
 from .survival import Survival
 from .tracebacks import remove_hooks, shorten_tracebacks
@@ -131,6 +134,7 @@ def _init(
     }
     if (worker := read_elastic_worker(os.environ)) is not None:
         _process.keep("responder", worker, lambda: respond(worker, _waited_s), KeyListener.close)
+    _start_hang_reporter(environment.stall_warning_s if environment.stall_check else None)
     # The state of a process, like what `_process` keeps.
     survival = _process.keep("survival", None, lambda: Survival(enter_again, revoke))
     _process.newcomers = survival.newcomers
@@ -158,6 +162,45 @@ def _init(
                 raise
         else:
             return
+
+
+def _start_hang_reporter(warn_after_s: float | None) -> None:
+    """Starts what answers hvdlite-run's reports, under hvdlite-run; once in a process."""
+    job_dir, worker, store = (launcher_variable(name, os.environ) for name in ("JOB_DIR", "WORKER", "STORE"))
+    if not (job_dir and worker.isdigit() and store):
+        return
+
+    def start() -> HangReporter | None:
+        try:
+            return HangReporter(
+                job_dir,
+                int(worker),
+                StoreClient.from_url(store),
+                describe=_describe_for_report,
+                waited_s=_waited_s,
+                warn_after_s=warn_after_s,
+            )
+        except OSError as error:
+            log.info("hvdlite-run --report will have no stacks of this process: %s", error)
+            return None
+
+    _process.keep("hang reporter", os.getpid(), start)
+
+
+def _describe_for_report() -> dict[str, object]:
+    """Returns what this rank knows of itself, for JSON. Called on the reporter's thread."""
+    world = _world
+    if world is None:
+        return {"rank": None, "waits": [], "optimizers": []}
+    now_s = time.monotonic()
+    blocked = [(what, since_s) for what, since_s, _ in world.generation.watch.blocked().values()]
+    waits = sorted({*blocked, *world.controller.waits()}, key=lambda each: each[1])
+    return {
+        "rank": world.topology.rank,
+        "size": world.topology.size,
+        "waits": [(what, round(now_s - since_s, 3)) for what, since_s in waits],
+        "optimizers": [each._asdict() for each in world.generation.reducers.progress()],
+    }
 
 
 def _waited_s() -> float:

@@ -25,13 +25,13 @@ from ..errors import LauncherError, in_words
 from ..plan.hosts import AUTO, Host, host_of_label
 from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot
-from ..plan.ssh import explain
+from ..plan.ssh import explain, why_not_there_yet
 from ..plan.worker_environment import job_dir, slot_environment
 from ..store.server import Store
 from ..system import process_tree
 from ..system.network import address_towards, own_address, some_address
 from ..system.terminal_text import say
-from ..wire.messages import Event, Hello, Input, Lost, Output, SignalWorkers, StartJob, StartWorkers
+from ..wire.messages import Event, Hello, Input, Lost, Output, SignalWorkers, StartJob, StartWorkers, TakeReport
 from .remote_agent import RemoteAgent, local_agent_argv
 from .wait_for_agents import AgentAnswers, wait_for_agents
 
@@ -63,21 +63,28 @@ class Agents:
     def connect(self, hosts: Collection[Host]) -> dict[str, Hello]:
         """Starts an agent on every host, in parallel, and returns their answers by the hosts' labels.
 
-        Shows each failure at once, and raises `LauncherError` in the end if there was any.
+        Hosts that are not there yet are tried again until the start timeout. Shows each failure at once, and raises
+        `LauncherError` in the end if there was any.
         """
-        return self.reach(hosts, tell=say).all()
+        return self._reach(hosts, tell=say, is_patient=True).all()
 
-    def reach(self, hosts: Collection[Host], tell: Callable[[str], object] | None = None) -> AgentAnswers:
-        """Starts the agents as `connect` does, but returns failures too, and calls ``tell`` with each at once."""
+    def reach(self, hosts: Collection[Host]) -> AgentAnswers:
+        """Starts the agents as `connect` does, but returns failures too, and tries each host once."""
+        return self._reach(hosts, tell=None, is_patient=False)
+
+    def _reach(
+        self, hosts: Collection[Host], *, tell: Callable[[str], object] | None, is_patient: bool
+    ) -> AgentAnswers:
         log = say if self._job.verbose else _say_nothing
         for host, argv in zip(hosts, self._argvs(hosts), strict=True):
             if not host.is_here:
                 log(f"{host.label} is reached by: {shlex.join(argv)}")
-            self._add(host, argv)
+            self._add(host, argv, is_patient=is_patient)
         for agent in self._agents:
             self._greet(agent)
         by_hand = {host.label: self._job.ssh.by_hand(host) for host in hosts}
-        return wait_for_agents(by_hand, self._events, timeout_s=self._job.start_timeout_s, say=tell or log, log=log)
+        timeout_s = self._job.start_timeout_s
+        return wait_for_agents(by_hand, self._events, timeout_s=timeout_s, say=tell or log, log=log, tell_wait=say)
 
     def _argvs(self, hosts: Collection[Host]) -> list[list[str]]:
         if all(host.is_here for host in hosts):
@@ -104,7 +111,7 @@ class Agents:
             (argv,) = self._argvs([host])
             with self._lock:
                 if self._connecting.get(label) is attempt:
-                    self._greet(self._add(host, argv))
+                    self._greet(self._add(host, argv, is_patient=True))
         except LauncherError as error:
             why = str(error)
         except (OSError, RuntimeError) as error:
@@ -118,13 +125,13 @@ class Agents:
     def _greet(self, agent: RemoteAgent) -> None:
         agent.greet(count_slots=agent.host.slots == AUTO, interface=self._job.interface_of(agent.host))
 
-    def _add(self, host: Host, argv: list[str]) -> RemoteAgent:
-        agent = self._agent(host, argv)
+    def _add(self, host: Host, argv: list[str], *, is_patient: bool) -> RemoteAgent:
+        agent = self._agent(host, argv, is_patient=is_patient)
         # Distinct tokens, since two hosts may share a temporary directory.
         self._agents[agent] = f"{self._token}-{next(self._numbers)}"
         return agent
 
-    def _agent(self, host: Host, argv: list[str]) -> RemoteAgent:
+    def _agent(self, host: Host, argv: list[str], *, is_patient: bool) -> RemoteAgent:
         try:
             return RemoteAgent(
                 host,
@@ -132,6 +139,7 @@ class Agents:
                 self._events,
                 store=self._store,
                 explain=partial(explain, host, self._job.ssh),
+                why_not_there_yet=why_not_there_yet if is_patient and not host.is_here else None,
             )
         except OSError as error:
             why = in_words(error) or error.strerror
@@ -222,6 +230,12 @@ class Agents:
         for agent in list(self._agents):
             if own := tuple(number for number in numbers if number in agent.workers):
                 agent.send(SignalWorkers(own, signum))
+
+    def take_report(self, number: int) -> None:
+        """Asks all agents for what they can find out about their workers, for the report with this number."""
+        for agent in list(self._agents):
+            if agent.workers:
+                agent.send(TakeReport(number))
 
     def kill_agent(self, label: str) -> None:
         """Kills the agent on a host, or the ssh client to it. The host is then lost, which is an event."""

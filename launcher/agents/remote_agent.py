@@ -17,11 +17,13 @@ import sys
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from queue import Empty, SimpleQueue
+from typing import IO
 
-from ..errors import ProtocolError
+from ..errors import ProtocolError, in_words
 from ..plan.hosts import Host
-from ..plan.ssh import killed_by, last_words
+from ..plan.ssh import SSH_FAILED, killed_by, last_words
 from ..store.server import Store
 from ..system.signals import signal_name
 from ..system.terminal_text import one_line
@@ -39,6 +41,7 @@ from ..wire.messages import (
     Hello,
     Lost,
     Message,
+    NotThereYet,
     OfWorker,
     Output,
     OutputTaken,
@@ -51,12 +54,25 @@ _NOISE_BYTES = 1 << 16  # the most that a login shell's start files may print be
 _OVERDRAFT_BYTES = 64 << 20
 _MOST_SAID_BYTES = 1 << 20  # of the stderr of ssh and the agent: more is not shown. Workers' output is sent as `Output`
 _UNEXPECTED = "its hvdlite agent ended unexpectedly"
+_FIRST_PAUSE_S, _MOST_PAUSE_S = (
+    0.2,
+    2.0,
+)  # between attempts to connect to a host that is not there yet: doubled each time
 _WORDS_S = 1.0  # how long to wait for the return code and the end of stderr
 
 
 def local_agent_argv() -> list[str]:
     """Returns the command that runs an agent on this machine: its stdin and stdout are the connection."""
     return [sys.executable, "-m", "hvdlite_launcher.host.remote_parent"]
+
+
+class _NotThereYetError(Exception):
+    """The host cannot be connected to, but may be later. For ``cause`` and ``why`` see `NotThereYet`."""
+
+    def __init__(self, cause: str, why: str) -> None:
+        super().__init__(why)
+        self.cause = cause
+        self.why = why
 
 
 class RemoteAgent:
@@ -70,8 +86,12 @@ class RemoteAgent:
         *,
         store: Store,
         explain: Callable[[int, str], str],
+        why_not_there_yet: Callable[[int, str], str | None] | None = None,
     ) -> None:
         """``argv`` starts the agent. ``explain(returncode, stderr)`` returns the reason if it ends before its `Hello`.
+
+        If ``why_not_there_yet`` returns a text for the same arguments, such an end is the event `NotThereYet`, and the
+        agent is started again, until it is hung up on. Without it there is one attempt.
 
         ``store`` answers the workers' requests, in this agent's thread and not in the event loop, which has to react
         fast.
@@ -86,29 +106,24 @@ class RemoteAgent:
         self._ended: set[int] = set()
         self._store = store
         self._explain = explain
+        self._why_not_there_yet = why_not_there_yet
+        self._argv = argv
+        self._greeting: bytes | None = None
+        self._is_hung_up = threading.Event()
+        # Held while one attempt to connect follows another, which replaces the process and the queue to it.
+        self._attempts = threading.Lock()
         self._outgoing: SimpleQueue[bytes | None] = SimpleQueue()
         self._greeted = threading.Event()
         self._silent = self._dismissed = False
         self._words = ""
-        # A scheduler may signal all processes of a job. The launcher decides then, and still needs its ssh clients.
-        held_off = () if host.is_here else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, held_off)
-        try:
-            self._process = self._started(argv)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        try:
-            self._stderr_thread = None if host.is_here else self._start_thread(self._listen_to_stderr)
-            self._start_thread(self._send_loop)
-            self._start_thread(self._receive_loop)
-        except RuntimeError:  # no more threads, and the caller cannot end an agent whose constructor failed
-            self._process.kill()
-            self._process.wait()
-            raise
+        self._start(with_receiver=True)
 
     def greet(self, *, count_slots: bool, interface: str | None) -> None:
         """Sends the first message; the agent's answer is an event, `Answered` or `Lost`."""
-        self.send(Greet(VERSION, not self.host.is_here, count_slots, interface))
+        greeting = Greet(VERSION, not self.host.is_here, count_slots, interface)
+        with self._attempts:
+            self._greeting = encode(greeting)
+            self.send(greeting)
 
     def send(self, command: Command) -> None:
         """Queues a command and does not block. If the agent has ended, that is the event `Lost` and no error here."""
@@ -125,7 +140,9 @@ class RemoteAgent:
     def hang_up(self) -> None:
         """Makes the agent kill what still runs on its host, clean up and end. This causes no `Lost`."""
         self._dismissed = True
-        self._outgoing.put(None)
+        self._is_hung_up.set()
+        with self._attempts:
+            self._outgoing.put(None)
 
     def kill(self) -> None:
         """Kills the agent on this machine, or the ssh client to it: its host is lost, as by an accident."""
@@ -143,6 +160,43 @@ class RemoteAgent:
             self._process.kill()
             return self._process.wait()
 
+    def _start(self, *, with_receiver: bool) -> None:
+        """Starts the process, and threads that read and write its pipes; the receiving one is in all attempts the same.
+
+        Raises OSError or RuntimeError if there cannot be a process or a thread.
+        """
+        # A scheduler may signal all processes of a job. The launcher decides then, and still needs its ssh clients.
+        held_off = () if self.host.is_here else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, held_off)
+        try:
+            self._process = self._started(self._argv)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        try:
+            listen = partial(self._listen_to_stderr, self._process.stderr)
+            self._stderr_thread = None if self.host.is_here else self._start_thread(listen, "listen_to_stderr")
+            assert self._process.stdin is not None
+            self._start_thread(partial(self._send_loop, self._outgoing, self._process.stdin), "send_loop")
+            if with_receiver:
+                self._start_thread(self._receive_loop, "receive_loop")
+        except RuntimeError:  # no more threads, and the caller cannot end an agent whose constructor failed
+            self._process.kill()
+            self._process.wait()
+            raise
+
+    def _start_again(self) -> bool:
+        """Starts the agent once more, unless it has been hung up on; returns whether it has."""
+        with self._attempts:
+            if self._dismissed:
+                return False
+            self._outgoing.put(None)  # ends the last attempt's thread
+            self._outgoing = SimpleQueue()
+            self._words = ""
+            if self._greeting is not None:
+                self._outgoing.put(self._greeting)
+            self._start(with_receiver=False)
+        return True
+
     def _started(self, argv: list[str]) -> subprocess.Popen[bytes]:
         here = self.host.is_here
         return subprocess.Popen(
@@ -158,20 +212,19 @@ class RemoteAgent:
             env=_with_absolute_python_path() if here else None,
         )
 
-    def _start_thread(self, work: Callable[[], None]) -> threading.Thread:
-        thread = threading.Thread(target=work, daemon=True, name=f"{work.__name__} {self.host.label}")
+    def _start_thread(self, work: Callable[[], None], name: str) -> threading.Thread:
+        thread = threading.Thread(target=work, daemon=True, name=f"{name} {self.host.label}")
         thread.start()
         return thread
 
     # ------------------------------------------------------------------ sending
 
-    def _send_loop(self) -> None:
-        assert self._process.stdin is not None
+    def _send_loop(self, outgoing: SimpleQueue[bytes | None], to_agent: IO[bytes]) -> None:
         beat = None if self.host.is_here else encode(Beat())
-        with contextlib.suppress(OSError), self._process.stdin as stdin:
+        with contextlib.suppress(OSError), to_agent as stdin:
             while True:
                 try:
-                    frame = self._outgoing.get(timeout=None if beat is None else BEAT_S)
+                    frame = outgoing.get(timeout=None if beat is None else BEAT_S)
                 except Empty:
                     frame = beat
                 if frame is None:
@@ -183,16 +236,32 @@ class RemoteAgent:
     # ---------------------------------------------------------------- receiving
 
     def _receive_loop(self) -> None:
-        try:
-            why = self._read_messages()
-        except ProtocolError as error:
-            why = str(error)
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            try:
+                why = self._read_messages()
+            except ProtocolError as error:
+                why = str(error)
+            except _NotThereYetError as error:
+                self._events.put(NotThereYet(self.host.label, error.cause, error.why))
+                self._is_hung_up.wait(pause_s)
+                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+                try:
+                    if self._start_again():
+                        continue
+                    why = error.why
+                except (OSError, RuntimeError) as failure:
+                    why = in_words(failure) or str(failure)
+            break
         self._store.lose(self)
         if not self._dismissed:
             self._events.put(Lost(self.host.label, why))
 
     def _read_messages(self) -> str:
-        """Receives messages until the connection ends, and returns the reason why it ended."""
+        """Receives messages until the connection ends, and returns the reason why it ended.
+
+        Raises `_NotThereYetError` if there has been no connection, and there may be one later.
+        """
         assert self._process.stdout is not None
         fd = self._process.stdout.fileno()
         decoder = Decoder(FROM_AGENT)
@@ -287,17 +356,27 @@ class RemoteAgent:
         if returncode is None:
             return _UNEXPECTED
         if not self._greeted.is_set():
-            return self._explain(returncode, f"{noise}\n{self._words}")
+            why = self._explain(returncode, f"{noise}\n{self._words}")
+            # What is on stdout was written on the host.
+            if not noise and (cause := self._not_there(returncode, self._words)) is not None:
+                raise _NotThereYetError(cause, why)
+            return why
         return killed_by(returncode) or last_words(self._words) or _UNEXPECTED
 
-    def _listen_to_stderr(self) -> None:
-        assert self._process.stderr is not None
+    def _not_there(self, returncode: int, words: str) -> str | None:
+        if self._why_not_there_yet is None or self._greeted.is_set():
+            return None
+        return self._why_not_there_yet(returncode, words)
+
+    def _listen_to_stderr(self, stderr: IO[bytes] | None) -> None:
+        assert stderr is not None
         room = _MOST_SAID_BYTES
-        while data := os.read(self._process.stderr.fileno(), _READ_BYTES):
+        while data := os.read(stderr.fileno(), _READ_BYTES):
             # An agent puts this before its messages; `AgentSaid` names its host instead.
             text = data.decode(errors="backslashreplace").replace("hvdlite-run: agent: ", "")
             self._words = (self._words + text)[-_NOISE_BYTES:]
-            if room > 0:
+            # An attempt that will be followed by another is told by `NotThereYet` alone.
+            if room > 0 and not self._not_there(SSH_FAILED, text):
                 room -= len(data)
                 more = "" if room > 0 else "\n... (the rest is not shown)"
                 self._events.put(AgentSaid(self.host.label, text + more))

@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 
 from ..errors import LauncherError
 from ..system.signals import signal_name
-from ..wire.messages import AgentSaid, Answered, Event, Hello, Interrupted, Lost
+from ..wire.messages import AgentSaid, Answered, Event, Hello, Interrupted, Lost, NotThereYet, ReportAsked, UserSignal
 
 
 class SignalledError(LauncherError):
@@ -51,22 +51,26 @@ class AgentAnswers:
         return self.hellos
 
 
-def wait_for_agents(
+def wait_for_agents(  # noqa: PLR0912  # one place for the reaction to each event
     hosts: Mapping[str, str],
     events: SimpleQueue[Event],
     *,
     timeout_s: float,
     say: Callable[[str], object],
     log: Callable[[str], object],
+    tell_wait: Callable[[str], object],
     clock: Callable[[], float] = time.monotonic,
 ) -> AgentAnswers:
     """Returns the result for each host, once all have answered, failed or run out of time.
 
-    ``hosts`` maps their labels to a command that a user can run to see whether the host can be reached.
+    ``hosts`` maps their labels to a command that a user can run to see whether the host can be reached. A host that is
+    not there yet is told once; it counts as failed when the time is over, or when another host has failed and all that
+    have not answered are not there.
     """
     give_up_at = clock() + timeout_s
     waiting = set(hosts)
     greeted = AgentAnswers()
+    not_there: dict[str, str] = {}
 
     def fail(host: str, why: str) -> None:
         waiting.discard(host)
@@ -75,14 +79,15 @@ def wait_for_agents(
             say(f"{host}: {why}")
 
     while waiting:
+        if greeted.failures and waiting <= not_there.keys():  # nothing will be started, so it is in vain to wait
+            for host in sorted(waiting):
+                fail(host, not_there[host])
+            break
         try:
             event = events.get(timeout=max(0.0, give_up_at - clock()))
         except Empty:
             for host in sorted(waiting):
-                fail(
-                    host,
-                    f"no answer within {timeout_s:g} s: try {hosts[host]}, or allow more time with --start-timeout",
-                )
+                fail(host, _why_late(not_there.get(host), hosts[host], timeout_s))
             break
         match event:
             case Answered():
@@ -96,10 +101,32 @@ def wait_for_agents(
             case Lost(host, why):
                 greeted.hellos.pop(host, None)  # it may have answered, and ended before the others answered
                 fail(host, why)
+            case NotThereYet(host, cause, why):
+                if host not in not_there:
+                    tell_wait(not_there_yet(host, cause, timeout_s))
+                not_there[host] = why
             case AgentSaid():
                 log(f"{event.host}: {event.text.rstrip()}")
             case Interrupted(signum):
                 raise SignalledError(signum)
+            case ReportAsked() | UserSignal():
+                say(f"no worker is started yet: waiting for {', '.join(sorted(waiting))}")
             case _:
                 raise AssertionError(f"before anything was started: {event}")
     return greeted
+
+
+def not_there_yet(host: str, cause: str, timeout_s: float) -> str:
+    """Returns what is told of a host that cannot be connected to yet."""
+    return f"waiting for {host}: {cause}; trying again until {timeout_s:g} s are over (--start-timeout)"
+
+
+def _why_late(why: str | None, by_hand: str, timeout_s: float) -> str:
+    if why is None:
+        return f"no answer within {timeout_s:g} s: try {by_hand}, or allow more time with --start-timeout"
+    return still_not_there(why, timeout_s)
+
+
+def still_not_there(why: str, timeout_s: float) -> str:
+    """Returns the reason why a host is given up that was not there within the time."""
+    return f"{why}. It was tried again for {timeout_s:g} s; --start-timeout allows more"

@@ -37,6 +37,13 @@ ended, the end of its stderr is shown again, and hvdlite-run exits with its exit
   --output-filename DIR
                         also write each worker's output, unchanged, to DIR/rank.N/stdout and DIR/rank.N/stderr; in
                         an elastic job to DIR/worker.N
+  --report-dir DIR      also write each report on what the ranks do to DIR/report-N.txt and DIR/report-N.json
+  --ps                  start no workers; print the jobs that you run on this machine, with their hvdlite-run's PID
+  --diagnose PID        start no workers; print as JSON all that --report finds out, with a verdict, and exit with 0 if
+                        the job goes on, 3 if it stands still, 4 if nothing is known of it
+  --report PID          start no workers; print what each rank of a running job does, and who waits for whom. PID is
+                        the process number of its hvdlite-run, on this machine. SIGQUIT (Ctrl-\\) to that has it
+                        print the same, as it does when a rank waits for longer than the stall warning's time
   -prefix-timestamp, --prefix-output-with-timestamp
                         begin each line of output with the time
   -x NAME[=VALUE]       set this variable for the workers, to VALUE or to the value it has here; may be repeated
@@ -77,7 +84,18 @@ _GRACE_S = 30.0
 _COMMA_SEPARATED = frozenset({"hosts", "network_interface"})
 # The dests of flags whose value is text and cannot be a number.
 TEXTS = frozenset(
-    {"hosts", "hostfile", "output_filename", "ssh_identity_file", "ssh_args", "ssh_program", "remote_python"}
+    {
+        "hosts",
+        "hostfile",
+        "output_filename",
+        "diagnose",
+        "report",
+        "report_dir",
+        "ssh_identity_file",
+        "ssh_args",
+        "ssh_program",
+        "remote_python",
+    }
     | {"network_interface", "config_file"}
 ) | frozenset((*elastic_flags.TEXTS, *horovodrun_flags.TEXTS))
 # Flags of torchrun for the number of workers and their rendezvous, spelled with dashes.
@@ -104,6 +122,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--dry-run", action="store_true")
         self.add_argument("-cb", "--check", "--check-build", action="store_true")
         self.add_argument("--output-filename")
+        self.add_argument("--report-dir")
+        self.add_argument("--ps", action="store_true")
+        self.add_argument("--diagnose")
+        self.add_argument("--report")
         self.add_argument("-prefix-timestamp", "--prefix-output-with-timestamp", action="store_true")
         self.add_argument("-x", action="append", default=[], dest="exports")
         self.add_argument("--no-env", action="store_true")

@@ -8,6 +8,7 @@ are one line on stderr.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from dataclasses import replace
 from ..errors import LauncherError, UsageError
 from ..plan.elastic_spec import ElasticSpec
 from ..plan.exported_variables import chosen_environment
+from ..plan.given_hosts import given_hosts
 from ..plan.hosts import Host, find_this_machine, parse_hosts, read_hostfile
 from ..plan.job_spec import JobSpec
 from ..plan.slots import plan_slots
@@ -28,9 +30,11 @@ from .flag_parser import EXAMPLE, HELP, Parser
 from .flag_values import positive_seconds
 
 # The dests of flags about the workers of a job and not about its hosts.
-_OF_WORKERS = ("num_proc", "dry_run", "output_filename", "prefix_output_with_timestamp", "grace")
+_OF_WORKERS = ("num_proc", "dry_run", "output_filename", "report_dir", "prefix_output_with_timestamp", "grace")
 
 _START_TIMEOUT_S = 60.0
+# Of --diagnose, by the verdict; 1 and 2 are those of errors.
+_EXIT_CODES = {"goes on": 0, "stands still": 3, "not known": 4}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +61,10 @@ def _run(argv: Sequence[str]) -> int:
     if options.version:
         print(f"hvdlite-run {VERSION}")
         return 0
+    if (asked := _asked_of_running_jobs(options)) is not None:
+        if command:
+            raise UsageError(f"{asked} starts no command: leave out {command[0]!r}, and what follows it")
+        return _show_running_jobs(options)
     if options.check:
         if command:
             raise UsageError(f"--check runs no command: leave out {command[0]!r}, and what follows it")
@@ -74,6 +82,28 @@ def _run(argv: Sequence[str]) -> int:
     from ..job.attempts import run_attempts  # noqa: PLC0415  # so that --help and wrong flags are answered at once
 
     return run_attempts(job).exit_code
+
+
+def _asked_of_running_jobs(options: argparse.Namespace) -> str | None:
+    given = {"--ps": options.ps, "--report": options.report is not None, "--diagnose": options.diagnose is not None}
+    flags = [flag for flag, is_given in given.items() if is_given]
+    if len(flags) > 1:
+        raise UsageError(f"{flags[0]} and {flags[1]} ask for different things: give only one of them")
+    return flags[0] if flags else None
+
+
+def _show_running_jobs(options: argparse.Namespace) -> int:
+    from ..report.console import ask_for_report, table_of_jobs  # noqa: PLC0415  # seldom needed
+
+    if options.ps:
+        print(table_of_jobs())
+        return 0
+    if options.report is not None:
+        print(ask_for_report(options.report)[0])
+        return 0
+    _, data = ask_for_report(options.diagnose, "--diagnose")
+    print(json.dumps(data, indent=1))
+    return _EXIT_CODES.get(str(data["verdict"]), 1)
 
 
 def read_flags(flags: Sequence[str]) -> argparse.Namespace:
@@ -139,6 +169,7 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
         verbose=options.verbose,
         timestamps=options.prefix_output_with_timestamp,
         record_dir=options.output_filename,
+        report_dir=None if options.report_dir is None else os.path.abspath(options.report_dir),
         as_horovod=options.horovod,
         elastic=elastic_flags.elastic_of(options, hosts, _elastic_timeout_s()) if starts_elastic else None,
         restart=elastic_flags.restart_of(options),
@@ -202,6 +233,9 @@ def _hosts(options: argparse.Namespace, *, is_elastic: bool) -> tuple[Host, ...]
         return read_hostfile(options.hostfile)
     if options.host_discovery_script is not None:
         return ()
+    if (given_here := given_hosts(os.environ)) is not None:
+        say(f"hosts by {given_here.variable}: {', '.join(host.label for host in given_here.hosts)}")
+        return given_here.hosts
     if is_elastic:
         return (Host("localhost", elastic_flags.slots_here(options)),)
     if options.num_proc is not None or options.check:

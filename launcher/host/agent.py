@@ -48,8 +48,10 @@ from ..wire.messages import (
     Started,
     StartJob,
     StartWorkers,
+    TakeReport,
 )
 from ..wire.store_messages import StoreCommand
+from .collect import Collector
 from .start_workers import CannotStartError, Worker, start_workers
 from .worker_output import WorkerOutput
 from .worker_stdin import WorkerStdin
@@ -57,6 +59,9 @@ from .worker_stdin import WorkerStdin
 _PIPE_BYTES = 1 << 20
 _WHICH = "choose one with --network-interface"
 _SIGNALS = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+# Signals that a program has its own use for, and that end a process which has none.
+_FOR_HANDLERS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Agent:
@@ -77,6 +82,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._channel = Channel(commands, events, self._selector)
         self._worker_output = WorkerOutput(self._selector, self._channel)
+        self._collector = Collector(self._selector, self._channel.send)
         self._greeting: Greet | None = None
         self._port: socket.socket | None = None  # reserves the port, see `network.reserve_port`
         self._workers: dict[int, Worker] = {}  # the running ones, by pid
@@ -128,7 +134,7 @@ class Agent:
 
     # ------------------------------------------------------- from the launcher
 
-    def _read_commands(self) -> None:
+    def _read_commands(self) -> None:  # noqa: PLR0912  # one place for the reaction to each command
         for message in self._channel.receive():
             match message:
                 case Greet():
@@ -139,6 +145,10 @@ class Agent:
                     self._start(message.workers)
                 case SignalWorkers():
                     self._signal(message)
+                case TakeReport():
+                    if self._job_dir is not None:
+                        workers = {worker.number: pid for pid, worker in self._workers.items()}
+                        self._collector.take(message.number, workers, self._job_dir)
                 case Input():
                     if stdin := self._stdins.get(message.worker):
                         stdin.put(message.data)
@@ -225,6 +235,8 @@ class Agent:
                 continue
             if command.signum == signal.SIGKILL:
                 process_tree.kill_tree(pid)
+            elif command.signum in _FOR_HANDLERS:
+                process_tree.signal_handlers(pid, command.signum)
             else:
                 process_tree.signal_group(pid, command.signum)
 

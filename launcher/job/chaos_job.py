@@ -18,11 +18,9 @@ from ..plan.elastic_spec import OnFailure, Policy
 from ..system.signals import signal_name
 from ..wire.messages import (
     Alive,
-    Answered,
-    DiscoveryFailed,
     Exited,
     FaultAsked,
-    HostsFound,
+    HostEvent,
     InitDone,
     InitFailed,
     InitStarted,
@@ -297,7 +295,7 @@ class ChaosJob:
     def on_refused(self, refused: Refused) -> None:
         self._job.on_refused(refused)
 
-    def on_hosts(self, event: Answered | HostsFound | DiscoveryFailed) -> None:
+    def on_hosts(self, event: HostEvent) -> None:
         self._job.on_hosts(event)
 
     def decide(self, outcome: Outcome) -> None:

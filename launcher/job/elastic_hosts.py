@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
+from ..agents.wait_for_agents import not_there_yet, still_not_there
 from ..plan.hosts import AUTO
 from ..wire.messages import Hello
 
@@ -35,6 +36,7 @@ class ElasticHosts:
         self._say = say
         self._wanted: dict[str, int] = {}
         self._late_at: dict[str, float] = {}  # by host that is being connected to: when it is given up
+        self._not_there: dict[str, str] = {}  # by those of them that are not there yet: why
         self._hellos: dict[str, Hello] = {}
         self._same_as: dict[str, str] = {}  # further names of connected machines, and the name that is used
 
@@ -54,6 +56,7 @@ class ElasticHosts:
         if label not in self._late_at:  # it was given up
             return
         del self._late_at[label]
+        self._not_there.pop(label, None)
         first = next((known for known, other in self._hellos.items() if _is_same_machine(hello, other)), None)
         if first is None:
             self._hellos[label] = hello
@@ -62,26 +65,44 @@ class ElasticHosts:
         self._connections.leave(label)
         self._say(f"{label} is a further name of {first}, and not a host of its own")
 
+    def not_there_yet(self, label: str, cause: str, why: str) -> None:
+        """Notes that a host cannot be connected to so far; tells the user once."""
+        if label not in self._late_at:
+            return
+        if label not in self._not_there:
+            self._say(not_there_yet(label, cause, self._start_timeout_s))
+        self._not_there[label] = why
+
     def lost(self, label: str) -> bool:
         """Notes that a host is lost, or cannot be connected to; returns whether it was connected."""
         self._late_at.pop(label, None)
+        self._not_there.pop(label, None)
         was_connected = self._hellos.pop(label, None) is not None
         self._same_as = {other: first for other, first in self._same_as.items() if first != label}
         self._connections.leave(label)
         return was_connected
 
-    def late(self, now_s: float) -> list[str]:
-        """Returns the hosts that have not answered in time."""
-        return [label for label, late_at in self._late_at.items() if late_at <= now_s]
+    def late(self, now_s: float) -> dict[str, str]:
+        """Returns the hosts that have not answered in time, and why each is given up."""
+        timeout_s = self._start_timeout_s
+        no_answer = f"no answer within {timeout_s:g} s (--start-timeout)"
+        return {
+            label: still_not_there(self._not_there[label], timeout_s) if label in self._not_there else no_answer
+            for label, late_at in self._late_at.items()
+            if late_at <= now_s
+        }
 
     def let_go(self, in_use: Collection[str]) -> None:
-        """Hangs up on hosts that are no longer wanted, except those ``in_use``."""
+        """Hangs up on hosts that are no longer wanted, except those ``in_use``, and stops connecting to such."""
+        for label in [label for label in self._late_at if label not in self._wanted]:
+            self.lost(label)
         for label in [label for label in self._hellos if label not in self.usable() and label not in in_use]:
             self.lost(label)
 
     @property
-    def is_connecting(self) -> bool:
-        return bool(self._late_at)
+    def are_known(self) -> bool:
+        """Whether each host has answered, failed, or is not there yet while there are others that can be used."""
+        return not self._late_at or (bool(self.usable()) and self._late_at.keys() <= self._not_there.keys())
 
     def usable(self) -> dict[str, int]:
         """Returns the slots of the connected hosts that are wanted, in the order in which they were named."""

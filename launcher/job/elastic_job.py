@@ -20,11 +20,13 @@ from ..wire.messages import (
     Answered,
     DiscoveryFailed,
     Exited,
+    HostEvent,
     HostsFound,
     InitDone,
     InitFailed,
     InitStarted,
     Lost,
+    NotThereYet,
     Refused,
 )
 from .elastic_hosts import ElasticHosts
@@ -99,7 +101,7 @@ class ElasticJob:
         self._start_timeout_s = start_timeout_s
         self._chaos_of = chaos_of
         self._began_at = ending.clock()
-        self._has_hosts = False  # whether all hosts that were found first have answered or failed
+        self._has_hosts = False  # whether it is known of all hosts that were found first whether they are there
         self._late_at: float | None = None  # when a worker that has not called hvd.init() ends the job
         self._connected: set[int] = set()
         self._failed_meetings = 0
@@ -129,7 +131,7 @@ class ElasticJob:
         """Whether a worker has failed that ends the job."""
         return self._last is not None and self._last.knows_failure
 
-    def on_hosts(self, event: Answered | HostsFound | DiscoveryFailed) -> None:
+    def on_hosts(self, event: HostEvent) -> None:
         if not self._decides():
             return
         match event:
@@ -142,6 +144,8 @@ class ElasticJob:
                 self._hosts.found(event.hosts)
             case Answered():
                 self._hosts.answered(event.host, event.hello)
+            case NotThereYet():
+                self._hosts.not_there_yet(event.host, event.cause, event.why)
         self._look_at_hosts()
 
     def on_init(self, event: InitStarted | InitDone | InitFailed) -> None:
@@ -284,8 +288,8 @@ class ElasticJob:
         if self._late_at is not None and self._late_at <= now_s:
             self._late_at = None
             self._end_for_those_who_never_came()
-        for host in self._hosts.late(now_s):
-            self.on_lost(Lost(host, f"no answer within {self._start_timeout_s:g} s (--start-timeout)"))
+        for host, why in self._hosts.late(now_s).items():
+            self.on_lost(Lost(host, why))
         if self._decides() and (silent := self._hangs.look(self._seats.waiting)):
             self._end_hanging(silent)
         if self._decides():
@@ -320,7 +324,7 @@ class ElasticJob:
             )
             return
         # The first generation waits for all hosts, and does not begin with the one that answers first.
-        self._has_hosts = self._has_hosts or not self._hosts.is_connecting
+        self._has_hosts = self._has_hosts or self._hosts.are_known
         if self._has_hosts:
             self._do(self._membership.hosts_found(self._hosts.usable(), now_s))
         self._hosts.let_go({self._roster[number].host for number in self._living})

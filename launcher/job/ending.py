@@ -67,6 +67,17 @@ class Ending:
         """Sets the outcome, unless there is an earlier cause."""
         self.outcome = self.outcome or outcome
 
+    def pass_on(self, signum: int) -> None:
+        """Passes a signal that is for the program on to those processes of the workers that handle it."""
+        if self.outcome is not None:
+            return
+        if not self.running:
+            self._say(f"{signal_name(signum)}: no worker runs that it could be passed on to")
+        else:
+            count = f"{len(self.running)} worker{'s' if len(self.running) > 1 else ''}"
+            self._say(f"{signal_name(signum)} passed on to {count}, to the processes that handle it")
+            self._signal_workers(self.running, signum)
+
     def interrupt(self, signum: int, at_s: float | None = None) -> None:
         """Passes the launcher's first signal on to the workers. A later one, or one while the job ends, kills them.
 

@@ -15,10 +15,8 @@ from ..plan.slots import Slot
 from ..system.signals import shell_code
 from ..wire.messages import (
     Alive,
-    Answered,
-    DiscoveryFailed,
     Exited,
-    HostsFound,
+    HostEvent,
     InitDone,
     InitFailed,
     InitStarted,
@@ -111,7 +109,7 @@ class FirstFailure:
         self.decide(Outcome(refused.exit_code, where + refused.why))
         self._ending.running.clear()  # the agent will not report how the started ones end; hanging up ends them
 
-    def on_hosts(self, event: Answered | HostsFound | DiscoveryFailed) -> None:
+    def on_hosts(self, event: HostEvent) -> None:
         raise AssertionError(f"out of turn: {event}")
 
     def decide(self, outcome: Outcome) -> None:

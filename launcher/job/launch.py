@@ -23,10 +23,12 @@ from ..plan.chaos_spec import ChaosSpec
 from ..plan.hosts import AUTO, Host, count_auto_slots, each_machine_once
 from ..plan.job_spec import JobSpec
 from ..plan.slots import Slot, plan_slots
+from ..report.console import Console
+from ..report.reports import Reports
 from ..store.server import Store
 from ..system import process_tree
 from ..system.signals import signals_as_bytes
-from ..wire.messages import Event, FaultAsked, HostsFound, Interrupted, ScreenDone
+from ..wire.messages import Event, FaultAsked, HostsFound, Interrupted, ReportAsked, ScreenDone, UserSignal
 from .chaos_job import ASKS, ChaosFaults, ChaosJob, fault_asked
 from .discovery import Discovery
 from .elastic_hosts import ElasticHosts
@@ -41,7 +43,8 @@ from .roster import Roster
 from .screen import Screen
 from .supervisor import Judgement, Supervisor
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_FOR_WORKERS = (signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *_FOR_WORKERS)
 # Where the user waits for the end: how long an agent may take to end all processes, and the screen to write the rest.
 _HASTY_AGENT_S, _HASTY_SCREEN_S = 2.0, 1.0
 
@@ -71,10 +74,28 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
                 screen.typed()
             agents.feed(worker, data)
 
+        started_at = time.time()
+
+        def about() -> dict[str, object]:
+            # A snapshot in one step, since the supervisor's thread changes the set meanwhile.
+            workers = sorted(running.ending.running.copy())
+            hosts = dict.fromkeys(running.roster[worker].host for worker in workers)
+            return {"started_at": started_at, "workers": len(workers), "hosts": list(hosts), "command": job.command}
+
+        to_close.enter_context(Console(events.put, about))
+        reports = Reports(
+            ask=agents.take_report,
+            running=lambda: running.ending.running,
+            worker=running.roster.__getitem__,
+            say=screen.say,
+            clock=time.monotonic,
+            directory=job.report_dir,
+        )
         supervisor = Supervisor(
             running.judgement,
             running.ending,
             running.roster,
+            reports,
             send_input=send_input,
             stdin=Stdin(events),
             screen=screen,
@@ -230,8 +251,9 @@ def count_slots(job: JobSpec) -> tuple[Host, ...]:
 
 @contextlib.contextmanager
 def signals_as_events(events: SimpleQueue[Event]) -> Iterator[None]:
-    """While in this context, SIGINT, SIGTERM and SIGHUP become events instead of ending this process."""
-    with signals_as_bytes(_SIGNALS) as pipe:
+    """While in this context, `_SIGNALS` become events instead of ending this process."""
+    # A script's background job ignores SIGQUIT, but a report does it no harm.
+    with signals_as_bytes(_SIGNALS, even_ignored=(signal.SIGQUIT,)) as pipe:
         threading.Thread(target=_pass_signals_on, args=(pipe, events), daemon=True, name="signals").start()
         yield
 
@@ -240,7 +262,11 @@ def _pass_signals_on(pipe: int, events: SimpleQueue[Event]) -> None:
     while received := os.read(pipe, 64):
         now_s = time.monotonic()
         for signum in received:
-            if signum in _SIGNALS:
+            if signum == signal.SIGQUIT:
+                events.put(ReportAsked())
+            elif signum in _FOR_WORKERS:
+                events.put(UserSignal(signum))
+            elif signum in _SIGNALS:
                 events.put(Interrupted(signum, now_s))
     os.close(pipe)
 

@@ -26,6 +26,7 @@ from ..wire.messages import (
     Event,
     Exited,
     FaultAsked,
+    HostEvent,
     HostsFound,
     InitDone,
     InitFailed,
@@ -34,12 +35,17 @@ from ..wire.messages import (
     InputWanted,
     Interrupted,
     Lost,
+    NotThereYet,
     OfWorker,
     Output,
     Refused,
+    ReportAsked,
+    Reported,
     ScreenDone,
     ScreenFailed,
+    Stalled,
     Started,
+    UserSignal,
 )
 from .ending import Ending
 from .failure_message import Outcome
@@ -60,6 +66,17 @@ class Input(Protocol):
     def read(self) -> None: ...
 
 
+class Reports(Protocol):
+    """Takes reports on what the workers do: `report.reports.Reports`."""
+
+    def on_asked(self, asked: ReportAsked) -> None: ...
+    def on_stalled(self, stalled: Stalled) -> None: ...
+    def on_reported(self, reported: Reported) -> None: ...
+    def on_exit(self, worker: int) -> None: ...
+    def time_left_s(self) -> float | None: ...
+    def time_passes(self) -> None: ...
+
+
 class Judgement(Protocol):
     """Decides what the events of a job mean for it. `first_failure.FirstFailure` describes each method."""
 
@@ -72,7 +89,7 @@ class Judgement(Protocol):
     def on_exit(self, end: Exited) -> None: ...
     def on_lost(self, lost: Lost) -> None: ...
     def on_refused(self, refused: Refused) -> None: ...
-    def on_hosts(self, event: Answered | HostsFound | DiscoveryFailed) -> None: ...
+    def on_hosts(self, event: HostEvent) -> None: ...
     def decide(self, outcome: Outcome) -> None: ...
     def settle(self) -> None: ...
     def time_left_s(self) -> float | None: ...
@@ -87,6 +104,7 @@ class Supervisor:
         judgement: Judgement,
         ending: Ending,
         roster: Roster,
+        reports: Reports,
         *,
         send_input: Callable[[int, bytes], None],
         stdin: Input,
@@ -98,6 +116,7 @@ class Supervisor:
         self._judgement = judgement
         self._ending = ending
         self._roster = roster
+        self._reports = reports
         self._send_input = send_input
         self._stdin = stdin
         self._input_for = 0  # the worker that asked for input last
@@ -113,6 +132,9 @@ class Supervisor:
             ring = ending.ring
             if time_left is None:
                 time_left, ring = judgement.time_left_s(), judgement.time_passes
+            left_to_report = self._reports.time_left_s()
+            if left_to_report is not None and (time_left is None or left_to_report < time_left):
+                time_left, ring = left_to_report, self._reports.time_passes
             # Checked first: while workers write without a pause, the queue is never empty.
             if time_left is not None and time_left <= 0:
                 ring()
@@ -123,7 +145,7 @@ class Supervisor:
         outcome = ending.outcome or Outcome()
         return replace(outcome, hasty=outcome.hasty or ending.gave_up)
 
-    def _on(self, event: Event) -> None:  # noqa: PLR0912  # one place for the reaction to each event
+    def _on(self, event: Event) -> None:  # noqa: PLR0912, PLR0915  # one place for the reaction to each event
         if isinstance(event, OfWorker) and event.worker not in self._roster:
             # In an elastic job it has ended, or its agent was hung up on. What it has left running may still write.
             if isinstance(event, Output):
@@ -146,6 +168,12 @@ class Supervisor:
                 self._judgement.on_init(event)
             case Alive():
                 self._judgement.on_alive(event)
+            case Stalled():
+                self._reports.on_stalled(event)
+            case Reported():
+                self._reports.on_reported(event)
+            case ReportAsked():
+                self._reports.on_asked(event)
             case InputWanted():
                 self._input_for = event.worker
                 self._stdin.read()
@@ -154,6 +182,7 @@ class Supervisor:
             case Exited():
                 self._screen.finish(event.worker)
                 self._ending.running.discard(event.worker)
+                self._reports.on_exit(event.worker)
                 self._log(f"{self._name(event.worker)} ended with exit code {shell_code(event.returncode)}")
                 self._judgement.on_exit(event)
             case Refused():
@@ -161,10 +190,14 @@ class Supervisor:
             case AgentSaid():
                 self._screen.say(f"{event.host}: {event.text.rstrip()}")
             case Lost():
-                self._ending.running.difference_update(self._roster.on_host(event.host))
+                for worker in self._roster.on_host(event.host):
+                    self._ending.running.discard(worker)
+                    self._reports.on_exit(worker)
                 self._judgement.on_lost(event)
             case Interrupted():
                 self._ending.interrupt(event.signum, event.at_s)
+            case UserSignal():
+                self._ending.pass_on(event.signum)
             case ScreenFailed():
                 if self._ending.outcome is None and not self._judgement.knows_failure:
                     # When a terminal closes, the write may fail before SIGHUP arrives.
@@ -173,7 +206,7 @@ class Supervisor:
                 self._ending.end()
             case FaultAsked():
                 self._on_fault(event)
-            case HostsFound() | DiscoveryFailed() | Answered():
+            case HostsFound() | DiscoveryFailed() | Answered() | NotThereYet():
                 self._judgement.on_hosts(event)
             case ScreenDone():
                 raise AssertionError(f"out of turn: {event}")

@@ -23,6 +23,8 @@ _FIND_PYTHON = (
     'echo "no such python: $*" >&2; exit 127'
 )
 _CONNECT_S = 15
+SSH_FAILED = 255
+"""The exit code of ssh for its own failures; all others are of the command there."""
 # Until the agent sends `Hello`, and when no launcher is left to end it, ssh itself watches the connection: it ends when
 # three probes had no reply, 12 s after a link was cut.
 _ALIVE = ("ServerAliveInterval=3", "ServerAliveCountMax=3")
@@ -96,6 +98,18 @@ def _configured(program: str, words: list[str]) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in lines if " " in line)
 
 
+# What ssh itself writes where nobody listens yet, or the name is not known yet: of its own connection, or of that of a
+# jump host.
+_NOT_THERE = re.compile(
+    r"(?:ssh: connect to host .* port \d+|channel \d+: open failed: connect failed): (?P<cause>Connection refused"
+    r"|Connection timed out|Operation timed out|No route to host|Network is unreachable|Host is down"
+    r"|Name or service not known|Temporary failure in name resolution)"
+    r"|ssh: Could not resolve hostname .*: (?P<unknown>.+)"
+)
+# Further lines: with -v, and of the second ssh, whose connection through a jump host was closed.
+_BESIDE_NOT_THERE = re.compile(
+    r"debug\d: |stdio forwarding failed|kex_exchange_identification: |Connection closed by UNKNOWN"
+)
 _NO_HVDLITE = r"no module named '?hvdlite_launcher"
 
 # Patterns of messages of ssh, or of what it started, and the advice for each.
@@ -127,6 +141,20 @@ _ADVICE = [
 ]
 
 
+def why_not_there_yet(returncode: int, words: str) -> str | None:
+    """Returns in a few words why a host cannot be connected to, if it may be later; None for any other failure.
+
+    ``words`` are all that was written before the `Hello`, also by the host's shell. Its last line must be ssh's failure
+    to connect: whatever a host wrote after it was reached would come behind that.
+    """
+    lines = [line for line in _lines(words) if not _BESIDE_NOT_THERE.match(line)]
+    match = _NOT_THERE.fullmatch(lines[-1]) if lines else None
+    if returncode != SSH_FAILED or match is None:
+        return None
+    unknown = match["unknown"]
+    return f"its name is not known ({unknown})" if unknown else str(match["cause"]).lower()
+
+
 def explain(host: Host, ssh: Ssh, returncode: int, words: str) -> str:
     """Returns the reason why the agent on ``host`` ended before its `Hello`: ssh's own ``words``, and what to do."""
     lines = _lines(words)
@@ -155,7 +183,7 @@ def killed_by(returncode: int) -> str | None:
     """Returns a message if the return code of ssh means that a signal ended ssh or the agent."""
     if returncode < 0:
         return f"the ssh client was killed by {signal_name(-returncode)}"
-    if 128 < returncode < 255:  # 255 is a failure of ssh itself
+    if 128 < returncode < SSH_FAILED:
         return f"its hvdlite agent was killed by {signal_name(returncode - 128)}"
     return None
 

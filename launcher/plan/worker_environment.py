@@ -79,9 +79,10 @@ _CHAOS = "HVDLITE_CHAOS"
 OWN_VARIABLES = frozenset({*_PLACE, *_ELASTIC, _STORE, _JOB_DIR, _CHAOS})
 """The variables that only hvdlite-run sets: a user's values are replaced."""
 
-# The longest path of a Unix socket, and how much of it follows the temporary directory: /hvdlite-, a token, /store.
+# The longest path of a Unix socket, and how much of it follows the temporary directory: /hvdlite-, a token, and /store
+# or /r and the number of a process.
 _SOCKET_BYTES = 107 if sys.platform == "linux" else 103
-_JOB_BYTES = 36
+_JOB_BYTES = 40
 
 
 def slot_environment(slot: Slot, size: int, *, master_address: str, master_port: int) -> dict[str, str]:

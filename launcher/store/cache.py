@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ..errors import ProtocolError
-from ..wire.messages import Alive, InitDone, InitFailed, InitStarted, Newcomers
+from ..wire.messages import Alive, InitDone, InitFailed, InitStarted, Newcomers, Stalled
 from ..wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
 from ..wire.worker_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, generation_of, pack, unpack
 
@@ -52,7 +52,9 @@ class _Reader:
 class Cache:
     """The copies on one host, and the requests of its workers that are not answered yet."""
 
-    def __init__(self, send: Callable[[StoreEvent | _Announcement | Alive], None], workers: Collection[int]) -> None:
+    def __init__(
+        self, send: Callable[[StoreEvent | _Announcement | Alive | Stalled], None], workers: Collection[int]
+    ) -> None:
         """``workers`` are the numbers of the workers on this host: more of them may be added."""
         self._send = send
         self._workers = workers
@@ -80,6 +82,10 @@ class Cache:
                 case StoreRequest.ALIVE:
                     worker, number, waited_ms = self._numbers(unpack(payload), least=3, most=3)
                     self._send(Alive(worker, number, waited_ms / 1000))
+                    reply(DONE, b"")
+                case StoreRequest.STALLED:
+                    worker, waited_ms = self._numbers(unpack(payload), least=2, most=2)
+                    self._send(Stalled(worker, waited_ms / 1000))
                     reply(DONE, b"")
                 case _:
                     return self._ask(operation, payload, reply)

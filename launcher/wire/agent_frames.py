@@ -34,11 +34,14 @@ from .messages import (
     Output,
     OutputTaken,
     Refused,
+    Reported,
     SignalWorkers,
+    Stalled,
     Started,
     StartJob,
     StartWorkers,
     Stream,
+    TakeReport,
 )
 from .store_messages import StoreCommand, StoreEvent
 
@@ -162,6 +165,9 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
     InitDone: (10, _OF_INIT),
     InitFailed: (14, _OF_INIT),
     Alive: (26, {"worker": _worker, "number": _number(0, _MOST_QUESTIONS), "waited_s": _seconds}),
+    Stalled: (27, {"worker": _worker, "waited_s": _seconds}),
+    Reported: (28, {"worker": _worker, "number": _number(0, _MOST_QUESTIONS), "facts": _str}),
+    TakeReport: (29, {"number": _number(0, _MOST_QUESTIONS)}),
     StartJob: (
         16,
         {
@@ -184,7 +190,7 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
 }
 _JSON_BY_KIND = {kind: (message, fields) for message, (kind, fields) in _JSON.items()}
 _KINDS = frozenset({*_STREAMS, _INPUT_KIND, *store_messages.KINDS, *_JSON_BY_KIND})
-_COMMANDS = (StartJob, StartWorkers, SignalWorkers, OutputTaken, Greet)
+_COMMANDS = (StartJob, StartWorkers, SignalWorkers, TakeReport, OutputTaken, Greet)
 _OF_LAUNCHER = {_INPUT_KIND, *store_messages.COMMAND_KINDS, *(_JSON[command][0] for command in _COMMANDS)}
 _BEAT_KIND = _JSON[Beat][0]
 

@@ -1,20 +1,20 @@
 """The messages between launcher and agents, and the other events of the launcher's event loop, as dataclasses.
 
-    launcher ── Greet, StartJob, StartWorkers, SignalWorkers, Input, OutputTaken, Beat ──► agent
-    launcher ◄── Hello, Started, InputWanted, Output, InitStarted, InitDone, InitFailed, Alive, Exited, Refused, Beat
-                                                                                                      ── agent
+    launcher ── Greet, StartJob, StartWorkers, SignalWorkers, TakeReport, Input, OutputTaken, Beat ──► agent
+    launcher ◄── Hello, Started, InputWanted, Output, InitStarted, InitDone, InitFailed, Alive, Stalled, Reported,
+                                                                                 Exited, Refused, Beat ── agent
 
 To end a job the launcher sends `SignalWorkers`, and at last closes the agent's stdin: the agent then kills what is
 left. The messages about the rendezvous store are in `store_messages`, and `agent_frames` encodes both as bytes.
 `Answered`, `Lost`, `AgentSaid`, `HostsFound`, `DiscoveryFailed`, `FaultAsked`, `Interrupted`, `InputRead`,
-`ScreenFailed` and `ScreenDone` are created in the launcher and never sent.
+`ReportAsked`, `UserSignal`, `ScreenFailed` and `ScreenDone` are created in the launcher and never sent.
 
 ``worker`` is a worker's number, which identifies it during the whole job. Its rank is in its `Slot` (see `slots`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
@@ -100,6 +100,23 @@ class Alive:
 
 
 @dataclass(frozen=True)
+class Stalled:
+    """A worker has waited for other ranks for longer than its stall warning's time. Sent once in each wait."""
+
+    worker: int
+    waited_s: float
+
+
+@dataclass(frozen=True)
+class Reported:
+    """What an agent has found out about a worker, for the report ``number``: JSON, as `host.collect` describes it."""
+
+    worker: int
+    number: int
+    facts: str
+
+
+@dataclass(frozen=True)
 class Exited:
     """A worker has ended. All its `Output` was sent before this.
 
@@ -173,6 +190,18 @@ class Lost:
 
 
 @dataclass(frozen=True)
+class NotThereYet:
+    """A host cannot be connected to, and it is tried again until it is hung up on.
+
+    ``cause`` has a few words, such as "connection refused"; ``why`` has ssh's own, and what to do.
+    """
+
+    host: str
+    cause: str
+    why: str
+
+
+@dataclass(frozen=True)
 class HostsFound:
     """The hosts of an elastic job, by their labels, with their slots: all that are there now, in their order."""
 
@@ -208,6 +237,24 @@ class Interrupted:
 
 
 @dataclass(frozen=True)
+class UserSignal:
+    """The launcher itself has received SIGUSR1 or SIGUSR2, which is for the workers."""
+
+    signum: int
+
+
+@dataclass(frozen=True)
+class ReportAsked:
+    """The user asks for a report: by SIGQUIT, or by another process (``hvdlite-run --report``).
+
+    ``answer`` is called with it, as text and as JSON's value; any thread may call it, and it never raises. None after
+    SIGQUIT: then it is shown.
+    """
+
+    answer: Callable[[str, object], None] | None = None
+
+
+@dataclass(frozen=True)
 class InputRead:
     """Bytes from the launcher's standard input; empty at its end."""
 
@@ -228,9 +275,10 @@ class ScreenDone:
 
 
 # Sent by an agent about one of its workers.
-OfWorker = Output | Started | InputWanted | InitStarted | InitDone | InitFailed | Alive | Exited
+OfWorker = Output | Started | InputWanted | InitStarted | InitDone | InitFailed | Alive | Stalled | Reported | Exited
 WorkerEvent = OfWorker | Refused
-LauncherEvent = Answered | AgentSaid | Lost | HostsFound | DiscoveryFailed | FaultAsked | Interrupted | InputRead
+HostEvent = Answered | NotThereYet | HostsFound | DiscoveryFailed
+LauncherEvent = HostEvent | AgentSaid | Lost | FaultAsked | ReportAsked | UserSignal | Interrupted | InputRead
 Event = WorkerEvent | LauncherEvent | ScreenFailed | ScreenDone
 
 
@@ -288,6 +336,13 @@ class SignalWorkers:
 
 
 @dataclass(frozen=True)
+class TakeReport:
+    """Asks an agent for a `Reported` about each worker that runs on its host."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Input:
     """Bytes for a worker's standard input, sent after `InputWanted`; empty at the end of the input."""
 
@@ -302,5 +357,5 @@ class OutputTaken:
     count: int
 
 
-Command = Greet | OutputTaken | StartJob | StartWorkers | SignalWorkers | Input | StoreCommand | Beat
+Command = Greet | OutputTaken | StartJob | StartWorkers | SignalWorkers | TakeReport | Input | StoreCommand | Beat
 Message = WorkerEvent | StoreEvent | Hello | Command

@@ -43,6 +43,7 @@ class StoreRequest(IntEnum):
     INIT_DONE = 11  # number of the worker whose hvd.init() has succeeded ── nothing
     INIT_FAILED = 12  # number of the worker whose hvd.init() has raised an exception ── nothing
     ALIVE = 13  # number of the worker, of the question (`job.hangs`), milliseconds that it has waited ── nothing
+    STALLED = 14  # number of the worker, milliseconds that it has waited for other ranks ── nothing
 
 
 DONE, FAILED = 0, 1  # outcomes; the payload of FAILED is the reason, as text

@@ -16,6 +16,7 @@ from hvdlite_launcher.job.roster import Roster
 from hvdlite_launcher.job.supervisor import Supervisor
 from hvdlite_launcher.plan.chaos_spec import parse_chaos
 from hvdlite_launcher.plan.elastic_spec import OnFailure, Policy
+from hvdlite_launcher.report.reports import Reports
 from hvdlite_launcher.store.server import Store
 from hvdlite_launcher.wire.messages import (
     Answered,
@@ -77,8 +78,24 @@ class Played:
             say=self.say,
             clock=self._now,
         )
+        reports = Reports(
+            ask=lambda _: None,
+            running=lambda: ending.running,
+            worker=roster.__getitem__,
+            say=self.say,
+            clock=self._now,
+            directory=None,
+        )
         supervisor = Supervisor(
-            chaos, ending, roster, send_input=None, stdin=None, screen=self, log=_nothing, on_fault=chaos.on_fault
+            chaos,
+            ending,
+            roster,
+            reports,
+            send_input=None,
+            stdin=None,
+            screen=self,
+            log=_nothing,
+            on_fault=chaos.on_fault,
         )
         with contextlib.suppress(ScriptIsOverError):
             supervisor.run(self)

@@ -222,6 +222,10 @@ def is_open_to_strangers(listener: Listener) -> bool:
     return listener.is_of_rank and listener.family.startswith("tcp")
 
 
+def has_file(listener: Listener) -> bool:
+    return listener.family == "unix" and not listener.address.startswith("@")
+
+
 def attack_with(*names: str, of: Callable[[Listener], bool] = is_open_to_strangers, **more: object) -> OnNew:
     """Makes all of these attacks on each socket as soon as it listens."""
 
@@ -337,6 +341,9 @@ def test_a_listener_that_closed_before_its_owner_was_found_is_judged_by_its_addr
     assert allowed("unix", "/tmp/hvdlite-12ab-0/34cd")
     assert not allowed("tcp", "0.0.0.0")
     assert not allowed("unix", "/tmp/34cd")
+    assert allowed("unix", "/tmp/hvdlite-12ab-0/r77", "rank 1")
+    assert not allowed("unix", "/tmp/hvdlite-12ab-0/store", "rank 1")
+    assert not allowed("unix", "@hvdlite-run-12", "another program")
     assert not allowed("tcp", "10.77.0.2", "another program")
 
 
@@ -354,10 +361,12 @@ def _is_allowed(listener: Listener, job: Any, hosts: int) -> bool:
     # has to do. The others show whose these are.
     unknown = listener.owner == CLOSED_AT_ONCE
     if listener.family == "unix":
-        # Of the agent, or of rank 0; other users cannot enter the directory.
-        private = re.search(r"/hvdlite-\w+-\d+/\w+$", listener.address)
+        if re.fullmatch(r"@hvdlite-run-\d+", listener.address):
+            return "hvdlite_launcher" in listener.owner or "hvdlite-run" in listener.owner or unknown
+        # Of the agent, of rank 0, or of a rank for reports; other users cannot enter the directory.
+        private = re.search(r"/hvdlite-\w+-\d+/(?:(r\d+)|\w+)$", listener.address)
         known = "hvdlite_launcher" in listener.owner or listener.owner == "rank 0"
-        return private is not None and (known or unknown)
+        return private is not None and (known or unknown or (private[1] is not None and listener.is_of_rank))
     (host,) = [each for each in job.lan.hosts if each.name == listener.machine]
     own = "127.0.0.1" if hosts == 1 else host.address
     return (listener.is_of_rank or unknown) and listener.family == "tcp" and listener.address == own
@@ -366,23 +375,21 @@ def _is_allowed(listener: Listener, job: Any, hosts: int) -> bool:
 @pytest.mark.smoke
 def test_a_user_of_the_same_machine_cannot_connect_to_the_sockets_of_the_job_directory(start):
     """Unix sockets are files: the mode of their directory keeps other users out, from the moment they exist."""
-    is_unix = lambda listener: listener.family == "unix"  # noqa: E731
-    # Rank 0's is closed when rank 1 has connected.
-    job = start(1, "1", "_reach", on_new=attack_with("knock", of=is_unix))
+    # The agent's, each rank's for reports, and rank 0's, which is closed when rank 1 has connected.
+    job = start(1, "1", "_reach", on_new=attack_with("knock", of=has_file))
     assert job.all_come_to("_reach", 1), job.launch.ended()
-    wait_until(lambda: len(list(filter(is_unix, job.watcher.recorded))) == 2)
+    wait_until(lambda: len(list(filter(has_file, job.watcher.recorded))) == 4)
     job.wait_until_attacked()
     job.open("_reach", "train", "end")
     assert assert_withstood(job, 2) == ""
-    assert len([listener for listener in job.watcher.recorded if is_unix(listener)]) == 2
-    assert [result["connected"] for result in job.intruders[0].results] == [0, 0]
+    assert len([listener for listener in job.watcher.recorded if has_file(listener)]) == 4
+    assert [result["connected"] for result in job.intruders[0].results] == [0] * 4
 
 
 def test_garbage_of_the_same_user_on_the_sockets_of_the_job_directory_disturbs_nobody(start):
     """The job's own user could end the job in other ways, but another program's mistake must not."""
     harmless = "garbage", "truncated", "lengths", "nesting", "stolen-rank", "slow-bytes", "half-open"
-    is_unix = lambda listener: listener.family == "unix"  # noqa: E731
-    job = start(1, on_new=attack_with(*harmless, of=is_unix), uid=0)
+    job = start(1, on_new=attack_with(*harmless, of=has_file), uid=0)
     assert job.all_come_to("train", 2), job.launch.ended()
     job.wait_until_attacked()
     job.open("train", "end")

@@ -4,6 +4,7 @@ It does not come by chance: the process sends it to itself, at the Nth of its im
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -106,3 +107,34 @@ def test_what_is_imported_before_signals_are_taken_is_next_to_nothing():
     ).stdout
     own = {"hvdlite_launcher", "hvdlite_launcher.errors", "hvdlite_launcher.__main__"}
     assert set(shown.split()) <= own | {"__future__", "_signal", "_thread", "errno"}
+
+
+SAVES = """
+import time, torch
+import hvdlite as hvd
+hvd.init()
+saver = hvd.save_on_signal(lambda: print("saved after", step, flush=True))
+step = 0
+while True:
+    step += 1
+    hvd.allreduce(torch.ones(1), name=f"step {step}")
+    if step == 3:
+        print("trains", flush=True)
+    saver.step()
+    time.sleep(0.01)
+"""
+
+
+def test_all_ranks_save_after_the_same_step_and_end_well_after_a_signal_to_hvdlite_run(launch, tmp_path):
+    (tmp_path / "train.py").write_text(SAVES)
+    # The shell of a worker does not handle the signal.
+    job = launch("-np", "2", "sh", "-c", f"{sys.executable} {tmp_path}/train.py; exit $?")
+    seen = b""
+    while seen.count(b"trains") < 2:
+        seen += job.process.stdout.readline()
+    job.launcher().send_signal(signal.SIGUSR1)
+    code, out, err = job.ended(240)
+    saved = re.findall(rb"saved after (\d+)", seen + out)
+    assert (code, len(saved), len(set(saved))) == (0, 2, 1), err.decode()
+    assert b"SIGUSR1 passed on to 2 workers, to the processes that handle it" in err
+    job.assert_gone()

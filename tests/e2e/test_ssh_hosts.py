@@ -400,8 +400,9 @@ def test_a_host_that_accepts_connections_and_says_nothing_is_named_in_time(launc
 
 def test_a_port_where_nobody_listens_is_told(launch, make_lan):
     lan = make_lan("a", "b", ports=(22, 2222))
-    err = failed(launch("-H", "a,b", "true", on=lan.desk))
-    assert re.search(r"^hvdlite-run: b: .*Connection refused.*-p", err, re.MULTILINE), err
+    err = failed(launch("--start-timeout", "3", "-H", "a,b", "true", on=lan.desk))
+    assert re.search(r"^hvdlite-run: b: .*Connection refused.*-p.*--start-timeout", err, re.MULTILINE), err
+    assert err.count("waiting for b: connection refused") == 1, err
 
 
 def test_a_host_whose_key_has_changed_is_not_trusted(launch, make_lan):

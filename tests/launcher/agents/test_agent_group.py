@@ -25,7 +25,7 @@ def test_a_host_that_is_left_before_it_could_be_connected_to_is_not_connected_to
         return [["ssh", "far"]]
 
     monkeypatch.setattr(Agents, "_argvs", look_up)
-    monkeypatch.setattr(Agents, "_add", lambda agents, host, argv: added.append(host))
+    monkeypatch.setattr(Agents, "_add", lambda agents, host, argv, **_: added.append(host))
     monkeypatch.setattr(Agents, "_greet", lambda agents, agent: None)
     events = SimpleQueue()
     agents = Agents(SimpleNamespace(hosts=()), events)

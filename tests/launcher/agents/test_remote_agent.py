@@ -9,10 +9,12 @@ from queue import SimpleQueue
 import pytest
 from hvdlite_launcher.agents.remote_agent import RemoteAgent
 from hvdlite_launcher.plan.hosts import Host
+from hvdlite_launcher.plan.ssh import why_not_there_yet
 from hvdlite_launcher.store.server import Store
 from hvdlite_launcher.version import VERSION
 from hvdlite_launcher.wire.agent_frames import MARK, encode
 from hvdlite_launcher.wire.messages import (
+    AgentSaid,
     Answered,
     Exited,
     Hello,
@@ -21,6 +23,7 @@ from hvdlite_launcher.wire.messages import (
     InitStarted,
     InputWanted,
     Lost,
+    NotThereYet,
     Output,
     Refused,
     Started,
@@ -129,6 +132,66 @@ def test_words_without_end_on_its_stderr_are_cut():
         said.append(event.text)
     assert len("".join(said)) < 2_000_000
     assert said[-1].endswith("... (the rest is not shown)")
+
+
+REFUSED = "ssh: connect to host node port 22: Connection refused"
+# Fails as ssh does until the file in $0 exists, then answers as the file in $1.
+NOT_THERE = f'test -e "$0" || {{ echo "{REFUSED}" >&2; exit 255; }}; head -c 1 >/dev/null; exec cat "$1"'
+
+
+def patient_agent(tmp_path, script=NOT_THERE):
+    events: SimpleQueue = SimpleQueue()
+    (tmp_path / "said").write_bytes(MARK + HELLO)
+    agent = RemoteAgent(
+        NODE,
+        ["sh", "-c", script, str(tmp_path / "there"), str(tmp_path / "said")],
+        events,
+        store=Store(),
+        explain=lambda code, words: f"explained: {words.strip()}",
+        why_not_there_yet=why_not_there_yet,
+    )
+    agent.greet(count_slots=False, interface=None)
+    return agent, events
+
+
+def test_a_host_that_is_not_there_yet_is_tried_again_until_it_answers(tmp_path):
+    agent, events = patient_agent(tmp_path)
+    not_there = NotThereYet("node", "connection refused", f"explained: {REFUSED}")
+    assert [events.get(timeout=60) for _ in range(2)] == [not_there] * 2
+    (tmp_path / "there").touch()
+    while (event := events.get(timeout=60)) == not_there:
+        pass
+    assert isinstance(event, Answered)
+    agent.hang_up()
+    agent.wait(60)
+
+
+def test_a_host_that_is_hung_up_on_is_not_tried_again(tmp_path):
+    agent, events = patient_agent(tmp_path)
+    assert isinstance(events.get(timeout=60), NotThereYet)
+    receivers = [thread for thread in threading.enumerate() if thread.name == "receive_loop node"]
+    agent.hang_up()
+    for receiver in receivers:
+        receiver.join(60)
+        assert not receiver.is_alive()
+    agent.wait(60)
+    while not events.empty():
+        assert isinstance(events.get(), NotThereYet)
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        'echo "root@node: Permission denied (publickey)." >&2; exit 255',
+        f'echo "Welcome"; echo "{REFUSED}" >&2; exit 255',  # written on the host, which was reached
+        f'echo "{REFUSED}" >&2; exit 1',
+    ],
+)
+def test_any_other_failure_is_the_last_attempt(script, tmp_path):
+    _, events = patient_agent(tmp_path, script)
+    while isinstance(event := events.get(timeout=60), AgentSaid):
+        pass
+    assert isinstance(event, Lost)
 
 
 FRAMES = st.one_of(

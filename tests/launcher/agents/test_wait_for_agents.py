@@ -2,9 +2,10 @@
 
 import signal
 
+import pytest
 from hvdlite_launcher.agents.wait_for_agents import wait_for_agents
 from hvdlite_launcher.errors import LauncherError
-from hvdlite_launcher.wire.messages import AgentSaid, Answered, Hello, Interrupted, Lost
+from hvdlite_launcher.wire.messages import AgentSaid, Answered, Hello, Interrupted, Lost, NotThereYet
 from scripts import Script
 
 HELLO = Hello("1", None, "10.0.0.1", 4000)
@@ -15,7 +16,13 @@ def _gather(hosts, *events):
     try:
         by_hand = {host: f"ssh {host} true" for host in hosts}
         greeted = wait_for_agents(
-            by_hand, script, timeout_s=60, say=said.append, log=logged.append, clock=lambda: script.now
+            by_hand,
+            script,
+            timeout_s=60,
+            say=said.append,
+            log=logged.append,
+            tell_wait=said.append,
+            clock=lambda: script.now,
         )
         hellos = greeted.all()
     except LauncherError as error:
@@ -62,3 +69,33 @@ def test_a_host_that_is_lost_after_its_answer_and_before_the_others_has_failed()
     error, said, _ = _gather(["a", "b"], Answered("a", HELLO), Lost("a", "killed"), Answered("b", HELLO))
     assert said == ["a: killed"]
     assert str(error) == "no worker was started, because these hosts failed: a; b answered"
+
+
+REFUSED = NotThereYet("b", "connection refused", "ssh: Connection refused (is sshd running there?)")
+WAITING = "waiting for b: connection refused; trying again until 60 s are over (--start-timeout)"
+
+
+def test_a_host_that_is_not_there_yet_is_told_once_and_waited_for():
+    answers, said, _ = _gather(["a", "b"], REFUSED, Answered("a", HELLO), REFUSED, REFUSED, Answered("b", HELLO))
+    assert (answers.keys(), said) == ({"a", "b"}, [WAITING])
+
+
+def test_a_host_that_is_still_not_there_when_the_time_is_over_is_named_with_cause_and_way_out():
+    error, said, _ = _gather(["a", "b"], REFUSED, Answered("a", HELLO))
+    why = (
+        "b: ssh: Connection refused (is sshd running there?). It was tried again for 60 s; --start-timeout allows more"
+    )
+    assert said == [WAITING, why]
+    assert "failed: b; a answered" in str(error)
+
+
+@pytest.mark.parametrize("events", [(REFUSED, Lost("a", "no key")), (Lost("a", "no key"), REFUSED)])
+def test_nobody_waits_for_hosts_that_are_not_there_when_another_has_failed(events):
+    error, said, _ = _gather(["a", "b"], *events)
+    assert sorted(said)[:2] == ["a: no key", "b: ssh: Connection refused (is sshd running there?)"]
+    assert "these hosts failed:" in str(error)
+
+
+def test_a_host_that_comes_and_then_fails_has_failed():
+    error, said, _ = _gather(["b"], REFUSED, Lost("b", "no key"))
+    assert (str(error), said) == ("b: no key", [WAITING])

@@ -1,9 +1,12 @@
 """The command line of hvdlite-run: what it accepts, and the one line for each error."""
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 from hvdlite_launcher.cli import flag_parser, hvdlite_run
+from hvdlite_launcher.report.console import Console
 
 HELP = Path(__file__).with_name("help.txt")
 OF_TORCHRUN = "is a flag of torchrun. Run hvdlite-run once, on one host: -np is the number of all workers, and -H"
@@ -160,3 +163,24 @@ def test_a_value_that_looks_like_a_flag_is_asked_for_after_an_equals_sign(capsys
     assert capsys.readouterr().err == (
         "hvdlite-run: --mpi-args: expected one argument; if it begins with a dash, write --mpi-args=VALUE\n"
     )
+
+
+@pytest.mark.parametrize("asked", [["--ps"], ["--report", "1"], ["--diagnose", "1"]])
+def test_a_question_about_running_jobs_starts_no_command(asked, capsys):
+    assert hvdlite_run.main([*asked, "python", "train.py"]) == 2
+    assert f"{asked[0]} starts no command: leave out 'python'" in capsys.readouterr().err
+
+
+def test_two_questions_about_running_jobs_are_refused(capsys):
+    assert hvdlite_run.main(["--ps", "--diagnose", "1"]) == 2
+    assert "--ps and --diagnose ask for different things" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("verdict", "code"), [("goes on", 0), ("stands still", 3), ("not known", 4)])
+def test_the_exit_code_of_diagnose_is_its_verdict(verdict, code, capsys):
+    def answer(asked):
+        asked.answer("text", {"verdict": verdict, "ranks": []})
+
+    with Console(answer, dict):
+        assert hvdlite_run.main(["--diagnose", str(os.getpid())]) == code
+    assert json.loads(capsys.readouterr().out) == {"verdict": verdict, "ranks": []}

@@ -15,6 +15,7 @@ from hvdlite_launcher.job.membership import Membership
 from hvdlite_launcher.job.roster import Roster
 from hvdlite_launcher.job.supervisor import Supervisor
 from hvdlite_launcher.plan.elastic_spec import OnFailure, Policy
+from hvdlite_launcher.report.reports import Reports
 from hvdlite_launcher.store.server import Store
 from hvdlite_launcher.wire.messages import (
     Answered,
@@ -27,6 +28,7 @@ from hvdlite_launcher.wire.messages import (
     InitStarted,
     Interrupted,
     Lost,
+    NotThereYet,
     Output,
     Refused,
     ScreenFailed,
@@ -85,8 +87,16 @@ class Played:
             start_timeout_s=START_TIMEOUT_S,
             hang_timeout_s=0,
         )
+        reports = Reports(
+            ask=lambda _: None,
+            running=lambda: self.ending.running,
+            worker=roster.__getitem__,
+            say=self.say,
+            clock=lambda: self.now_s,
+            directory=None,
+        )
         supervisor = Supervisor(
-            self.job, self.ending, roster, send_input=None, stdin=None, screen=self, log=lambda _: None
+            self.job, self.ending, roster, reports, send_input=None, stdin=None, screen=self, log=lambda _: None
         )
         self.outcome = None
         try:
@@ -449,6 +459,35 @@ def test_a_job_of_whose_hosts_none_can_be_used_again_ends():
     assert played.outcome.message == (
         "no host is left: each has had a failure and gets no more workers (--blacklist-cooldown-range)"
     )
+
+
+REFUSED = NotThereYet("b", "connection refused", "ssh: Connection refused (is sshd running there?)")
+WAITING = "waiting for b: connection refused; trying again until 60 s are over (--start-timeout)"
+
+
+def test_a_job_begins_without_a_host_that_is_not_there_yet_and_tells_of_it_once():
+    def begun(job):
+        assert job.started == {0: "a"}
+
+    played = Played(found(a=1, b=1), REFUSED, answers("a"), begun, REFUSED, answers("b"))
+    assert played.started == {0: "a", 1: "b"}
+    assert played.said == [WAITING]
+
+
+def test_a_host_that_does_not_come_is_given_up_with_the_cause():
+    played = Played(found(a=1, b=1), answers("a"), REFUSED, TIME_PASSES)
+    assert played.said == [
+        WAITING,
+        "b: ssh: Connection refused (is sshd running there?). It was tried again for 60 s; --start-timeout allows more",
+    ]
+    assert played.left == ["b"]
+
+
+def test_a_host_that_vanishes_before_it_was_there_is_no_failure_and_may_come_again():
+    played = Played(found(a=1, b=1), answers("a"), REFUSED, found(a=1), found(a=1, b=1), REFUSED, answers("b"))
+    assert played.left == ["b"]
+    assert played.connected == ["a", "b", "b"]
+    assert played.started == {0: "a", 1: "b"}
 
 
 def test_too_few_slots_end_the_job_after_the_elastic_timeout():

@@ -12,6 +12,7 @@ from hvdlite_launcher.job.roster import Roster
 from hvdlite_launcher.job.supervisor import Supervisor
 from hvdlite_launcher.plan.hosts import Host
 from hvdlite_launcher.plan.slots import plan_slots
+from hvdlite_launcher.report.reports import Reports
 from hvdlite_launcher.wire.messages import (
     Event,
     Exited,
@@ -26,6 +27,7 @@ from hvdlite_launcher.wire.messages import (
     Refused,
     ScreenFailed,
     Started,
+    UserSignal,
 )
 
 GRACE = 30.0  # the grace after a signal to the launcher
@@ -75,8 +77,16 @@ class Played:
         )
         ending.running.update(workers)
         judgement = FirstFailure(workers, ending, roster, start_timeout_s=60)
+        reports = Reports(
+            ask=lambda _: None,
+            running=lambda: ending.running,
+            worker=roster.__getitem__,
+            say=self.say,
+            clock=lambda: self._now,
+            directory=None,
+        )
         supervisor = Supervisor(
-            judgement, ending, roster, send_input=self._send, stdin=self, screen=self, log=lambda text: None
+            judgement, ending, roster, reports, send_input=self._send, stdin=self, screen=self, log=lambda text: None
         )
         self.outcome = supervisor.run(self)
         assert not self._script, "the loop ended before its script"
@@ -617,3 +627,15 @@ def test_who_does_not_come_to_init_is_named_by_rank():
 def test_input_goes_to_the_worker_that_has_room_for_it():
     played = Played(InputWanted(1), InputRead(b"x"), Exited(0, 0), Exited(1, 0), workers=SWAPPED)
     assert played.sent_to == [1]
+
+
+def test_a_signal_for_the_program_is_passed_on_and_ends_nothing():
+    played = Played(UserSignal(signal.SIGUSR1), Exited(0, 0), Exited(1, 0))
+    assert [(numbers, signum) for _, numbers, signum in played.signals] == [([0, 1], signal.SIGUSR1)]
+    assert played.said == ["SIGUSR1 passed on to 2 workers, to the processes that handle it"]
+    assert played.exit_code == 0
+
+
+def test_a_signal_for_the_program_is_not_passed_on_once_the_job_ends():
+    played = Played(Interrupted(TERM), UserSignal(signal.SIGUSR1), Exited(0, 0), Exited(1, 0))
+    assert [signum for _, _, signum in played.signals] == [TERM]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from hvdlite_launcher.plan.hosts import Host
-from hvdlite_launcher.plan.ssh import Ssh, explain
+from hvdlite_launcher.plan.ssh import Ssh, explain, why_not_there_yet
 
 NODE = Host("node1", 2, "user")
 
@@ -151,3 +151,48 @@ def test_any_other_failure_is_told_by_its_last_line_and_how_to_see_it_by_hand():
 def test_who_was_killed_is_told_and_not_what_ssh_says_of_every_new_host(returncode, cause):
     words = "Warning: Permanently added 'node1' (ED25519) to the list of known hosts.\r\n"
     assert explain(NODE, Ssh(), returncode, words) == cause
+
+
+CLOSED = "kex_exchange_identification: Connection closed by remote host\r\nConnection closed by UNKNOWN port 65535"
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("ssh: connect to host n1 port 2222: Connection refused\r\n", "connection refused"),
+        ("ssh: connect to host n1 port 22: No route to host", "no route to host"),
+        ("ssh: connect to host n1 port 22: Connection timed out", "connection timed out"),
+        (
+            "ssh: Could not resolve hostname n1: Name or service not known",
+            "its name is not known (Name or service not known)",
+        ),
+        (f"ssh: connect to host jump port 22: Connection refused\r\n{CLOSED}", "connection refused"),
+        (
+            f"channel 0: open failed: connect failed: Connection refused\r\nstdio forwarding failed\r\n{CLOSED}",
+            "connection refused",
+        ),
+        (
+            "debug1: Connecting to n1.\nssh: connect to host n1 port 22: Connection refused\ndebug1: bye",
+            "connection refused",
+        ),
+    ],
+)
+def test_a_host_that_is_not_there_yet_is_known_by_sshs_own_words_and_its_exit_code(words, cause):
+    assert why_not_there_yet(255, words) == cause
+    assert why_not_there_yet(1, words) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "",
+        "root@n1: Permission denied (publickey).",
+        "Host key verification failed.",
+        "curl: (7) Failed to connect to n2 port 80: Connection refused",
+        # After it was reached: the host's shell has written the first line, and sshd has closed the connection.
+        "ssh: connect to host n2 port 22: Connection refused\nConnection to n1 closed by remote host.",
+        CLOSED,
+    ],
+)
+def test_any_other_failure_will_be_the_same_the_next_time(words):
+    assert why_not_there_yet(255, words) is None

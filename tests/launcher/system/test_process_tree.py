@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
+import signal
 import subprocess
+import sys
 import tracemalloc
 
-from hvdlite_launcher.system.process_tree import dying_with_parent, has_group
+from hvdlite_launcher.system.process_tree import dying_with_parent, has_group, signal_handlers
 
 
 def test_a_group_is_there_until_its_last_process_was_reaped():
@@ -33,3 +35,16 @@ def test_children_that_die_with_their_parent_are_made_one_after_the_other_and_no
     finally:
         tracemalloc.stop()
     assert sum(each.count for each in of_ctypes.statistics("filename")) == 0
+
+
+def test_a_signal_for_handlers_reaches_those_and_ends_no_other(tmp_path):
+    """A shell that handles nothing, and its child, which does."""
+    program = (
+        "import signal, sys; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(7)); print(flush=True); signal.pause()"
+    )
+    shell = subprocess.Popen(["sh", "-c", '"$0" -c "$1"; exit $?', sys.executable, program], stdout=subprocess.PIPE)
+    with shell:
+        assert shell.stdout.readline() == b"\n"
+        signal_handlers(shell.pid, signal.SIGUSR1)
+        assert shell.wait(60) == 7
+    signal_handlers(shell.pid, signal.SIGUSR1)  # it has ended

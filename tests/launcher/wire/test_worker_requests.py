@@ -42,7 +42,7 @@ def test_any_bytes_are_one_request_or_its_begin_or_an_error(garbage):
     assert request is None or frame(*request) == garbage
 
 
-@pytest.mark.parametrize("header", [(0, 0), (14, 0), (255, 5), (1, MAX_REQUEST_BYTES + 1)])
+@pytest.mark.parametrize("header", [(0, 0), (15, 0), (255, 5), (1, MAX_REQUEST_BYTES + 1)])
 def test_a_bad_header_is_told_before_its_payload_is_waited_for(header):
     with pytest.raises(ProtocolError, match="invalid request"):
         RequestDecoder().feed(struct.pack(">BI", *header))

@@ -1,0 +1,131 @@
+"""
+`HangReporter`: tells hvdlite-run what this process does, for a report on a job that stands still.
+
+    hvdlite-run ── agent ── connects to <job's directory>/r<pid> ── HangReporter ── JSON: threads, waits, optimizers
+                         └─ no answer: a signal ── faulthandler writes all stacks to <job's directory>/r<pid>.stacks
+
+A thread waits for connections, and costs nothing until one comes. Where a C extension holds the interpreter's lock the
+thread has no turn, so the stacks can also be had by a signal, whose handler needs no lock. The thread also tells
+hvdlite-run, once in each wait, that this process has waited for others for longer than the stall warning's time.
+
+`runtime.world` starts it under hvdlite-run. The host's agent (`launcher.host.collect`) asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
+
+from ..control.call_sites import frames_of_threads, own_prefixes
+from ..rendezvous.store_client import StoreClient, StoreRequest
+
+STACKS_SIGNAL = 62
+"""A real-time signal that programs hardly use. The agent sends it, and must know the same number."""
+
+_LOOKS_EACH_S = 5.0
+_MOST_FRAMES = 200
+_MOST_MS = 10**9 - 1
+
+
+class HangReporter:
+    """The thread, the socket and the file of one worker process, until it ends."""
+
+    def __init__(
+        self,
+        job_dir: str,
+        worker: int,
+        store: StoreClient,
+        *,
+        describe: Callable[[], Mapping[str, Any]],
+        waited_s: Callable[[], float],
+        warn_after_s: float | None,
+    ) -> None:
+        """``describe`` returns what this rank knows of itself, for JSON. It is called on this object's thread.
+
+        ``waited_s`` returns for how long the process has waited for other ranks, and ``warn_after_s`` is when that is
+        too long, None for never. Raises an OSError if nothing can be created in ``job_dir``.
+        """
+        self._worker = worker
+        self._store = store
+        self._describe = describe
+        self._waited_s = waited_s
+        self._warn_after_s = warn_after_s
+        self._has_told = False
+        own = os.path.join(job_dir, f"r{os.getpid()}")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.settimeout(_LOOKS_EACH_S)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(own)  # of a process that had this number before
+        self._listener.bind(own)
+        self._listener.listen()
+        self._register(f"{own}.stacks")
+        threading.Thread(target=self._run, name="hvdlite-report", daemon=True).start()
+
+    def _register(self, path: str) -> None:
+        """Has the signal write all stacks to this file, unless the program uses the signal itself."""
+        if signal.getsignal(STACKS_SIGNAL) is not signal.SIG_DFL:
+            return
+        # Kept open as long as the process lives, since the handler writes to its descriptor.
+        self._stacks = open(path, "a")  # noqa: SIM115  # see above
+        self._stacks.write(json.dumps({"libraries": own_prefixes()}) + "\n")
+        self._stacks.flush()
+        faulthandler.register(STACKS_SIGNAL, self._stacks, all_threads=True, chain=False)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                self._look()
+                continue
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):
+                connection.settimeout(_LOOKS_EACH_S)
+                connection.sendall(self._answer())
+
+    def _answer(self) -> bytes:
+        answer: dict[str, Any] = {"libraries": own_prefixes(), "threads": stacks_of_threads()}
+        try:
+            answer.update(self._describe())
+        except Exception as error:  # noqa: BLE001  # the stacks are worth more than no answer; the report says what failed
+            answer["error"] = f"{type(error).__name__}: {error}"
+        return json.dumps(answer).encode()
+
+    def _look(self) -> None:
+        limit_s, waited_s = self._warn_after_s, self._waited_s()
+        is_stalled = limit_s is not None and waited_s >= limit_s
+        if is_stalled and not self._has_told:
+            waited_ms = min(int(1000 * waited_s), _MOST_MS)
+            # Without an agent this process is ended, too.
+            with contextlib.suppress(OSError):
+                self._store.request(StoreRequest.STALLED, [b"%d" % self._worker, b"%d" % waited_ms])
+        self._has_told = is_stalled
+
+
+def stacks_of_threads() -> list[dict[str, Any]]:
+    """Returns the name and the frames (file, line, function; the outermost first) of each thread, for JSON."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    return [
+        {"name": names.get(ident, f"thread {ident}"), "is_main": ident == main, "frames": _frames(frame)}
+        for ident, frame in frames_of_threads().items()
+        if ident != threading.get_ident()
+    ]
+
+
+def _frames(innermost: FrameType) -> list[tuple[str, int, str]]:
+    found: list[tuple[str, int, str]] = []
+    frame: FrameType | None = innermost
+    while frame is not None and len(found) < _MOST_FRAMES:
+        found.append((frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
+        frame = frame.f_back
+    return found[::-1]

@@ -1,0 +1,187 @@
+"""The socket on which a running hvdlite-run answers others of the same user, and its clients.
+
+    hvdlite-run --report PID ── @hvdlite-run-<pid> (an abstract Unix socket) ── Console ── ReportAsked ──► supervisor
+                             ◄── JSON: {"text": ..., "report": ...}
+    hvdlite-run --ps         ── each of them, at once ── Console
+                             ◄── JSON: {"started_at": ..., "workers": ..., "hosts": ..., "command": ...}
+
+The socket has no file, and no port: it is there as long as the process, within its network namespace. Both ends check
+that the other process is of the same user, or root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any
+
+from ..errors import LauncherError, UsageError
+from ..wire.messages import ReportAsked
+
+_REPORT, _ABOUT = b"report\n", b"about\n"
+_REQUEST_BYTES = 16
+_PATIENCE_S = 15.0
+_ABOUT_PATIENCE_S = 2.0
+_READ_BYTES = 1 << 16
+_PEER = struct.Struct("3i")
+
+
+class Console:
+    """Listens until `close`. Where there are no abstract sockets (not Linux), it does nothing."""
+
+    def __init__(self, put: Callable[[ReportAsked], object], about: Callable[[], Mapping[str, object]]) -> None:
+        """``about`` returns what `--ps` shows of the job, for JSON. It is called in threads of this object."""
+        self._put = put
+        self._about = about
+        self._listener: socket.socket | None = None
+        if not sys.platform.startswith("linux"):
+            return
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(_address(os.getpid()))
+        except OSError:  # a process of another namespace of numbers has it: there is only SIGQUIT then
+            listener.close()
+            return
+        listener.listen()
+        self._listener = listener
+        self._thread = threading.Thread(target=self._run, args=(listener,), daemon=True, name="console")
+        self._thread.start()
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread. Who waits for a report gets none."""
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._thread.join()
+            self._listener.close()
+
+    def _run(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True, name="console client").start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(_PATIENCE_S)
+            if not _is_of_same_user(connection):
+                return
+            request = connection.recv(_REQUEST_BYTES)
+            if request == _ABOUT:
+                connection.sendall(json.dumps(self._about()).encode())
+            if request != _REPORT:
+                return
+            is_there = threading.Event()
+            found: list[tuple[str, object]] = []
+
+            def answer(text: str, report: object) -> None:
+                found.append((text, report))
+                is_there.set()
+
+            self._put(ReportAsked(answer))
+            if is_there.wait(_PATIENCE_S):
+                ((text, report),) = found
+                connection.sendall(json.dumps({"text": text, "report": report}).encode())
+
+
+def ask_for_report(job: str, flag: str = "--report") -> tuple[str, dict[str, Any]]:
+    """Returns the report of a running job as text and as JSON's value. ``job`` is its hvdlite-run's process number.
+
+    ``flag`` is the one that errors name. Raises a UsageError if there is no such job, and a LauncherError if it does
+    not answer.
+    """
+    if not re.fullmatch(r"[0-9]{1,10}", job):
+        raise UsageError(f"{flag}: {job!r} is not the number of a process{_those_that_run()}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(_PATIENCE_S)
+        try:
+            connection.connect(_address(int(job)))
+        except OSError:
+            raise UsageError(
+                f"{flag}: no hvdlite-run with the process number {job} runs here{_those_that_run()}"
+            ) from None
+        if not _is_of_same_user(connection):
+            raise UsageError(f"{flag}: process {job} is another user's")
+        try:
+            given = _answer_to(_REPORT, connection)
+            return str(given["text"]), dict(given["report"])
+        except (OSError, ValueError, KeyError, TypeError):
+            raise LauncherError(
+                f"{flag}: hvdlite-run {job} gave no report: its job is ending, or is another user's"
+            ) from None
+
+
+def table_of_jobs() -> str:
+    """Returns a line for each hvdlite-run of this user on this machine, with the age of its job, for `--ps`."""
+    rows = [("PID", "AGE", "WORKERS", "HOSTS", "COMMAND")]
+    for pid in running_jobs():
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(_ABOUT_PATIENCE_S)
+            try:
+                connection.connect(_address(pid))
+                if not _is_of_same_user(connection):
+                    continue
+                about = _answer_to(_ABOUT, connection)
+                age = timedelta(seconds=max(0, int(time.time() - float(about["started_at"]))))
+                command = shlex.join(map(str, about["command"]))
+                rows.append((str(pid), str(age), str(about["workers"]), ",".join(about["hosts"]), command))
+            except (ConnectionError, ValueError, KeyError, TypeError):
+                continue  # it ends just now
+            except TimeoutError:
+                rows.append((str(pid), "?", "?", "?", "(does not answer: it is stopped, or very busy)"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    cells = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in cells)
+
+
+def _answer_to(request: bytes, connection: socket.socket) -> Any:
+    connection.sendall(request)
+    data = bytearray()
+    while part := connection.recv(_READ_BYTES):
+        data += part
+    return json.loads(data)
+
+
+def running_jobs() -> list[int]:
+    """Returns the process numbers of this user's hvdlite-runs that can be asked."""
+    found: set[int] = set()
+    with contextlib.suppress(OSError), open("/proc/net/unix") as file:
+        for line in file:
+            # Only those that listen: the connections of those who ask have the same name.
+            if match := re.search(r" 00010000 .* @hvdlite-run-([0-9]+)$", line.rstrip("\n")):
+                with contextlib.suppress(OSError):
+                    if os.stat(f"/proc/{match[1]}").st_uid in (os.geteuid(), 0):
+                        found.add(int(match[1]))
+    return sorted(found)
+
+
+def _those_that_run() -> str:
+    jobs = running_jobs()
+    return f"; running: {', '.join(map(str, jobs))}" if jobs else "; none of yours runs"
+
+
+def _address(pid: int) -> str:
+    return f"\0hvdlite-run-{pid}"
+
+
+def _is_of_same_user(connection: socket.socket) -> bool:
+    _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return uid in (os.geteuid(), 0)

@@ -1,0 +1,260 @@
+"""`RankFacts`: what is known of one rank for a report, read from the JSON that `host.collect` sends.
+
+Nothing in that JSON is trusted to have the right form: what has not is left out, since half a report is better than
+none. `causes` and `report_text` use it.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_MOST = 1000
+_THREAD = re.compile(r"(?:Current thread|Thread) (0x[0-9a-f]+)(?: \[(.*)\])?.*\(most recent call first\):")
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+
+# Functions in which a program waits for other ranks, by what their files' paths end with. A program of plain
+# torch.distributed says nothing else of its waits.
+_WAITS = ("torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py", "hvdlite/comm/work.py")
+
+
+class Source(enum.Enum):
+    """How the stacks of a rank are known."""
+
+    ANSWER = "its own answer"
+    SIGNAL = "a signal, since it did not answer"
+    NONE = "not known"
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True)
+class Thread:
+    """``frames``: the outermost first."""
+
+    name: str
+    is_main: bool
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
+class Wait:
+    what: str
+    waited_s: float
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """How far an optimizer is in its step: see `hvdlite.control.reducer_registry.Progress`."""
+
+    optimizer: str
+    step: int
+    phase: str
+    buckets: int
+    sent: int
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    name: str
+    state: str
+    cpu_s: float
+    memory: int
+    command: str
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """One rank. ``rank`` is None before it has one. ``processes``: its own, with the descendants.
+
+    ``can_answer``: its program has called hvd.init(). ``has_come`` is False if its agent sent nothing in time.
+    """
+
+    worker: int
+    rank: int | None
+    host: str
+    pid: int
+    processes: tuple[Process, ...] = ()
+    threads: tuple[Thread, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    optimizers: tuple[Optimizer, ...] = ()
+    libraries: tuple[str, ...] = ()
+    source: Source = Source.NONE
+    can_answer: bool = False
+    has_come: bool = True
+    load: float | None = None
+    cores: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"worker {self.worker}" if self.rank is None else f"rank {self.rank}"
+
+    @property
+    def state(self) -> str:
+        """The state of the process, as psutil names it; "" if it is not known."""
+        return next((each.state for each in self.processes if each.pid == self.pid), "")
+
+    @property
+    def main(self) -> tuple[Frame, ...]:
+        """The frames of the main thread, the outermost first."""
+        return next((each.frames for each in self.threads if each.is_main), ())
+
+    def place(self) -> Frame | None:
+        """Returns the innermost frame of the user's own program in the main thread; None if there is none."""
+        return next((frame for frame in reversed(self.main) if self.is_users(frame)), None)
+
+    def is_users(self, frame: Frame) -> bool:
+        return not frame.file.startswith((*self.libraries, "<frozen"))
+
+    def is_waiting(self) -> bool:
+        """Whether the program waits for other ranks."""
+        if self.waits:
+            return True
+        inner = self.main[-6:]
+        return any(frame.file.endswith(_WAITS) for frame in inner)
+
+    def can_run(self) -> bool:
+        """Whether the process can run its program: its host answers, and it is not stopped, ended, or mute."""
+        is_mute = self.can_answer and self.source is not Source.ANSWER
+        return self.has_come and self.state not in ("stopped", "tracing-stop", "zombie") and not is_mute
+
+    def data(self) -> dict[str, Any]:
+        """Returns it for JSON."""
+        place = self.place()
+        return {
+            **asdict(self),
+            "source": self.source.name.lower(),
+            "state": self.state,
+            "place": None if place is None else asdict(place),
+            "is_waiting": self.is_waiting(),
+        }
+
+
+def read_facts(text: str, *, worker: int, rank: int | None, host: str, pid: int) -> RankFacts:
+    """Returns what the JSON of an agent says of this worker."""
+    try:
+        facts = json.loads(text)
+    except ValueError:
+        facts = {}
+    facts = facts if isinstance(facts, dict) else {}
+    answer = facts.get("answer")
+    stacks = facts.get("stacks")
+    threads: tuple[Thread, ...] = ()
+    libraries: Any = ()
+    source = Source.NONE
+    if isinstance(answer, dict):
+        source, libraries = Source.ANSWER, answer.get("libraries")
+        threads = tuple(filter(None, map(_thread, _items(answer.get("threads")))))
+    else:
+        answer = {}
+        if isinstance(stacks, str):
+            source = Source.SIGNAL
+            libraries, threads = _of_signal(stacks)
+    load, cores = facts.get("load"), facts.get("cores")
+    return RankFacts(
+        worker=worker,
+        rank=rank,
+        host=host,
+        pid=_number(facts.get("pid"), pid),
+        processes=tuple(filter(None, map(_process, _items(facts.get("processes"))))),
+        threads=threads,
+        waits=tuple(filter(None, map(_wait, _items(answer.get("waits"))))),
+        optimizers=tuple(filter(None, map(_optimizer, _items(answer.get("optimizers"))))),
+        libraries=tuple(each for each in _items(libraries) if isinstance(each, str) and each),
+        source=source,
+        can_answer=facts.get("can_answer") is True,
+        load=float(load) if isinstance(load, int | float) else None,
+        cores=cores if isinstance(cores, int) else None,
+    )
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value[:_MOST] if isinstance(value, list | tuple) else ()
+
+
+def _number(value: Any, otherwise: int = 0) -> int:
+    return value if type(value) is int else otherwise
+
+
+def _text(value: Any) -> str:
+    # A program names its threads and functions as it likes: nothing of that may control the terminal.
+    return "".join(each if each.isprintable() else "?" for each in value[:_MOST]) if isinstance(value, str) else ""
+
+
+def _thread(given: Any) -> Thread | None:
+    if not isinstance(given, dict):
+        return None
+    frames = [each for each in _items(given.get("frames")) if isinstance(each, list) and len(each) == 3]
+    return Thread(
+        _text(given.get("name")),
+        given.get("is_main") is True,
+        tuple(Frame(_text(file), _number(line), _text(function)) for file, line, function in frames),
+    )
+
+
+def _wait(given: Any) -> Wait | None:
+    if not (isinstance(given, list) and len(given) == 2 and isinstance(given[1], int | float)):
+        return None
+    return Wait(_text(given[0]), float(given[1]))
+
+
+def _optimizer(given: Any) -> Optimizer | None:
+    if not isinstance(given, dict):
+        return None
+    names = tuple(_text(each) for each in _items(given.get("missing")))
+    step, buckets, sent = (_number(given.get(key)) for key in ("step", "buckets", "sent"))
+    return Optimizer(_text(given.get("optimizer")), step, _text(given.get("phase")), buckets, sent, names)
+
+
+def _process(given: Any) -> Process | None:
+    if not isinstance(given, dict):
+        return None
+    cpu_s = given.get("cpu_s")
+    return Process(
+        _number(given.get("pid")),
+        _text(given.get("name")),
+        _text(given.get("state")),
+        float(cpu_s) if isinstance(cpu_s, int | float) else 0.0,
+        _number(given.get("memory")),
+        _text(given.get("command")),
+    )
+
+
+def _of_signal(text: str) -> tuple[Any, tuple[Thread, ...]]:
+    """Returns the libraries and the threads in what faulthandler has written, with a first line of JSON."""
+    first, _, rest = text.partition("\n")
+    try:
+        libraries = json.loads(first).get("libraries")
+    except (ValueError, AttributeError):
+        libraries = ()
+    stacks: list[tuple[str, list[Frame]]] = []
+    for line in rest.split("\n"):
+        if head := _THREAD.match(line):
+            stacks.append((_text(head[2]) or f"thread {head[1]}", []))
+        elif stacks and (found := _FRAME.match(line)):
+            number = int(found[2]) if found[2].isdigit() else 0
+            stacks[-1][1].append(Frame(_text(found[1]), number, _text(found[3])))
+    # The newest thread is written first, so the main thread is the last one.
+    threads = [
+        Thread(name, index == len(stacks) - 1, tuple(reversed(frames))) for index, (name, frames) in enumerate(stacks)
+    ]
+    return libraries, tuple(threads)
+
+
+def sorted_by_rank(facts: Iterable[RankFacts]) -> list[RankFacts]:
+    """Returns them by rank; those without one at the end, by number."""
+    return sorted(facts, key=lambda each: (each.rank is None, each.rank, each.worker))

@@ -1,0 +1,151 @@
+"""`Reports`: takes reports on a running job, one at a time, and passes each on when all hosts have answered.
+
+    TakeReport to the agents ──► on_reported, until all have come, or the time is over ──► screen, files, who has asked
+
+`supervisor` calls it. It has no connection, thread or clock of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from ..wire.messages import ReportAsked, Reported, Stalled
+from .rank_facts import RankFacts, read_facts
+from .report_text import Report
+
+# Agents stop to collect after 4 s.
+_COMPLETE_WITHIN_S = 4.5
+# At least so long after a report that nobody has asked for comes the next such one.
+_PAUSE_S = 600.0
+
+Answer = Callable[[str, object], None]
+
+
+class Worker(Protocol):
+    """What the roster knows of a worker."""
+
+    @property
+    def host(self) -> str: ...
+    @property
+    def rank(self) -> int | None: ...
+    @property
+    def pid(self) -> int: ...
+
+
+class Reports:
+    """The reports of one job."""
+
+    def __init__(
+        self,
+        *,
+        ask: Callable[[int], None],
+        running: Callable[[], Collection[int]],
+        worker: Callable[[int], Worker],
+        say: Callable[[str], None],
+        clock: Callable[[], float],
+        directory: str | None,
+    ) -> None:
+        """``ask`` sends a `TakeReport` with this number to all agents. ``directory`` is --report-dir."""
+        self._ask = ask
+        self._running = running
+        self._worker = worker
+        self._say = say
+        self._clock = clock
+        self._directory = directory
+        self._number = 0
+        self._began_at: float | None = None
+        self._why = ""
+        self._is_shown = False
+        self._askers: list[Answer] = []
+        self._waiting: set[int] = set()
+        self._facts: dict[int, RankFacts] = {}
+        self._last_at: float | None = None
+
+    def on_asked(self, asked: ReportAsked) -> None:
+        """Takes a report: for another process, which gets it, or to be shown, after SIGQUIT."""
+        if asked.answer is None:
+            self._begin("asked for by SIGQUIT", is_shown=True)
+        else:
+            self._askers.append(asked.answer)
+            self._begin("asked for by hvdlite-run --report", is_shown=False)
+
+    def on_stalled(self, stalled: Stalled) -> None:
+        """Takes a report since a worker has waited for long, unless there was one lately."""
+        if self._last_at is None or self._clock() - self._last_at >= _PAUSE_S:
+            self._last_at = self._clock()
+            rank = self._worker(stalled.worker).rank
+            name = f"worker {stalled.worker}" if rank is None else f"rank {rank}"
+            self._begin(f"since {name} has waited {stalled.waited_s:.0f} s for others", is_shown=True)
+
+    def on_reported(self, reported: Reported) -> None:
+        """Takes what an agent has found out about a worker."""
+        if self._began_at is None or reported.number != self._number:
+            return
+        known = self._worker(reported.worker)
+        self._facts[reported.worker] = read_facts(
+            reported.facts, worker=reported.worker, rank=known.rank, host=known.host, pid=known.pid
+        )
+        self._forget(reported.worker)
+
+    def on_exit(self, worker: int) -> None:
+        """Waits no more for a worker that has ended."""
+        if self._began_at is not None:
+            self._forget(worker)
+
+    def time_left_s(self) -> float | None:
+        """Returns the seconds until `time_passes` must be called; None if no report is being taken."""
+        return None if self._began_at is None else self._began_at + _COMPLETE_WITHIN_S - self._clock()
+
+    def time_passes(self) -> None:
+        """Ends a report whose time is over, without the workers that have not come."""
+        if (left_s := self.time_left_s()) is not None and left_s <= 0:
+            for worker in self._waiting:
+                known = self._worker(worker)
+                self._facts[worker] = RankFacts(worker, known.rank, known.host, known.pid, has_come=False)
+            self._finish()
+
+    def _begin(self, why: str, *, is_shown: bool) -> None:
+        self._is_shown = self._is_shown or is_shown
+        if self._began_at is not None:  # its answer is for this one, too
+            return
+        self._number += 1
+        self._began_at, self._why = self._clock(), why
+        self._facts.clear()
+        self._waiting = set(self._running())
+        if self._waiting:
+            self._ask(self._number)
+        else:
+            self._finish()
+
+    def _forget(self, worker: int) -> None:
+        self._waiting.discard(worker)
+        if not self._waiting:
+            self._finish()
+
+    def _finish(self) -> None:
+        assert self._began_at is not None, "it was begun"
+        report = Report(self._number, self._why, list(self._facts.values()), self._clock() - self._began_at)
+        self._began_at = None
+        text, data = report.text(), report.data()
+        if self._is_shown:
+            self._say(text)
+        askers, self._askers, self._is_shown = self._askers, [], False
+        self._write(text, data)
+        for answer in askers:
+            answer(text, data)
+
+    def _write(self, text: str, data: object) -> None:
+        if self._directory is None:
+            return
+        try:
+            os.makedirs(self._directory, exist_ok=True)
+            for suffix, content in (("txt", text), ("json", json.dumps(data, indent=1))):
+                with open(os.path.join(self._directory, f"report-{self._number}.{suffix}"), "w") as file:
+                    file.write(content + "\n")
+        except OSError as error:
+            # Told once: the job goes on.
+            self._say(f"--report-dir {self._directory}: reports are not written: {error.strerror}")
+            self._directory = None

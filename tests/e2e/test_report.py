@@ -1,0 +1,166 @@
+"""``hvdlite-run --report``: jobs that stand still in a known way, and what the report says of them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+
+import pytest
+from e2e.conftest import wait_until
+
+pytestmark = pytest.mark.slow
+
+PATIENCE_S = 240
+
+PROGRAM = """
+import os, re, signal, sys, threading, time
+import torch
+import hvdlite as hvd
+
+hvd.init()
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+is_odd = hvd.rank() == 2
+
+def loads(how):
+    if not is_odd:
+        return
+    if how == "sleep":
+        time.sleep(10000)  # HERE
+    if how == "lock":
+        re.match("(a+)+b", "a" * 60)  # HERE
+    if how == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "alone":
+        hvd.allreduce(torch.ones(3), name="mine")  # HERE
+    if how == "loader":
+        next(iter(torch.utils.data.DataLoader(Hangs(), num_workers=1)))  # HERE
+    if how == "mutex":
+        lock = threading.Lock()
+        lock.acquire()
+        lock.acquire()  # HERE
+
+class Hangs(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+    def __getitem__(self, index):
+        time.sleep(10000)
+
+for step in range(3):
+    if step == 2:
+        loads(sys.argv[1])
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def hung(launch, tmp_path):
+    """Provides a function that starts a job, and returns it, its reports' directory, and the program's file."""
+    file = tmp_path / "train.py"
+    file.write_text(PROGRAM)
+
+    def start(how: str, **env: str):
+        reports = tmp_path / "reports"
+        words = ("-np", "4", "--grace", "0", "--report-dir", str(reports), sys.executable, str(file), how)
+        return launch(*words, env={"OMP_NUM_THREADS": "1", **env}), reports, file
+
+    return start
+
+
+def line_of(how: str) -> int:
+    before, _, after = PROGRAM.partition(f'if how == "{how}":')
+    return 1 + (before + after.partition("# HERE")[0]).count("\n")
+
+
+def report_of(launch, job, reports, *, until) -> tuple[str, dict]:
+    """Asks for reports until one shows that the job stands still, and returns that: ranks take time to come there."""
+    give_up_at = time.monotonic() + PATIENCE_S
+    number = 0
+    while True:
+        code, out, err = launch("--report", str(job.launcher().pid)).ended(PATIENCE_S)
+        if code == 2 and number == 0 and time.monotonic() < give_up_at:
+            continue  # it does not listen yet
+        assert (code, err) == (0, b"")
+        number += 1
+        data = json.loads((reports / f"report-{number}.json").read_text())
+        assert (reports / f"report-{number}.txt").read_bytes() == out
+        if until(data) or time.monotonic() > give_up_at:
+            return out.decode(), data
+
+
+def stands_still(data: dict) -> bool:
+    """Whether rank 2 has come to where it stays, and all others wait in that step."""
+    others = [data["ranks"][rank] for rank in (0, 1, 3)]
+    waits = all(each["waits"] and [one["step"] for one in each["optimizers"]] == [2] for each in others)
+    odd = data["ranks"][2]
+    return waits and (odd["state"] == "stopped" or (odd["place"] or {}).get("function") == "loads")
+
+
+@pytest.mark.parametrize("how", ["sleep", "lock", "alone", "loader", "mutex"])
+def test_the_rank_that_the_others_wait_for_is_named_with_its_line(launch, hung, how):
+    job, reports, file = hung(how)
+    text, data = report_of(launch, job, reports, until=stands_still)
+    assert data["cause"]["ranks"] == [2], text
+    odd = data["ranks"][2]
+    assert (odd["place"]["file"], odd["place"]["line"], odd["place"]["function"]) == (str(file), line_of(how), "loads")
+    assert odd["source"] == ("signal" if how == "lock" else "answer")
+    assert f"cause: rank 2 (worker 2 on localhost, pid {odd['pid']})" in text
+    assert "ranks 0-1, 3 wait for others" in text
+    code, out, _ = launch("--diagnose", str(job.launcher().pid)).ended(PATIENCE_S)
+    ranks = json.loads(out)["ranks"]
+    waits_s = max(wait["waited_s"] for each in ranks for wait in each["waits"])
+    all_answer = all(each["source"] == "answer" for each in ranks)  # on a busy machine one may have no time to
+    assert code == (0 if all_answer and waits_s < 10 else 3)
+    assert f"{job.launcher().pid} " in launch("--ps").ended(PATIENCE_S)[1].decode()
+    assert [each["step"] for rank in (0, 1, 3) for each in data["ranks"][rank]["optimizers"]] == [2, 2, 2]
+    job.process.send_signal(signal.SIGTERM)
+    job.ended(PATIENCE_S)
+    job.assert_gone()
+
+
+def test_a_stopped_rank_is_named(launch, hung):
+    job, reports, _ = hung("stop")
+    text, data = report_of(launch, job, reports, until=stands_still)
+    assert data["cause"]["ranks"] == [2], text
+    assert "is stopped: its process does not run (SIGSTOP, debugger)" in text
+    assert data["ranks"][2]["state"] == "stopped"
+    job.process.send_signal(signal.SIGTERM)
+    job.ended(PATIENCE_S)
+    job.assert_gone()
+
+
+def test_a_job_that_stalls_is_reported_without_being_asked(hung):
+    job, reports, _ = hung("sleep", HVDLITE_STALL_CHECK_TIME_S="2")
+    wait_until((reports / "report-1.json").exists, PATIENCE_S)
+    job.process.send_signal(signal.SIGTERM)
+    _, _, err = job.ended(PATIENCE_S)
+    assert b" s for others\n  cause: rank 2 (worker 2 on localhost" in err
+    job.assert_gone()
+
+
+def test_sigquit_has_a_program_that_knows_nothing_of_hvdlite_reported_by_its_processes(launch, tmp_path):
+    there = tmp_path / "there"
+    ignored = signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # as in a script's background job
+    job = launch("-np", "2", "--grace", "0", "sh", "-c", f"touch {there}.$HVDLITE_RANK; sleep 1000")
+    signal.signal(signal.SIGQUIT, ignored)
+    wait_until(lambda: len(list(tmp_path.glob("there.*"))) == 2, PATIENCE_S)
+    job.launcher().send_signal(signal.SIGQUIT)
+    code, out, _ = launch("--report", str(job.launcher().pid)).ended(PATIENCE_S)
+    assert code == 0
+    assert b"it has not called hvd.init() in any worker" in out
+    job.process.send_signal(signal.SIGTERM)
+    _, _, err = job.ended(PATIENCE_S)
+    assert b"report 1 on 2 ranks, asked for by SIGQUIT" in err
+    job.assert_gone()
+
+
+def test_a_job_that_is_gone_is_refused(launch):
+    code, out, err = launch("--report", "1").ended(PATIENCE_S)
+    assert (code, out) == (2, b"")
+    assert err.startswith(b"hvdlite-run: --report: no hvdlite-run with the process number 1 runs here")

@@ -1,0 +1,115 @@
+"""The socket of a running hvdlite-run, and the client that asks on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import struct
+import threading
+import time
+
+import pytest
+from hvdlite_launcher.errors import LauncherError, UsageError
+from hvdlite_launcher.report import console
+from hvdlite_launcher.report.console import Console, ask_for_report, running_jobs, table_of_jobs
+
+OWN = str(os.getpid())
+
+
+def about():
+    return {"started_at": time.time() - 3725, "workers": 3, "hosts": ["a", "b"], "command": ["python", "my train.py"]}
+
+
+def test_who_asks_gets_the_report_that_the_event_is_answered_with():
+    with Console(lambda asked: asked.answer("text", {"report": 1}), about):
+        assert os.getpid() in running_jobs()
+        assert ask_for_report(OWN) == ("text", {"report": 1})
+    assert os.getpid() not in running_jobs()
+
+
+def test_several_may_ask_at_once():
+    waiting = []
+    both_ask = threading.Barrier(2)
+
+    def answer_both(asked) -> None:
+        waiting.append(asked)
+        both_ask.wait(60)
+        asked.answer("text", {})
+
+    with Console(answer_both, about):
+        found = []
+        threads = [threading.Thread(target=lambda: found.append(ask_for_report(OWN))) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert found == [("text", {})] * 2
+
+
+@pytest.mark.parametrize("job", ["train.py", "", "-1", "12345678901"])
+def test_what_is_no_process_number_is_refused(job):
+    with pytest.raises(UsageError, match="is not the number of a process"):
+        ask_for_report(job)
+
+
+def test_a_process_that_is_no_hvdlite_run_is_refused_with_those_that_run():
+    with pytest.raises(UsageError, match=r"^--report: no hvdlite-run with the process number \d+ runs here; "):
+        ask_for_report(OWN)
+    with Console(lambda _: None, about), pytest.raises(UsageError, match=f"running: .*{OWN}"):
+        ask_for_report("1")
+
+
+def test_a_launcher_that_ends_before_it_answers_is_an_error():
+    with socket.socket(socket.AF_UNIX) as ending:
+        ending.bind(f"\0hvdlite-run-{OWN}")
+        ending.listen()
+
+        def end() -> None:
+            ending.accept()[0].close()
+
+        threading.Thread(target=end).start()
+        with pytest.raises(LauncherError, match=f"hvdlite-run {OWN} gave no report: its job is ending"):
+            ask_for_report(OWN)
+
+
+def test_another_users_launcher_is_refused_by_the_one_who_asks_and_another_user_by_the_launcher(monkeypatch):
+    asked = []
+    with Console(asked.append, about):
+        other = os.geteuid() + 1
+        monkeypatch.setattr(console, "_is_of_same_user", lambda connection: _uid_of(connection) == other)
+        with pytest.raises(UsageError, match=f"process {OWN} is another user's"):
+            ask_for_report(OWN)
+    assert asked == []
+
+
+def _uid_of(connection: socket.socket) -> int:
+    uid: int = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+    return uid
+
+
+def test_jobs_are_listed_with_their_age_workers_hosts_and_command():
+    with Console(lambda _: None, about):
+        head, *rows = table_of_jobs().splitlines()
+    assert head.split() == ["PID", "AGE", "WORKERS", "HOSTS", "COMMAND"]
+    (row,) = [row for row in rows if row.startswith(f"{OWN} ")]
+    assert re.fullmatch(rf"{OWN} +1:02:0\d +3 +a,b +python 'my train.py'", row)
+
+
+def test_a_launcher_that_does_not_answer_is_listed_as_such(monkeypatch):
+    monkeypatch.setattr(console, "_ABOUT_PATIENCE_S", 0.1)
+    with socket.socket(socket.AF_UNIX) as stopped:
+        stopped.bind(f"\0hvdlite-run-{OWN}")
+        stopped.listen()
+        assert re.search(rf"(?m)^{OWN} .*\(does not answer: it is stopped, or very busy\)$", table_of_jobs())
+
+
+def test_a_request_that_is_none_is_not_answered():
+    asked = []
+    with Console(asked.append, about), socket.socket(socket.AF_UNIX) as stranger:
+        stranger.connect(f"\0hvdlite-run-{OWN}")
+        stranger.sendall(b"GET / HTTP/1.1\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert stranger.recv(1) == b""
+    assert asked == []
