@@ -252,7 +252,8 @@ def count_slots(job: JobSpec) -> tuple[Host, ...]:
 @contextlib.contextmanager
 def signals_as_events(events: SimpleQueue[Event]) -> Iterator[None]:
     """While in this context, `_SIGNALS` become events instead of ending this process."""
-    with signals_as_bytes(_SIGNALS) as pipe:
+    # A script's background job ignores SIGQUIT, but a report does it no harm.
+    with signals_as_bytes(_SIGNALS, even_ignored=(signal.SIGQUIT,)) as pipe:
         threading.Thread(target=_pass_signals_on, args=(pipe, events), daemon=True, name="signals").start()
         yield
 

@@ -13,15 +13,17 @@ from collections.abc import Collection, Iterator
 
 
 @contextlib.contextmanager
-def signals_as_bytes(signums: Collection[signal.Signals]) -> Iterator[int]:
+def signals_as_bytes(
+    signums: Collection[signal.Signals], *, even_ignored: Collection[signal.Signals] = ()
+) -> Iterator[int]:
     """Catches these signals and gives the end of the pipe to read, one byte per signal.
 
     The pipe is at its end after this context; the caller closes it. A signal that is ignored (under nohup, or in a
-    script's background job) stays ignored, in this process and its children.
+    script's background job) stays ignored, in this process and its children, unless it is in ``even_ignored``.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
-    caught = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]
+    caught = [signum for signum in signums if signum in even_ignored or signal.getsignal(signum) != signal.SIG_IGN]
     before = {signum: signal.signal(signum, lambda *_: None) for signum in caught}
     previous_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     try:

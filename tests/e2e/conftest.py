@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -145,15 +147,17 @@ def ready(job: Launch, size: int = 2) -> Launch:
 
 
 @pytest.fixture
-def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+def launch() -> Iterator[Callable[..., Launch]]:
     """Provides ``launch("-np", "2", "true")``, which starts hvdlite-run; kills what still runs after the test.
 
     ``on`` is the test machine that hvdlite-run is started on, if not this one.
     """
     launched: list[Launch] = []
+    # A job whose directory has too long a path for its sockets makes it elsewhere: `tmp_path` may be too long.
+    directory = Path(tempfile.mkdtemp(prefix="job"))
 
     def start(*arguments: str | bytes, env: dict[str, str] | None = None, on: Machine | None = None, **popen) -> Launch:
-        tmp = tmp_path / f"tmp{len(launched)}"
+        tmp = directory / f"tmp{len(launched)}"
         tmp.mkdir()
         launched.append(Launch(tmp, arguments, env or {}, on, **popen))
         return launched[-1]
@@ -161,6 +165,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     yield start
     for each in launched:
         each.kill_all()
+    shutil.rmtree(directory)
 
 
 @pytest.fixture

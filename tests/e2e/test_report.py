@@ -144,7 +144,9 @@ def test_a_job_that_stalls_is_reported_without_being_asked(hung):
 
 def test_sigquit_has_a_program_that_knows_nothing_of_hvdlite_reported_by_its_processes(launch, tmp_path):
     there = tmp_path / "there"
+    ignored = signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # as in a script's background job
     job = launch("-np", "2", "--grace", "0", "sh", "-c", f"touch {there}.$HVDLITE_RANK; sleep 1000")
+    signal.signal(signal.SIGQUIT, ignored)
     wait_until(lambda: len(list(tmp_path.glob("there.*"))) == 2, PATIENCE_S)
     job.launcher().send_signal(signal.SIGQUIT)
     code, out, _ = launch("--report", str(job.launcher().pid)).ended(PATIENCE_S)

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -49,6 +50,12 @@ def _worker(job, rank):
                     return process
         time.sleep(0.01)
     raise AssertionError(f"no process of rank {rank}")
+
+
+def _states_of_threads(process):
+    """Returns the letter of the state of each thread: a signal stops them one after another."""
+    threads = Path(f"/proc/{process.pid}/task").glob("*/stat")
+    return [stat.read_text().rpartition(")")[2].split()[0] for stat in threads]
 
 
 @TIMES
@@ -135,6 +142,7 @@ def test_what_is_left_when_all_that_could_clear_up_is_killed_at_once_the_next_jo
     # All are stopped before the first one is killed, so that none reacts to another's end.
     for process in (*others, psutil.Process(job.process.pid)):
         process.suspend()
+        wait_until(lambda process=process: all(state == "T" for state in _states_of_threads(process)))
     for process in (*others, psutil.Process(job.process.pid)):
         process.kill()
     wait_until(lambda: not job.processes())
