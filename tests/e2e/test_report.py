@@ -113,8 +113,10 @@ def test_the_rank_that_the_others_wait_for_is_named_with_its_line(launch, hung, 
     assert f"cause: rank 2 (worker 2 on localhost, pid {odd['pid']})" in text
     assert "ranks 0-1, 3 wait for others" in text
     code, out, _ = launch("--diagnose", str(job.launcher().pid)).ended(PATIENCE_S)
-    waits_s = max(wait["waited_s"] for each in json.loads(out)["ranks"] for wait in each["waits"])
-    assert code == (3 if how == "lock" or waits_s >= 10 else 0)
+    ranks = json.loads(out)["ranks"]
+    waits_s = max(wait["waited_s"] for each in ranks for wait in each["waits"])
+    all_answer = all(each["source"] == "answer" for each in ranks)  # on a busy machine one may have no time to
+    assert code == (0 if all_answer and waits_s < 10 else 3)
     assert f"{job.launcher().pid} " in launch("--ps").ended(PATIENCE_S)[1].decode()
     assert [each["step"] for rank in (0, 1, 3) for each in data["ranks"][rank]["optimizers"]] == [2, 2, 2]
     job.process.send_signal(signal.SIGTERM)
