@@ -7,11 +7,14 @@ function returned in each worker, or the exception of the worker that failed fir
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import subprocess
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
 from ..cli.flag_parser import TEXTS, Parser, Value, closest
@@ -111,12 +114,9 @@ def _shown(value: object) -> str:
 
 
 def _pickled_call(func: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    # pickle alone cannot pickle functions without a name, or those defined in a notebook or the main program.
-    import cloudpickle  # type: ignore[import-untyped]  # noqa: PLC0415  # it has no types, and is used only here
-
     call = (func, tuple(args), dict(kwargs))
     try:
-        pickled = cloudpickle.dumps(call)
+        pickled = _dumps(call)
     except Exception as error:
         culprit = next((what for what, part in zip(("func", "args"), call, strict=False) if not _fits(part)), "kwargs")
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -125,11 +125,32 @@ def _pickled_call(func: Callable[..., object], args: Sequence[Any], kwargs: Mapp
     return pickle.dumps(([os.path.abspath(entry) for entry in sys.path], pickled))
 
 
-def _fits(part: object) -> bool:
-    import cloudpickle  # noqa: PLC0415  # as above
+def _dumps(value: object) -> bytes:
+    # pickle alone cannot pickle functions without a name, or those defined in a notebook or the main program.
+    import cloudpickle  # type: ignore[import-untyped]  # noqa: PLC0415  # it has no types, and is used only here
 
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # as above
+        dispatch_table = ChainMap(
+            {CodeType: lambda code: _with_filename(code, *cloudpickle.Pickler.dispatch_table[CodeType](code))},
+            cloudpickle.Pickler.dispatch_table,
+        )
+
+    file = io.BytesIO()
+    Pickler(file).dump(value)
+    return file.getvalue()
+
+
+def _with_filename(code: CodeType, make: object, args: tuple[object, ...]) -> tuple[object, tuple[object, ...]]:
+    """Returns cloudpickle's way to make a code object again, with its file, which tracebacks need for their lines.
+
+    cloudpickle 3.1.3 leaves the file out.
+    """
+    return make, tuple(code.co_filename if each == "<dynamic-code>" else each for each in args)
+
+
+def _fits(part: object) -> bool:
     try:
-        cloudpickle.dumps(part)
+        _dumps(part)
     except Exception:  # noqa: BLE001  # an object's own pickling may raise anything
         return False
     return True

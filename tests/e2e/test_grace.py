@@ -30,7 +30,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
 loader = itertools.count()
-save = torch.save
+write = torch.save
 
 def train(batch):
     optimizer.zero_grad()
@@ -42,7 +42,7 @@ def train(batch):
 def save_slowly(state, path):
     while not os.path.exists("go on"):
         time.sleep(0.02)
-    save(state, path + ".part")
+    write(state, path + ".part")
     os.rename(path + ".part", path)
 
 torch.save = save_slowly
