@@ -258,6 +258,13 @@ class Group:
             )
         return PeerLostError(f"{where} because {end}: {LOOK_THERE}. ({words})")
 
+    def watched(self, work: EngineWork, what: str) -> Work:
+        """Returns ``work``, which the caller has begun in other groups of these ranks, as one of this group's.
+
+        Every rank must call it, as if it were a collective. Messages call it ``what``.
+        """
+        return self._begun(work, what)
+
     def _begun(self, work: EngineWork, what: str) -> Work:
         # The counts let ranks report which collectives of others they have not begun.
         watch = self._watch
@@ -337,14 +344,21 @@ class Group:
 
         ``sent_bytes`` and ``received_bytes`` are the sizes of the parts sent to, and received from, each rank.
         """
+        parts, work = self.begin_all_to_all(tensor, sent_bytes, received_bytes, what)
+        work.wait()
+        return parts
+
+    def begin_all_to_all(
+        self, tensor: Tensor, sent_bytes: Sequence[int], received_bytes: Sequence[int], what: str
+    ) -> tuple[list[Tensor], Work]:
+        """Begin `all_to_all`; returns the parts, which are valid once the work is done."""
         output = tensor.new_empty(sum(received_bytes))
         options = AllToAllOptions()
         try:
             work = self.engine.alltoall_base(output, tensor, list(received_bytes), list(sent_bytes), options)
         except RuntimeError as error:
             raise self.error_of(what, error) from error
-        self._begun(work, what).wait()
-        return pieces_of(output, received_bytes)
+        return pieces_of(output, received_bytes), self._begun(work, what)
 
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, counts: Sequence[int], what: str, op: ReduceOp = Sum

@@ -112,8 +112,8 @@ class Work:
             if "DataLoader worker" in str(error):
                 # PyTorch's signal handler raises it wherever the program happens to be.
                 raise
-            if isinstance(error, MismatchError):
-                # The engine's message is already complete.
+            if isinstance(error, MismatchError | CommunicationError):
+                # The engine's message is already complete, or the work is one of several collectives, whose error it is.
                 raise
             raise self._error_of(self._what, error) from error
         except KeyboardInterrupt as interrupt:

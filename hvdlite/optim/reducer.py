@@ -33,7 +33,7 @@ from ..faults import point
 from ..log import log
 from ..ops.failures import raise_together
 from ..runtime.survival import Survival
-from .builtin_exchanges import exchange_of
+from .exchange_choice import exchange_of
 from .exchange import Exchange, Links
 from .flags import RankAndSize
 from .gradient_hooks import GradientHooks, number_of_backward, too_many_passes
@@ -240,6 +240,7 @@ class Reducer(GradientHooks):
             arguments=self._arguments,
             description=description,
             by_host=self.exchange.by_host,
+            legs=self.exchange.legs,
             tune=None if self._tune is None else Tune(self._tune, self._known_cap()),
             device=devices[0] if devices else None,
         )
