@@ -113,7 +113,7 @@ class Work:
                 # PyTorch's signal handler raises it wherever the program happens to be.
                 raise
             if isinstance(error, MismatchError | CommunicationError):
-                # The engine's message is already complete, or the work is one of several collectives, whose error it is.
+                # The message is already complete: the engine's, or that of one collective of several.
                 raise
             raise self._error_of(self._what, error) from error
         except KeyboardInterrupt as interrupt:

@@ -33,8 +33,8 @@ from ..faults import point
 from ..log import log
 from ..ops.failures import raise_together
 from ..runtime.survival import Survival
-from .exchange_choice import exchange_of
 from .exchange import Exchange, Links
+from .exchange_choice import exchange_of
 from .flags import RankAndSize
 from .gradient_hooks import GradientHooks, number_of_backward, too_many_passes
 from .gradient_state import GradientState
