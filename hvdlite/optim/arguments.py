@@ -110,8 +110,7 @@ def check_survivable(settings: Settings, *, has_all_ranks: bool, params: Iterabl
         "step_on_arrival=True, whose step is taken before all ranks have all averages": settings.step_on_arrival,
         "op=hvd.Adasum, whose step is taken before ranks combine it": settings.op == Adasum,
         "an exchange= of your own, whose state would change twice in such a step": settings.exchange is not None,
-        f"compression={settings.codec!r}, whose residuals would change twice in such a step": settings.codec
-        is not None,
+        f"compression={settings.codec!r}, whose residuals would change twice": settings.codec is not None,
         "a process_set, whose ranks are those of a world that may end": not has_all_ranks,
         "parameters on GPUs": any(param.is_cuda for param in params),
     }

@@ -148,7 +148,8 @@ class Leg(NamedTuple):
 
 def _open_legs(group: Group, count: int) -> list[Leg]:
     host_groups = host_groups_of(group.rank, group.hosts)
-    within, across = (group.rank,), tuple(range(group.size))
+    within: tuple[int, ...] = (group.rank,)
+    across = tuple(range(group.size))
     if host_groups is not None:
         within, across = host_groups.within, host_groups.across
     (token, *_) = group.all_gather_json(uuid.uuid4().hex, "opening the links of an exchange")
