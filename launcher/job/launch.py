@@ -36,12 +36,13 @@ from .elastic_job import ElasticJob
 from .ending import Ending
 from .failure_message import Outcome
 from .first_failure import FirstFailure
+from .first_minute import FirstMinute
 from .launcher_stdin import Stdin, echoes
 from .membership import Membership
 from .output_files import OutputFiles
 from .roster import Roster
 from .screen import Screen
-from .supervisor import Judgement, Supervisor
+from .supervisor import Judgement, Observer, Supervisor
 
 _FOR_WORKERS = (signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *_FOR_WORKERS)
@@ -101,6 +102,7 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
             screen=screen,
             log=log,
             on_fault=running.on_fault,
+            observers=_observers(running),
         )
         outcome = supervisor.run(events)
         to_close.close()
@@ -127,6 +129,17 @@ class _Running:
     judgement: Judgement
     report: Callable[[], str]
     on_fault: Callable[[FaultAsked], None] = lambda _: None
+
+
+def _observers(running: _Running) -> list[Observer]:
+    screen, ending = running.screen, running.ending
+    if not screen.has_status:
+        return []
+    return [
+        FirstMinute(
+            running=lambda: ending.running, roster=running.roster, set_status=screen.set_status, clock=ending.clock
+        )
+    ]
 
 
 def _start_static(
