@@ -31,7 +31,18 @@ from ..store.server import Store
 from ..system import process_tree
 from ..system.network import address_towards, own_address, some_address
 from ..system.status_line import StatusLine
-from ..wire.messages import Event, Hello, Input, Lost, Output, SignalWorkers, StartJob, StartWorkers, TakeReport
+from ..wire.messages import (
+    AskProgress,
+    Event,
+    Hello,
+    Input,
+    Lost,
+    Output,
+    SignalWorkers,
+    StartJob,
+    StartWorkers,
+    TakeReport,
+)
 from .remote_agent import RemoteAgent, local_agent_argv
 from .wait_for_agents import AgentAnswers, wait_for_agents
 
@@ -253,6 +264,12 @@ class Agents:
         for agent in list(self._agents):
             if agent.workers:
                 agent.send(TakeReport(number))
+
+    def ask_progress(self, number: int) -> None:
+        """Asks all agents how far their workers are; ``number`` is in the answers."""
+        for agent in list(self._agents):
+            if agent.workers:
+                agent.send(AskProgress(number))
 
     def kill_agent(self, label: str) -> None:
         """Kills the agent on a host, or the ssh client to it. The host is then lost, which is an event."""

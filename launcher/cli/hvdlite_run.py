@@ -30,7 +30,10 @@ from .flag_parser import EXAMPLE, HELP, Parser
 from .flag_values import positive_seconds
 
 # The dests of flags about the workers of a job and not about its hosts.
-_OF_WORKERS = ("num_proc", "dry_run", "output_filename", "report_dir", "prefix_output_with_timestamp", "grace")
+_OF_WORKERS = (
+    *("num_proc", "dry_run", "output_filename", "report_dir", "metrics_textfile"),
+    *("prefix_output_with_timestamp", "grace"),
+)
 
 _START_TIMEOUT_S = 60.0
 # Of --diagnose, by the verdict; 1 and 2 are those of errors.
@@ -170,6 +173,7 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
         timestamps=options.prefix_output_with_timestamp,
         record_dir=options.output_filename,
         report_dir=None if options.report_dir is None else os.path.abspath(options.report_dir),
+        metrics_file=None if options.metrics_textfile is None else os.path.abspath(options.metrics_textfile),
         as_horovod=options.horovod,
         elastic=elastic_flags.elastic_of(options, hosts, _elastic_timeout_s()) if starts_elastic else None,
         restart=elastic_flags.restart_of(options),

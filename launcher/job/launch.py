@@ -37,9 +37,13 @@ from .ending import Ending
 from .failure_message import Outcome
 from .first_failure import FirstFailure
 from .first_minute import FirstMinute
+from .generation_table import GenerationTable
+from .job_facts import JobFacts
 from .launcher_stdin import Stdin, echoes
 from .membership import Membership
+from .metrics import METRICS_EACH_S, Metrics, require_writable
 from .output_files import OutputFiles
+from .progress import JobProgress
 from .roster import Roster
 from .screen import Screen
 from .supervisor import Judgement, Observer, Supervisor
@@ -64,6 +68,8 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
     # Errors of the command line are reported before any host is contacted.
     if job.hosts and job.hosts[0].is_here:  # where rank 0 is, which writes the timeline
         _require_timeline(job.environment.here, job.cwd)
+    if job.metrics_file is not None:
+        require_writable("--metrics-textfile", job.metrics_file)
     start = _start_static if job.elastic is None else _start_elastic
     shared = Store() if store is None else store
     with signals_as_events(events), Agents(job, events, shared) as agents, contextlib.ExitStack() as to_close:
@@ -92,6 +98,7 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
             clock=time.monotonic,
             directory=job.report_dir,
         )
+        views = _Views(job, running, agents)
         supervisor = Supervisor(
             running.judgement,
             running.ending,
@@ -102,9 +109,10 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
             screen=screen,
             log=log,
             on_fault=running.on_fault,
-            observers=_observers(running),
+            observers=views.observers,
         )
         outcome = supervisor.run(events)
+        views.end(outcome)
         to_close.close()
         agents.end(timeout_s=_HASTY_AGENT_S if outcome.hasty else AGENT_S)
         log("no process of the job is left")
@@ -128,18 +136,48 @@ class _Running:
     ending: Ending
     judgement: Judgement
     report: Callable[[], str]
+    table: GenerationTable | None = None
     on_fault: Callable[[FaultAsked], None] = lambda _: None
 
 
-def _observers(running: _Running) -> list[Observer]:
-    screen, ending = running.screen, running.ending
-    if not screen.has_status:
-        return []
-    return [
-        FirstMinute(
-            running=lambda: ending.running, roster=running.roster, set_status=screen.set_status, clock=ending.clock
+class _Views:
+    """What people and machines see of a running job besides its output. ``observers`` are told of all events."""
+
+    def __init__(self, job: JobSpec, running: _Running, agents: Agents) -> None:
+        screen, ending, roster = running.screen, running.ending, running.roster
+        self.observers: list[Observer] = []
+        self._metrics: Metrics | None = None
+        if screen.has_status:
+            self.observers.append(
+                FirstMinute(
+                    running=lambda: ending.running, roster=roster, set_status=screen.set_status, clock=ending.clock
+                )
+            )
+        if job.metrics_file is None:
+            return
+        progress = JobProgress(
+            ask=agents.ask_progress,
+            running=lambda: ending.running,
+            roster=roster,
+            each_s=METRICS_EACH_S,
+            clock=ending.clock,
         )
-    ]
+        facts = JobFacts(
+            roster,
+            progress,
+            running=lambda: ending.running,
+            is_ending=lambda: ending.outcome is not None,
+            table=running.table,
+            clock=ending.clock,
+        )
+        self.observers += [progress, facts]
+        self._metrics = Metrics(job.metrics_file, facts, screen.say)
+        progress.show_with(self._metrics.show)
+
+    def end(self, outcome: Outcome) -> None:
+        """Writes the last state of all files."""
+        if self._metrics is not None:
+            self._metrics.write(is_up=False, exit_code=outcome.exit_code)
 
 
 def _start_static(
@@ -213,8 +251,9 @@ def _start_elastic(
         events.put(HostsFound({host.label: host.slots for host in job.hosts}))
     else:
         to_close.enter_context(Discovery(job.elastic.discovery, events.put, screen.say))
+    table = judgement.table
     if chaos is None:
-        return _Running(screen, log, roster, ending, judgement, report=judgement.table.text)
+        return _Running(screen, log, roster, ending, judgement, report=table.text, table=table)
     with_faults = ChaosJob(
         judgement,
         chaos,
@@ -242,7 +281,7 @@ def _start_elastic(
         return "\n".join(filter(None, [judgement.table.text(), final.text()]))
 
     store.watch(ASKS, note)
-    return _Running(screen, log, roster, ending, with_faults, report, with_faults.on_fault)
+    return _Running(screen, log, roster, ending, with_faults, report, table, with_faults.on_fault)
 
 
 def _ending(job: JobSpec, roster: Roster, agents: Agents, screen: Screen, log: Callable[[str], None]) -> Ending:

@@ -38,6 +38,7 @@ from ..wire.messages import (
     NotThereYet,
     OfWorker,
     Output,
+    Progressed,
     Refused,
     ReportAsked,
     Reported,
@@ -191,6 +192,8 @@ class Supervisor:
                 self._reports.on_stalled(event)
             case Reported():
                 self._reports.on_reported(event)
+            case Progressed():
+                pass  # for observers
             case ReportAsked():
                 self._reports.on_asked(event)
             case InputWanted():
