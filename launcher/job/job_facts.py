@@ -1,6 +1,6 @@
 """`JobFacts`: what has become of a job so far: its age, workers and hosts, faults, generations, and how workers ended.
 
-`supervisor` tells it of all events. `metrics` shows it.
+`supervisor` tells it of all events. `metrics` and `summary` show it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ..system.signals import shell_code, signal_name
 from ..wire.messages import Event, Exited, Lost, Started
-from .generation_table import GenerationTable
+from .generation_table import GenerationTable, Row
 from .progress import JobProgress, RankProgress
 from .roster import Roster
 
@@ -104,11 +104,15 @@ class JobFacts:
         self.ends.append(WorkerEnd(worker, record.rank, record.host, self.age_s, exit_code, how, is_fault, peak, last))
         self.progress.forget(worker)
 
-    def last_ranks(self) -> list[RankProgress]:
-        """Returns how far each rank had come when the last worker with that rank ended."""
-        last = {end.rank: replace(end.last, rank=end.rank) for end in self.ends if end.rank is not None}
+    def last_ends(self) -> list[WorkerEnd]:
+        """Returns how the last worker of each rank has ended, by rank."""
+        last = {end.rank: end for end in self.ends if end.rank is not None}
         return [last[rank] for rank in sorted(last)]
 
-    def rows(self) -> Sequence[object]:
+    def last_ranks(self) -> list[RankProgress]:
+        """Returns how far each rank had come when the last worker with that rank ended."""
+        return [replace(end.last, rank=end.rank) for end in self.last_ends()]
+
+    def rows(self) -> Sequence[Row]:
         """Returns the generations that are known, as rows of `GenerationTable`."""
         return () if self.table is None else self.table.rows()

@@ -39,13 +39,16 @@ from .first_failure import FirstFailure
 from .first_minute import FirstMinute
 from .generation_table import GenerationTable
 from .job_facts import JobFacts
+from .json_log import JsonLog
 from .launcher_stdin import Stdin, echoes
+from .log_events import LogEvents
 from .membership import Membership
 from .metrics import METRICS_EACH_S, Metrics, require_writable
 from .output_files import OutputFiles
 from .progress import JobProgress
 from .roster import Roster
 from .screen import Screen
+from .summary import Summary
 from .supervisor import Judgement, Observer, Supervisor
 
 _FOR_WORKERS = (signal.SIGUSR1, signal.SIGUSR2)
@@ -68,12 +71,14 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
     # Errors of the command line are reported before any host is contacted.
     if job.hosts and job.hosts[0].is_here:  # where rank 0 is, which writes the timeline
         _require_timeline(job.environment.here, job.cwd)
-    if job.metrics_file is not None:
-        require_writable("--metrics-textfile", job.metrics_file)
+    for flag, path in (("--metrics-textfile", job.metrics_file), ("--summary", job.summary_file)):
+        if path is not None:
+            require_writable(flag, path)
+    json_log = None if job.log_json is None else JsonLog(job.log_json, is_continued=job.attempt > 0)
     start = _start_static if job.elastic is None else _start_elastic
     shared = Store() if store is None else store
     with signals_as_events(events), Agents(job, events, shared) as agents, contextlib.ExitStack() as to_close:
-        running = start(job, events, agents, shared, to_close)
+        running = start(job, events, agents, shared, to_close, json_log)
         screen, log = running.screen, running.log
 
         def send_input(worker: int, data: bytes) -> None:
@@ -145,15 +150,19 @@ class _Views:
 
     def __init__(self, job: JobSpec, running: _Running, agents: Agents) -> None:
         screen, ending, roster = running.screen, running.ending, running.roster
-        self.observers: list[Observer] = []
+        self._screen = screen
         self._metrics: Metrics | None = None
+        self._summary: Summary | None = None
+        self.observers: list[Observer] = []
         if screen.has_status:
             self.observers.append(
                 FirstMinute(
                     running=lambda: ending.running, roster=roster, set_status=screen.set_status, clock=ending.clock
                 )
             )
-        if job.metrics_file is None:
+        if job.log_json is not None:
+            self.observers.append(LogEvents(roster, screen.record))
+        if job.metrics_file is None and job.summary_file is None:
             return
         progress = JobProgress(
             ask=agents.ask_progress,
@@ -171,17 +180,28 @@ class _Views:
             clock=ending.clock,
         )
         self.observers += [progress, facts]
-        self._metrics = Metrics(job.metrics_file, facts, screen.say)
-        progress.show_with(self._metrics.show)
+        if job.metrics_file is not None:
+            self._metrics = Metrics(job.metrics_file, facts, screen.say)
+            progress.show_with(self._metrics.show)
+        if job.summary_file is not None:
+            self._summary = Summary(job.summary_file, facts, job.command, job.attempt, screen.say)
 
     def end(self, outcome: Outcome) -> None:
         """Writes the last state of all files."""
+        self._screen.record("ended", exit_code=outcome.exit_code, why=outcome.message)
         if self._metrics is not None:
             self._metrics.write(is_up=False, exit_code=outcome.exit_code)
+        if self._summary is not None:
+            self._summary.write(outcome)
 
 
 def _start_static(
-    job: JobSpec, events: SimpleQueue[Event], agents: Agents, store: Store, to_close: contextlib.ExitStack
+    job: JobSpec,
+    events: SimpleQueue[Event],
+    agents: Agents,
+    store: Store,
+    to_close: contextlib.ExitStack,
+    json_log: JsonLog | None,
 ) -> _Running:
     """Starts all workers of a job whose ranks stay the same."""
     del store, to_close
@@ -199,6 +219,7 @@ def _start_static(
         agents.output_shown,
         timestamps=job.timestamps,
         files=files,
+        json_log=json_log,
         rank_of=lambda number: workers[number].rank,
     )
     log = screen.say if job.verbose else _say_nothing
@@ -217,7 +238,12 @@ def _start_static(
 
 
 def _start_elastic(
-    job: JobSpec, events: SimpleQueue[Event], agents: Agents, store: Store, to_close: contextlib.ExitStack
+    job: JobSpec,
+    events: SimpleQueue[Event],
+    agents: Agents,
+    store: Store,
+    to_close: contextlib.ExitStack,
+    json_log: JsonLog | None,
 ) -> _Running:
     """Begins to look for the hosts of an elastic job, which get workers when they are found."""
     assert job.elastic is not None, "the caller has asked"
@@ -225,7 +251,14 @@ def _start_elastic(
     if job.record_dir is not None:
         files = OutputFiles(job.record_dir, {})
         files.add(0)  # there will be a worker 0, and an error is reported before it is started
-    screen = Screen(events, agents.output_shown, timestamps=job.timestamps, files=files, rank_of=lambda _: None)
+    screen = Screen(
+        events,
+        agents.output_shown,
+        timestamps=job.timestamps,
+        files=files,
+        json_log=json_log,
+        rank_of=lambda _: None,
+    )
     log = screen.say if job.verbose else _say_nothing
     roster = Roster()
     ending = _ending(job, roster, agents, screen, log)

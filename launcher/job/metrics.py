@@ -48,7 +48,9 @@ class Metrics:
             replace_file(self._path, metrics_text(self._facts, is_up=is_up, exit_code=exit_code))
         except OSError as error:
             if not self._has_failed:
-                self._say(f"--metrics-textfile {self._path}: cannot be written: {_why(error)}. The job goes on")
+                self._say(
+                    f"--metrics-textfile {self._path}: cannot be written: {why_not_written(error)}. The job goes on"
+                )
             self._has_failed = True
         else:
             self._has_failed = False
@@ -80,11 +82,12 @@ def require_writable(flag: str, path: str) -> None:
         os.unlink(temporary)
     except OSError as error:
         way = "create it first" if isinstance(error, FileNotFoundError) else "choose another, or allow it"
-        why = f"no file can be made in {directory} ({_why(error)}): {way}"
+        why = f"no file can be made in {directory} ({why_not_written(error)}): {way}"
         raise UsageError(f"{flag}: cannot write {path}: {why}") from error
 
 
-def _why(error: OSError) -> str:
+def why_not_written(error: OSError) -> str:
+    """Returns the cause in words, without the file."""
     return in_words(OSError(error.errno, "")) or error.strerror or str(error)
 
 

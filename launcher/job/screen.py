@@ -30,6 +30,7 @@ from ..errors import UsageError
 from ..system.terminal_text import visible, visible_bytes
 from ..wire.messages import Event, Output, ScreenDone, ScreenFailed, Stream
 from .footer import ERASE, Footer
+from .json_log import JsonLog
 from .lines import Lines
 from .output_files import OutputFiles
 
@@ -53,6 +54,7 @@ class Screen:
         environ: Mapping[str, str] = os.environ,
         timestamps: bool = False,
         files: OutputFiles | None = None,
+        json_log: JsonLog | None = None,
         rank_of: Callable[[int], int | None] = int,
         quiet_s: float = _QUIET_S,
         redraw_s: float = _REDRAW_S,
@@ -60,9 +62,9 @@ class Screen:
     ) -> None:
         """``shown`` is called for each output that was shown, or that cannot be shown any more.
 
-        ``timestamps``: each line begins with the time. ``files`` are closed at the end. ``rank_of`` maps a worker's
-        number to the rank in its prefix, until `set_rank` is called; None if it has none. ``quiet_s``: an unfinished
-        line is shown on a terminal when its worker was quiet for so long. ``redraw_s``: see `Footer`.
+        ``timestamps``: each line begins with the time. ``files`` and ``json_log`` are closed at the end. ``rank_of`` maps a
+        worker's number to the rank in its prefix, until `set_rank` is called; None if it has none. ``quiet_s``: an
+        unfinished line is shown on a terminal when its worker was quiet for so long. ``redraw_s``: see `Footer`.
         """
         self._events = events
         self._fds: dict[Stream, int] = {"stdout": stdout, "stderr": stderr}
@@ -71,6 +73,7 @@ class Screen:
         self._coloured = not environ.get("NO_COLOR")
         self._stamp: Callable[[], bytes] = _now if timestamps else bytes
         self._files = files
+        self._json_log = json_log
         self._rank_of = rank_of
         self._ranks: dict[int, int | None] = {}  # as far as `set_rank` was called
         self._lines: dict[tuple[int, Stream], Lines] = {}
@@ -123,6 +126,11 @@ class Screen:
         """Shows a message of the launcher itself, on stderr."""
         self._todo.put(partial(self._say, text))
 
+    def record(self, kind: str, **facts: object) -> None:
+        """Writes an event to the file of --log-json, after what was shown before it."""
+        if self._json_log is not None:
+            self._todo.put(partial(self._log, lambda log: log.event(kind, **facts)))
+
     def set_status(self, *lines: str) -> None:
         """Draws these lines of the launcher below all output, in place of those before; none removes them."""
         self._todo.put(partial(self._set_status, lines))
@@ -145,7 +153,15 @@ class Screen:
             self._finish(worker)
         if self._files is not None:
             self._files.close()
+        if self._json_log is not None:
+            self._json_log.close()
         self._events.put(ScreenDone())
+
+    def _log(self, write: Callable[[JsonLog], str | None]) -> None:
+        """Writes something to the file of --log-json, if there is one; tells the user once if that fails."""
+        if self._json_log is not None and (failure := write(self._json_log)) is not None:
+            self._json_log = None
+            self._say(failure)
 
     def _next_task(self) -> Callable[[], None] | None:
         while due := self._due():
@@ -180,6 +196,7 @@ class Screen:
 
     def _set_rank(self, worker: int, rank: int | None) -> None:
         self._ranks[worker] = rank
+        self._log(lambda log: log.event("rank", worker=worker, rank=rank))
         for stream in self._fds:
             if lines := self._lines.get((worker, stream)):
                 lines.prefix = self._prefix(worker, stream)
@@ -192,6 +209,7 @@ class Screen:
                 self._files.close()
                 self._files = None
                 self._events.put(ScreenFailed(error.filename, error))
+        self._log(lambda log: log.output(output, self._rank_now(output.worker)))
         lines = self._lines.get((output.worker, output.stream))
         if lines is None:
             prefix = self._prefix(output.worker, output.stream)
@@ -223,6 +241,7 @@ class Screen:
     def _finish(self, worker: int) -> None:
         if self._files is not None:
             self._files.finish(worker)
+        self._log(lambda log: log.finish(worker, self._rank_now(worker)))
         for stream in self._fds:
             self._quiet_at.pop((worker, stream), None)
             if lines := self._lines.pop((worker, stream), None):
@@ -231,12 +250,16 @@ class Screen:
 
     def _say(self, text: str) -> None:
         # The terminal may show a ^C there, or still have the colour of a worker's output.
+        self._log(lambda log: log.event("say", text=text))
         over = _UNCOLOURED + ERASE if self._in_place["stderr"] else b""
         text = visible(text) if self._on_terminal["stderr"] else text
         self._write("stderr", over + f"hvdlite-run: {text}\n".encode(errors="surrogateescape"))
 
+    def _rank_now(self, worker: int) -> int | None:
+        return self._ranks[worker] if worker in self._ranks else self._rank_of(worker)
+
     def _prefix(self, worker: int, stream: Stream) -> bytes:
-        rank = self._ranks[worker] if worker in self._ranks else self._rank_of(worker)
+        rank = self._rank_now(worker)
         name = f"worker {worker}" if rank is None else str(rank)
         prefix = f"[{name}]<{stream}>:"
         if self._in_place[stream] and self._coloured:
