@@ -62,9 +62,9 @@ class Screen:
     ) -> None:
         """``shown`` is called for each output that was shown, or that cannot be shown any more.
 
-        ``timestamps``: each line begins with the time. ``files`` and ``json_log`` are closed at the end. ``rank_of`` maps a
-        worker's number to the rank in its prefix, until `set_rank` is called; None if it has none. ``quiet_s``: an
-        unfinished line is shown on a terminal when its worker was quiet for so long. ``redraw_s``: see `Footer`.
+        ``timestamps``: each line begins with the time. ``files`` and ``json_log`` are closed at the end. ``rank_of``
+        maps a worker's number to the rank in its prefix, until `set_rank` is called; None if it has none. ``quiet_s``:
+        an unfinished line is shown on a terminal when its worker was quiet for so long. ``redraw_s``: see `Footer`.
         """
         self._events = events
         self._fds: dict[Stream, int] = {"stdout": stdout, "stderr": stderr}

@@ -1,8 +1,6 @@
 """The file of --log-json: one object per line, whatever workers write, and what happens where it cannot be written."""
 
-import errno
 import json
-import os
 
 import pytest
 from hvdlite_launcher.errors import UsageError
@@ -79,9 +77,9 @@ def test_events_name_the_worker_and_come_after_its_last_line(path):
 def test_a_disk_that_is_full_is_told_once_and_the_log_ends():
     log = JsonLog("/dev/full")
     told = log.event("say", text="one")
-    assert told == f"--log-json /dev/full: cannot be written any more: {os.strerror(errno.ENOSPC)}. " + (
-        "The job goes on without it"
-    )
+    assert told is not None
+    assert told.startswith("--log-json /dev/full: cannot be written any more: no space")
+    assert told.endswith(". The job goes on without it")
     assert log.event("say", text="two") is None
 
 
@@ -95,5 +93,5 @@ def test_a_restarted_job_goes_on_in_the_same_file_and_a_new_one_replaces_it(path
 
 def test_a_file_that_cannot_be_created_is_refused(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="--log-json: cannot write .*file/log.json: "):
+    with pytest.raises(UsageError, match=r"--log-json: cannot write .*file/log\.json: "):
         JsonLog(str(tmp_path / "file" / "log.json"))
