@@ -542,6 +542,7 @@ class Reducer(GradientHooks):
         if self._phase in (Phase.AVERAGED, Phase.DROPPED):
             self._phase = Phase.IDLE
         self._trace.stepped()
+        self._reducers.steps[self._trace.optimizer] = self._trace.step
         point("stepped")
 
     def sit_out(self, average_of_active: bool) -> bool:
