@@ -14,7 +14,7 @@ import ctypes
 import functools
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -263,14 +263,24 @@ class Group:
 
         Every rank must call it, as if it were a collective. Messages call it ``what``.
         """
-        return self._begun(work, what)
+        return self._begun(work, what, self._told_already)
 
-    def _begun(self, work: EngineWork, what: str) -> Work:
+    def _told_already(self, what: str, error: BaseException) -> CommunicationError:
+        # An error of one of the other groups is complete.
+        return error if isinstance(error, CommunicationError) else self.error_of(what, error)
+
+    def _begun(
+        self,
+        work: EngineWork,
+        what: str,
+        error_of: Callable[[str, BaseException], CommunicationError] | None = None,
+    ) -> Work:
         # The counts let ranks report which collectives of others they have not begun.
         watch = self._watch
         number = watch.begun[self.label] = watch.begun.get(self.label, 0) + 1
         watch.beginners.add(threading.get_ident())
-        return Work(work, what, watch, self.error_of, (self.label, number, self.ranks), self.describe_rank)
+        collective = self.label, number, self.ranks
+        return Work(work, what, watch, error_of or self.error_of, collective, self.describe_rank)
 
     def all_reduce(self, tensor: Tensor, what: str, op: ReduceOp = Sum) -> Work:
         """Reduce a contiguous tensor over all ranks, in place, with a dtype and an op that the engine supports.

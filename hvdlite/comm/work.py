@@ -112,10 +112,13 @@ class Work:
             if "DataLoader worker" in str(error):
                 # PyTorch's signal handler raises it wherever the program happens to be.
                 raise
-            if isinstance(error, MismatchError | CommunicationError):
-                # The message is already complete: the engine's, or that of one collective of several.
+            if isinstance(error, MismatchError):
+                # The engine's message is already complete.
                 raise
-            raise self._error_of(self._what, error) from error
+            told = self._error_of(self._what, error)
+            if told is error:
+                raise
+            raise told from error
         except KeyboardInterrupt as interrupt:
             describe_interrupt(interrupt, self._what, self.waits_for())
             raise
