@@ -3,6 +3,7 @@
 import errno
 import os
 import pty
+import threading
 import time
 from queue import SimpleQueue
 
@@ -160,6 +161,15 @@ def _on_terminal(environ, *outputs, quiet_s=3600.0):
     """Returns what a terminal shows of outputs and typed lines (`TYPED`); if quiet_s is 0, unfinished lines too."""
     terminal, stream = pty.openpty()
     events = SimpleQueue()
+    data = bytearray()
+
+    def read() -> None:
+        while not data.endswith(b"THE END"):
+            data.extend(os.read(terminal, 65536))
+
+    # At once, since a terminal takes a few thousand bytes only until somebody reads them.
+    reader = threading.Thread(target=read)
+    reader.start()
     # The clock stands still: a worker has been quiet for long enough at once, or never.
     screen = Screen(
         events,
@@ -179,12 +189,10 @@ def _on_terminal(environ, *outputs, quiet_s=3600.0):
     screen.close()
     assert isinstance(events.get(timeout=60), ScreenDone)
     os.write(stream, b"THE END")  # a terminal delivers its text in pieces
-    data = b""
-    while not data.endswith(b"THE END"):
-        data += os.read(terminal, 65536)
+    reader.join()
     os.close(stream)
     os.close(terminal)
-    return data.removesuffix(b"THE END").replace(b"\r\n", b"\n")
+    return bytes(data).removesuffix(b"THE END").replace(b"\r\n", b"\n")
 
 
 TYPED = object()
