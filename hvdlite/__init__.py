@@ -91,6 +91,7 @@ if TYPE_CHECKING:
         rocm_built,
     )
     from .runtime.process_set_functions import ProcessSet, add_process_set, global_process_set, remove_process_set
+    from .runtime.straggler_functions import RankPace, stragglers
     from .runtime.timeline_functions import start_timeline, stop_timeline
     from .runtime.world import (
         cross_rank,
@@ -128,6 +129,7 @@ __all__ = [
     "PeerLostError",
     "ProcessSet",
     "Product",
+    "RankPace",
     "ReduceOp",
     "Sum",
     "SyncBatchNorm",
@@ -189,6 +191,7 @@ __all__ = [
     "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
+    "stragglers",
     "synchronize",
 ]
 
@@ -220,6 +223,7 @@ _NAMES_OF = {
         "nccl_built rocm_built"
     ),
     "runtime.process_set_functions": "ProcessSet add_process_set global_process_set remove_process_set",
+    "runtime.straggler_functions": "RankPace stragglers",
     "runtime.timeline_functions": "start_timeline stop_timeline",
     "runtime.world": (
         "cross_rank cross_size init is_homogeneous is_initialized local_rank local_size rank shutdown size"
