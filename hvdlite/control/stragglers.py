@@ -205,7 +205,7 @@ class _Company:
         readings[step] = reading
         if len(readings) > _MOST_READINGS:
             del readings[min(readings)]
-        if not all(step in each for each in self._by_rank.values()):
+        if len(self._by_rank) < 2 or not all(step in each for each in self._by_rank.values()):
             return False
         newest = {other: each[step] for other, each in self._by_rank.items()}
         for each in self._by_rank.values():
