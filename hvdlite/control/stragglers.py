@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
-from statistics import median
 from typing import Any
 
 from ..comm.step_clock import Phase, Reading
@@ -89,7 +88,7 @@ def paces_between(older: Mapping[int, Reading], newer: Mapping[int, Reading], ho
     usual_part = in_forward / looks if looks >= _LOOKS else None
     seconds = {rank: each.by_phase(usual_part) for rank, each in deltas.items()}
     busy = {rank: sum(each.values()) for rank, each in seconds.items()}
-    step_s = median(busy[rank] + each.wait_s for rank, each in deltas.items())
+    step_s = _median([busy[rank] + each.wait_s for rank, each in deltas.items()])
     usual_busy = _medians_of_others(busy)
     phases = seconds[next(iter(seconds))].keys()
     usual = {phase: _medians_of_others({rank: own[phase] for rank, own in seconds.items()}) for phase in phases}
@@ -112,6 +111,12 @@ def paces_between(older: Mapping[int, Reading], newer: Mapping[int, Reading], ho
 
 def _largest(values: Mapping[str, float]) -> str:
     return max(values, key=values.__getitem__)
+
+
+def _median(values: Sequence[float]) -> float:
+    # Not that of `statistics`, whose imports take as long as some of hvdlite's own packages.
+    ordered, middle = sorted(values), len(values) // 2
+    return (ordered[middle] + ordered[-1 - middle]) / 2
 
 
 def _medians_of_others(values: Mapping[int, float]) -> dict[int, float]:
@@ -295,7 +300,7 @@ class StragglerWatch:
     def _words(self, pace: RankPace, paces: Sequence[RankPace], slow_s: float) -> str:
         assert pace.phase is not None, "it costs something"
         own_s = pace.seconds[pace.phase]
-        usual_s = median(each.seconds[pace.phase] for each in paces if each.rank != pace.rank)
+        usual_s = _median([each.seconds[pace.phase] for each in paces if each.rank != pace.rank])
         since = time.strftime("%H:%M:%S", time.localtime(self._time_of_day() - slow_s))
         return (
             f"straggler: {self._name(pace.rank)} holds up the other ranks since {since} ({slow_s:.0f} s): it costs "
