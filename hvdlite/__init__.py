@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from . import elastic
     from .comm.reduce_op import Adasum, Average, Max, Min, Product, ReduceOp, Sum
     from .compression.casts import Compression, Compressor
+    from .compression.codecs import Codec
     from .control.handle import Handle
     from .errors import (
         CommunicationError,
@@ -109,6 +110,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Adasum",
     "Average",
+    "Codec",
     "CommunicationError",
     "Compression",
     "Compressor",
@@ -196,6 +198,7 @@ __all__ = [
 _NAMES_OF = {
     "comm.reduce_op": "Adasum Average Max Min Product ReduceOp Sum",
     "compression.casts": "Compression Compressor",
+    "compression.codecs": "Codec",
     "control.handle": "Handle",
     "errors": (
         "CommunicationError GradientError HvdliteError LaunchEnvironmentError MismatchError "

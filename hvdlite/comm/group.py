@@ -14,7 +14,7 @@ import ctypes
 import functools
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -258,12 +258,29 @@ class Group:
             )
         return PeerLostError(f"{where} because {end}: {LOOK_THERE}. ({words})")
 
-    def _begun(self, work: EngineWork, what: str) -> Work:
+    def watched(self, work: EngineWork, what: str) -> Work:
+        """Returns ``work``, which the caller has begun in other groups of these ranks, as one of this group's.
+
+        Every rank must call it, as if it were a collective. Messages call it ``what``.
+        """
+        return self._begun(work, what, self._told_already)
+
+    def _told_already(self, what: str, error: BaseException) -> CommunicationError:
+        # An error of one of the other groups is complete.
+        return error if isinstance(error, CommunicationError) else self.error_of(what, error)
+
+    def _begun(
+        self,
+        work: EngineWork,
+        what: str,
+        error_of: Callable[[str, BaseException], CommunicationError] | None = None,
+    ) -> Work:
         # The counts let ranks report which collectives of others they have not begun.
         watch = self._watch
         number = watch.begun[self.label] = watch.begun.get(self.label, 0) + 1
         watch.beginners.add(threading.get_ident())
-        return Work(work, what, watch, self.error_of, (self.label, number, self.ranks), self.describe_rank)
+        collective = self.label, number, self.ranks
+        return Work(work, what, watch, error_of or self.error_of, collective, self.describe_rank)
 
     def all_reduce(self, tensor: Tensor, what: str, op: ReduceOp = Sum) -> Work:
         """Reduce a contiguous tensor over all ranks, in place, with a dtype and an op that the engine supports.
@@ -337,14 +354,21 @@ class Group:
 
         ``sent_bytes`` and ``received_bytes`` are the sizes of the parts sent to, and received from, each rank.
         """
+        parts, work = self.begin_all_to_all(tensor, sent_bytes, received_bytes, what)
+        work.wait()
+        return parts
+
+    def begin_all_to_all(
+        self, tensor: Tensor, sent_bytes: Sequence[int], received_bytes: Sequence[int], what: str
+    ) -> tuple[list[Tensor], Work]:
+        """Begin `all_to_all`; returns the parts, which are valid once the work is done."""
         output = tensor.new_empty(sum(received_bytes))
         options = AllToAllOptions()
         try:
             work = self.engine.alltoall_base(output, tensor, list(received_bytes), list(sent_bytes), options)
         except RuntimeError as error:
             raise self.error_of(what, error) from error
-        self._begun(work, what).wait()
-        return pieces_of(output, received_bytes)
+        return pieces_of(output, received_bytes), self._begun(work, what)
 
     def reduce_scatter(
         self, output: Tensor, tensor: Tensor, counts: Sequence[int], what: str, op: ReduceOp = Sum

@@ -115,7 +115,10 @@ class Work:
             if isinstance(error, MismatchError):
                 # The engine's message is already complete.
                 raise
-            raise self._error_of(self._what, error) from error
+            told = self._error_of(self._what, error)
+            if told is error:
+                raise
+            raise told from error
         except KeyboardInterrupt as interrupt:
             describe_interrupt(interrupt, self._what, self.waits_for())
             raise

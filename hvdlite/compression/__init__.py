@@ -1,7 +1,8 @@
 """
-Compressions whose wires can be summed: casts, Horovod's compressors, and users' own. `ops` and `optim` use them.
+Compressions whose wires can be summed: casts, Horovod's compressors, and users' own; and codecs, whose wires cannot.
+`ops` and `optim` use them.
 
 Modules import only what stands before them:
 
-    kernels < horovod_compressors < custom < casts
+    kernels < horovod_compressors < custom < codecs < casts
 """

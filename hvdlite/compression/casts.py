@@ -8,7 +8,7 @@ So an average of values that fit the wire does not overflow it, and each value i
 and the sum is divided. Parameters and optimizer state keep their dtype.
 
 `optim.builtin_exchanges` (gradients) and `ops.reduction` (operations' tensors) do the casts; `custom` calls a user's
-own compression. A format that cannot be summed, such as int4 with a scale, is an `optim.exchange.Exchange`.
+own compression. A format that cannot be summed, such as int4 with a scale, is a `codecs.Codec`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..values import shown
+from .codecs import Codec, Int4, Int8
 from .custom import CustomCompression
 from .horovod_compressors import BF16Compressor, FP16Compressor, NoneCompressor
 from .horovod_compressors import Compressor as HorovodCompressor
@@ -45,7 +46,7 @@ class Compressor(Protocol):
 
 
 # The types of compression that users may pass; one in Horovod's style as a class or an instance.
-AnyCompression: TypeAlias = Compressor | HorovodCompressor | type[HorovodCompressor]
+AnyCompression: TypeAlias = Compressor | HorovodCompressor | type[HorovodCompressor] | Codec
 
 
 class NoCompression:
@@ -106,11 +107,16 @@ def is_narrow(dtype: torch.dtype) -> bool:
 
 
 class Compression:
-    """The built-in compressions. Any object with the two methods of `Compressor` is one too."""
+    """The built-in compressions. Any object with the two methods of `Compressor` is one too, and any `Codec`.
+
+    ``int8`` and ``int4`` are for the gradients of a `DistributedOptimizer`, between hosts with slow links.
+    """
 
     none = NoCompression()
     fp16 = CastCompression(torch.float16, "Compression.fp16")
     bf16 = CastCompression(torch.bfloat16, "Compression.bf16")
+    int8 = Int8()
+    int4 = Int4()
 
 
 # A compression after `check_compression`.
@@ -130,6 +136,11 @@ def check_compression(compression: object) -> ResolvedCompression:
         return Compression.fp16
     if compression is BF16Compressor:
         return Compression.bf16
+    if isinstance(compression, Codec):
+        raise ValueError(
+            f"compression={compression!r} makes wires that cannot be summed: it is for the gradients of an "
+            "hvd.DistributedOptimizer; use hvd.Compression.fp16 or .bf16 here"
+        )
     if isinstance(compression, Compressor):
         return CustomCompression(compression, takes_each=isinstance(compression, (type, HorovodCompressor)))
     raise TypeError(

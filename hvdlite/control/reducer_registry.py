@@ -94,6 +94,8 @@ class ReducerRegistry:
         # The reducers of each group, by the group's label.
         self._groups: dict[str, _Members] = {}
         self._adding = threading.Lock()
+        self.steps: dict[str, int] = {}
+        """How many steps each optimizer has taken, by its name; also of those that are garbage by now."""
         # Backward passes (autograd's numbers) whose gradients some optimizer has stepped with. They identify the
         # gradients that a GAN's generator step leaves in the discriminator. A few suffice: gradients do not stay
         # pending for long.

@@ -84,6 +84,8 @@ class Reduction:
         """Warns once, on rank 0, of averaged integers: Horovod truncates silently, and an accuracy can become 0."""
         if self.op is not Average or divisor == 1 or group.rank != 0 or _warned_of_integers.is_set():
             return
+        if all(source.device.type == "cpu" and source.numel() == 1 and not source.item() for source in sources):
+            return  # Horovod's idiom for a barrier: hvd.allreduce(torch.tensor(0), name="barrier")
         whole = next((source.dtype for source in sources if source.dtype in WHOLE and source.dtype != torch.bool), None)
         if whole is not None:
             _warned_of_integers.set()

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..comm.reduce_op import Adasum, Average, ReduceOp, Sum
-from ..compression.casts import Compression, ResolvedCompression
+from ..compression.casts import Compression, ResolvedCompression, check_compression
+from ..compression.codecs import Codec
 from ..environment import Environment
 from ..errors import WrongTypeError
 from ..log import log
@@ -67,6 +68,23 @@ def check_predivide(factor: object, op: ReduceOp) -> float:
     return number
 
 
+def check_codec(compression: object, op: ReduceOp) -> tuple[ResolvedCompression, Codec | None]:
+    """Returns the compression, or none and the codec that was given in its place; ValueError for that with Adasum."""
+    if not isinstance(compression, Codec):
+        return check_compression(compression), None
+    if op == Adasum:
+        raise ValueError(
+            f"compression={compression!r} does not work with op=hvd.Adasum, which needs all ranks' steps as they are: "
+            "use hvd.Compression.fp16, or another op"
+        )
+    if not isinstance(compression.block, int) or compression.block < 1 or compression.nbytes(compression.block) % 4:
+        raise ValueError(
+            f"compression={compression!r}: its block must be a positive number of elements whose nbytes is a multiple "
+            f"of 4, and it is {compression.block!r}"
+        )
+    return Compression.none, compression
+
+
 def check_sparse_as_dense(wanted: object) -> bool:
     """Returns the argument as a bool. The numbers 0 and 1 are accepted too, as in Horovod."""
     if real_number(wanted) not in (0.0, 1.0):
@@ -92,6 +110,7 @@ def check_survivable(settings: Settings, *, has_all_ranks: bool, params: Iterabl
         "step_on_arrival=True, whose step is taken before all ranks have all averages": settings.step_on_arrival,
         "op=hvd.Adasum, whose step is taken before ranks combine it": settings.op == Adasum,
         "an exchange= of your own, whose state would change twice in such a step": settings.exchange is not None,
+        f"compression={settings.codec!r}, whose residuals would change twice": settings.codec is not None,
         "a process_set, whose ranks are those of a world that may end": not has_all_ranks,
         "parameters on GPUs": any(param.is_cuda for param in params),
     }
@@ -116,7 +135,7 @@ def check_cap(bucket_cap_mb: float | None, threshold_bytes: int | None, default_
 
 
 def check_exchange(
-    exchange: object, op: ReduceOp, compression: ResolvedCompression, predivide: float
+    exchange: object, op: ReduceOp, compression: ResolvedCompression | Codec, predivide: float
 ) -> Callable[[], Exchange] | None:
     """Returns the user's factory of exchanges, or None if there is none.
 
@@ -150,6 +169,7 @@ def check_autotune(
     op: ReduceOp,
     environment: Environment,
     exchange: Callable[[], Exchange] | None = None,
+    codec: Codec | None = None,
 ) -> bool:
     """Returns whether autotune is to choose the bucket cap.
 
@@ -168,6 +188,8 @@ def check_autotune(
         obstacle = "with op=hvd.Adasum nothing is sent during backward, so the size of the buckets makes no difference"
     elif exchange is not None:
         obstacle = f"it measures all-reduces, which exchange={shown(exchange)} replaces: pass bucket_cap_mb"
+    elif codec is not None:
+        obstacle = f"it measures all-reduces, which compression={codec!r} replaces: pass bucket_cap_mb"
     else:
         return autotune or environment.autotune
     if autotune:

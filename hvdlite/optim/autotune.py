@@ -38,8 +38,8 @@ from ..comm.group import Group
 from ..comm.reduce_op import Max
 from ..log import log
 from ..ops.failures import raise_together
-from .builtin_exchanges import exchange_of
 from .exchange import Gradients, Links
+from .exchange_choice import exchange_of
 from .flags import ParticipantCount
 from .opening import require_same_model
 from .plan import BucketPlan, ParamSpec, plan_buckets

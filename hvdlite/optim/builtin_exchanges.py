@@ -1,13 +1,13 @@
 """
-The built-in exchanges, and `exchange_of`, which chooses one for an optimizer.
+The built-in exchanges whose wires are summed.
 
     AllReduce            casts a bucket if there is a cast compression, sums it over all ranks, and divides it
     CompressedAllReduce  compresses gradients by a user's own compression, sums the wires over all ranks, divides them
     StepAdasum           combines by Adasum what each rank's own optimizer step has changed (arXiv 2006.02924)
     SingleRank           does nothing, for a single rank
 
-`reducer` calls `exchange_of`; `in_flight` and `step_deltas` call the exchange for each bucket. Sparse gradients use
-none of these: see `sparse_gather`.
+`exchange_choice` makes one for an optimizer; `in_flight` and `step_deltas` call it for each bucket. Sparse gradients
+use none of these: see `sparse_gather`. `encoded` has the exchange for formats that cannot be summed.
 """
 
 from __future__ import annotations
@@ -34,22 +34,6 @@ from .settings import Scaling, Settings
 # Device types on which a bucket is scaled and cast in one pass. On a CPU two passes are faster: PyTorch's one-pass
 # operation makes a copy.
 SCALES_ON_THE_WAY = frozenset({"cuda"})
-
-
-def exchange_of(settings: Settings, size: int) -> Exchange:
-    """Creates an optimizer's exchange over ``size`` ranks. Raises TypeError if a user's factory returns no Exchange."""
-    if settings.exchange is not None:
-        exchange = settings.exchange()
-        if not isinstance(exchange, Exchange):
-            raise TypeError(f"exchange={settings.exchange!r} made {exchange!r}, which is not an hvd.Exchange")
-        return exchange
-    if settings.op is Adasum:
-        return StepAdasum(settings)
-    if settings.packs:
-        return CompressedAllReduce(settings)
-    if settings.leaves_gradients(size):
-        return SingleRank()
-    return AllReduce(settings)
 
 
 class SingleRank(Exchange):

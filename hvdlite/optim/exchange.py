@@ -16,7 +16,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,12 +47,14 @@ class Gradients:
         with_counts: Tensor | None = None,
         scale: float = 1.0,
         launching: Callable[[], None] | None = None,
+        ranks: int = 1,
     ) -> None:
         """``views`` returns the pieces. ``what`` names the bucket in messages, equally on all ranks.
 
         ``with_counts`` is ``flat`` with the counts behind it, for exchanges with `Exchange.carries_counts`.
         ``scale`` is the factor that ``flat`` must still be multiplied by. It is 1 unless `Exchange.scales`.
         `Exchange.begin` may call ``launching`` between packing and the first launch, for timelines to show them apart.
+        ``ranks`` is the number of ranks of the optimizer.
         """
         self.plan = plan
         self.flat = flat
@@ -61,6 +63,7 @@ class Gradients:
         self.with_counts = flat if with_counts is None else with_counts
         self.scale = scale
         self.launching = launching
+        self.ranks = ranks
         self._views = views
 
     @property
@@ -112,14 +115,19 @@ class Links:
     host, those with this rank's local rank. A sum over ``within`` and then over ``across`` is a sum over ``all``. If
     all ranks are on one host, ``within`` is all ranks and ``across`` this rank alone. If each host has one rank, or
     hosts have different numbers of ranks, ``across`` is all ranks and ``within`` this rank alone. Two groups of
-    different ranks have separate engines.
+    different ranks have separate engines. ``legs`` are further pairs of groups within and across hosts, each with an
+    engine of its own, for an exchange with `Exchange.legs`. There are none if all ranks are on one host.
     """
 
-    def __init__(self, group: Group, *, by_host: bool) -> None:
+    def __init__(self, group: Group, *, by_host: bool, legs: int = 0) -> None:
         """With ``by_host``, opens groups within and across hosts. Every rank must do so, and waits for all."""
         self.all = self.across = group
         self.within = group.alone()
+        self.legs: list[Leg] = []
         if not by_host or group.size == 1:
+            return
+        if legs and len(set(group.hosts)) > 1:
+            self.legs = _open_legs(group, legs)
             return
         if len(set(group.hosts)) == 1:
             self.within, self.across = self.across, self.within
@@ -131,6 +139,29 @@ class Links:
             self.across = group.part(host_groups.across, token=f"{token}.across.{host_groups.across[0]}")
 
 
+class Leg(NamedTuple):
+    """The groups of ranks within this rank's host and across hosts, as in `Links`, with engines of their own."""
+
+    within: Group
+    across: Group
+
+
+def _open_legs(group: Group, count: int) -> list[Leg]:
+    host_groups = host_groups_of(group.rank, group.hosts)
+    within: tuple[int, ...] = (group.rank,)
+    across = tuple(range(group.size))
+    if host_groups is not None:
+        within, across = host_groups.within, host_groups.across
+    (token, *_) = group.all_gather_json(uuid.uuid4().hex, "opening the links of an exchange")
+    return [
+        Leg(
+            group.part(within, token=f"{token}.within.{within[0]}.{leg}"),
+            group.part(across, token=f"{token}.across.{across[0]}.{leg}"),
+        )
+        for leg in range(count)
+    ]
+
+
 class Exchange(ABC):
     """Combines the gradients of all ranks, one bucket at a time. Each optimizer has its own instance.
 
@@ -140,6 +171,9 @@ class Exchange(ABC):
 
     by_host: ClassVar[bool] = True
     """Whether `Links` opens groups within hosts and across them. If not, ``across`` is all ranks."""
+
+    legs: ClassVar[int] = 0
+    """The number of `Links.legs`, instead of ``within`` and ``across``, where there are several hosts."""
 
     during_backward: ClassVar[bool] = True
     """Whether buckets may be sent during backward. It must be False if `begin` waits for other ranks."""

@@ -56,6 +56,7 @@ class InFlight:
             with_counts=memory.flat,
             scale=scale,
             launching=None if trace is None else trace.launching,
+            ranks=self._size,
         )
         self._counting: tuple[Tensor, Work] | None = None
         if not exchange.carries_counts:

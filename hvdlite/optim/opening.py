@@ -81,6 +81,7 @@ class Opening:
         arguments: Arguments | None,
         description: Description,
         by_host: bool,
+        legs: int,
         tune: Tune | None,
         device: torch.device | None,
     ) -> None:
@@ -98,6 +99,7 @@ class Opening:
         self._arguments = arguments
         self._description = description
         self._by_host = by_host
+        self._legs = legs
         self._tune = tune
         self._device = device
         self._handle: Handle | None = None
@@ -147,7 +149,7 @@ class Opening:
         group = self.ranks.duplicate()
         try:
             with self._on_device():
-                links = Links(group, by_host=self._by_host)
+                links = Links(group, by_host=self._by_host, legs=self._legs)
                 opened = Opened(group, links, None if self._tune is None else self._tune.cap(group))
         except BaseException:
             group.close()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..comm.reduce_op import Average, ReduceOp
-from ..compression.casts import AnyCompression, Compression, check_compression
+from ..compression.casts import AnyCompression, Compression
 from ..environment import Environment
 from ..runtime.process_set import ProcessSet
 from ..runtime.process_set_functions import global_process_set, group_of
@@ -24,6 +24,7 @@ from ..runtime.world import current_world, is_initialized
 from .arguments import (
     check_autotune,
     check_cap,
+    check_codec,
     check_exchange,
     check_groups,
     check_named_parameters,
@@ -66,7 +67,10 @@ class DistributedOptimizer(AveragingOptimizer):
     ``compression``: the format in which gradients are sent, see `Compression`. Parameters and optimizer state keep
     their dtype. Your own compression gets only gradients: a whole bucket if it is a `Compressor`, or each gradient in
     its shape if it is in Horovod's style. The wires that it makes are summed and divided. They are sent in ``step()``,
-    not during backward. An error in it is raised on every rank.
+    not during backward. An error in it is raised on every rank. ``hvd.Compression.int8`` and ``.int4``, or a `Codec` of
+    your own, are for slow links: they are used between hosts only, and what rounding takes from a gradient is added to
+    the next. ``state_dict()`` has that under the key ``"exchange"``. It differs by rank, so save and load it on every
+    rank.
 
     ``backward_passes_per_step``: the number of backward passes that add to a gradient before it is averaged. They are
     summed, not averaged, as in Horovod. An earlier ``step()``, for example at the end of an epoch, averages the
@@ -141,9 +145,9 @@ class DistributedOptimizer(AveragingOptimizer):
         environment = current_world().environment if is_initialized() else Environment()
         op = check_op(op)
         predivide = check_predivide(gradient_predivide_factor, op)
-        travels = check_compression(compression)
-        exchange = check_exchange(exchange, op, travels, predivide)
-        tunes = check_autotune(autotune, bucket_cap_mb, op, environment, exchange)
+        travels, codec = check_codec(compression, op)
+        exchange = check_exchange(exchange, op, codec or travels, predivide)
+        tunes = check_autotune(autotune, bucket_cap_mb, op, environment, exchange, codec)
         settings = Settings(
             travels,
             op,
@@ -152,6 +156,7 @@ class DistributedOptimizer(AveragingOptimizer):
             check_sparse_as_dense(sparse_as_dense),
             check_step_on_arrival(step_on_arrival, op),
             exchange,
+            codec,
         )
         if is_initialized() and current_world().survival is not None:
             params = [param for entry in optimizer.param_groups for param in entry["params"]]

@@ -33,8 +33,8 @@ from ..faults import point
 from ..log import log
 from ..ops.failures import raise_together
 from ..runtime.survival import Survival
-from .builtin_exchanges import exchange_of
 from .exchange import Exchange, Links
+from .exchange_choice import exchange_of
 from .flags import RankAndSize
 from .gradient_hooks import GradientHooks, number_of_backward, too_many_passes
 from .gradient_state import GradientState
@@ -240,6 +240,7 @@ class Reducer(GradientHooks):
             arguments=self._arguments,
             description=description,
             by_host=self.exchange.by_host,
+            legs=self.exchange.legs,
             tune=None if self._tune is None else Tune(self._tune, self._known_cap()),
             device=devices[0] if devices else None,
         )
@@ -541,6 +542,7 @@ class Reducer(GradientHooks):
         if self._phase in (Phase.AVERAGED, Phase.DROPPED):
             self._phase = Phase.IDLE
         self._trace.stepped()
+        self._reducers.steps[self._trace.optimizer] = self._trace.step
         point("stepped")
 
     def sit_out(self, average_of_active: bool) -> bool:

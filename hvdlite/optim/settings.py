@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..comm.reduce_op import Average, ReduceOp, Sum
 from ..compression.casts import Compression, ResolvedCompression, is_narrow
+from ..compression.codecs import Codec
 from ..compression.custom import CustomCompression
 from ..compression.kernels import divide, divide_by, scale_by
 from ..ops.reduction import Reduction
@@ -67,13 +68,15 @@ class Settings:
     step_on_arrival: bool = False
     # The user's factory of exchanges, if there is one.
     exchange: Callable[[], Exchange] | None = None
+    # The format between hosts, if it cannot be summed. Then there is no other compression.
+    codec: Codec | None = None
 
     def signature(self, exchange: Exchange) -> tuple[object, ...]:
         """Returns the values that ranks compare. ``exchange`` was made by these settings.
 
         A user's own compression or exchange is compared by its ``repr``.
         """
-        how = repr(self.compression if self.exchange is None else exchange)
+        how = repr((self.codec or self.compression) if self.exchange is None else exchange)
         scaling = (self.op, self.gradient_predivide_factor)
         return (how, *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival)
 
@@ -93,7 +96,7 @@ class Settings:
 
     def for_nonmember(self) -> Settings:
         """Returns the settings of a rank outside the process set, whose gradients stay bit-identical."""
-        return replace(self, compression=Compression.none, op=Sum, exchange=None)
+        return replace(self, compression=Compression.none, op=Sum, exchange=None, codec=None)
 
     def scaling(self, dtype: torch.dtype, size: int) -> Scaling:
         """Returns the scaling of gradients of this dtype, before and after their sum over ``size`` ranks."""

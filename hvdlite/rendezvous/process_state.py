@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -52,6 +53,8 @@ class ProcessState:
         """The last generation of an elastic job in which this process was given a rank; 0 if there is none."""
         self.seat: Seat | None = None
         """Its rank in that generation."""
+        self.steps: Counter[str] = Counter()
+        """The steps that its optimizers took in the worlds that it has left, by their names."""
         self.is_elastic = False
         """Whether the program has entered a function of `hvd.elastic.run`, and so can go on in another world."""
         self.newcomers = Newcomers.WELCOME
@@ -77,6 +80,11 @@ class ProcessState:
             self._kept[what] = (key, make(), end)
         kept: Thing = self._kept[what][1]
         return kept
+
+    def kept(self, what: str) -> Any:
+        """Returns the object of this kind that is kept now; None if there is none."""
+        known = self._kept.get(what)
+        return None if known is None else known[1]
 
     def next_init(self, place: Hashable) -> int:
         """Returns how often this process has called init at this place before (a store's address), and counts it."""

@@ -1,14 +1,16 @@
 """
-`HangReporter`: tells hvdlite-run what this process does, for a report on a job that stands still.
+`HangReporter`: tells hvdlite-run what this process does, for a report on a job that stands still, and how far it is.
 
     hvdlite-run ── agent ── connects to <job's directory>/r<pid> ── HangReporter ── JSON: threads, waits, optimizers
+                         ├─ the same, and writes "brief" ──────────────────────────── JSON: rank, steps, longest wait
                          └─ no answer: a signal ── faulthandler writes all stacks to <job's directory>/r<pid>.stacks
 
 A thread waits for connections, and costs nothing until one comes. Where a C extension holds the interpreter's lock the
 thread has no turn, so the stacks can also be had by a signal, whose handler needs no lock. The thread also tells
 hvdlite-run, once in each wait, that this process has waited for others for longer than the stall warning's time.
 
-`runtime.world` starts it under hvdlite-run. The host's agent (`launcher.host.collect`) asks.
+`runtime.world` starts it under hvdlite-run. The host's agent asks (`launcher.host.collect`,
+`launcher.host.ask_progress`). When the process ends, a file of the job's directory has the last brief answer.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ STACKS_SIGNAL = 62
 """A real-time signal that programs hardly use. The agent sends it, and must know the same number."""
 
 _LOOKS_EACH_S = 5.0
+_ASKED_WITHIN_S = 0.5
 _MOST_FRAMES = 200
 _MOST_MS = 10**9 - 1
 
@@ -45,10 +48,13 @@ class HangReporter:
         store: StoreClient,
         *,
         describe: Callable[[], Mapping[str, Any]],
+        describe_briefly: Callable[[], Mapping[str, Any]],
         waited_s: Callable[[], float],
         warn_after_s: float | None,
     ) -> None:
-        """``describe`` returns what this rank knows of itself, for JSON. It is called on this object's thread.
+        """``describe`` returns what this rank knows of itself, and ``describe_briefly`` how far it is, for JSON.
+
+        They are called on this object's thread, and the second also when the program ends.
 
         ``waited_s`` returns for how long the process has waited for other ranks, and ``warn_after_s`` is when that is
         too long, None for never. Raises an OSError if nothing can be created in ``job_dir``.
@@ -56,6 +62,9 @@ class HangReporter:
         self._worker = worker
         self._store = store
         self._describe = describe
+        self._describe_briefly = describe_briefly
+        self._pid = os.getpid()
+        self._note = os.path.join(job_dir, f"worker.{worker}.progress")
         self._waited_s = waited_s
         self._warn_after_s = warn_after_s
         self._has_told = False
@@ -89,8 +98,20 @@ class HangReporter:
             except OSError:
                 return
             with connection, contextlib.suppress(OSError):
+                connection.settimeout(_ASKED_WITHIN_S)
+                asked = connection.recv(16)
                 connection.settimeout(_LOOKS_EACH_S)
-                connection.sendall(self._answer())
+                connection.sendall(self._brief_answer() if asked == b"brief" else self._answer())
+
+    def note_progress(self) -> None:
+        """Writes the brief answer to a file for the agent, which reads it once this process has ended."""
+        if os.getpid() != self._pid:  # a child that was forked
+            return
+        with contextlib.suppress(OSError), open(self._note, "wb") as file:
+            file.write(self._brief_answer())
+
+    def _brief_answer(self) -> bytes:
+        return json.dumps({"worker": self._worker, **self._describe_briefly()}).encode()
 
     def _answer(self) -> bytes:
         answer: dict[str, Any] = {"libraries": own_prefixes(), "threads": stacks_of_threads()}

@@ -15,6 +15,7 @@ import logging
 import multiprocessing
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from datetime import timedelta
@@ -177,6 +178,7 @@ def _start_hang_reporter(warn_after_s: float | None) -> None:
                 int(worker),
                 StoreClient.from_url(store),
                 describe=_describe_for_report,
+                describe_briefly=_describe_briefly,
                 waited_s=_waited_s,
                 warn_after_s=warn_after_s,
             )
@@ -201,6 +203,25 @@ def _describe_for_report() -> dict[str, object]:
         "waits": [(what, round(now_s - since_s, 3)) for what, since_s in waits],
         "optimizers": [each._asdict() for each in world.generation.reducers.progress()],
     }
+
+
+def _describe_briefly() -> dict[str, object]:
+    """Returns how far this rank is, for JSON. Called on the reporter's thread, once a second under --watch."""
+    world = _world
+    steps, waits = Counter(_process.steps), None
+    if world is not None:
+        steps.update(dict(world.generation.reducers.steps))
+        blocked = [(what, since_s) for what, since_s, _ in world.generation.watch.blocked().values()]
+        first = min([*blocked, *world.controller.waits()], key=lambda each: each[1], default=None)
+        waits = None if first is None else (first[0], round(time.monotonic() - first[1], 3))
+    return {"rank": None if world is None else world.topology.rank, "steps": steps, "waits": waits}
+
+
+def _note_progress() -> None:
+    """Leaves a note for hvdlite-run of how far this process has come, since it may end now."""
+    reporter = _process.kept("hang reporter")
+    if reporter is not None:
+        reporter.note_progress()
 
 
 def _waited_s() -> float:
@@ -238,6 +259,8 @@ def shutdown() -> None:
     leaving, _world = _world, None
     if leaving is None:
         return
+    _process.steps.update(leaving.generation.reducers.steps)
+    _note_progress()
     if leaving.survival is not None:
         leaving.survival.end()
     # Run in reverse order. The stack runs all of them even if one raises or is interrupted.
@@ -361,6 +384,7 @@ def end_of_program() -> None:
     # A forked child inherits the connections, but only the parent may close them.
     world = _world if _world is not None and _world.pid == os.getpid() else None
     if world is not None:
+        _note_progress()
         leave_at_exit(
             world.topology.size,
             shutdown,

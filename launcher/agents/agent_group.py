@@ -16,7 +16,7 @@ import shlex
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
@@ -30,12 +30,24 @@ from ..plan.worker_environment import job_dir, slot_environment
 from ..store.server import Store
 from ..system import process_tree
 from ..system.network import address_towards, own_address, some_address
-from ..system.terminal_text import say
-from ..wire.messages import Event, Hello, Input, Lost, Output, SignalWorkers, StartJob, StartWorkers, TakeReport
+from ..system.status_line import StatusLine
+from ..wire.messages import (
+    AskProgress,
+    Event,
+    Hello,
+    Input,
+    Lost,
+    Output,
+    SignalWorkers,
+    StartJob,
+    StartWorkers,
+    TakeReport,
+)
 from .remote_agent import RemoteAgent, local_agent_argv
 from .wait_for_agents import AgentAnswers, wait_for_agents
 
 AGENT_S = 15.0  # how long an agent may take to end all processes on its host
+_MOST_NAMED = 4
 _LOOPBACK = "127.0.0.1"
 
 
@@ -66,16 +78,21 @@ class Agents:
         Hosts that are not there yet are tried again until the start timeout. Shows each failure at once, and raises
         `LauncherError` in the end if there was any.
         """
-        return self._reach(hosts, tell=say, is_patient=True).all()
+        return self._reach(hosts, tells=True, is_patient=True).all()
 
     def reach(self, hosts: Collection[Host]) -> AgentAnswers:
         """Starts the agents as `connect` does, but returns failures too, and tries each host once."""
-        return self._reach(hosts, tell=None, is_patient=False)
+        return self._reach(hosts, tells=False, is_patient=False)
 
-    def _reach(
-        self, hosts: Collection[Host], *, tell: Callable[[str], object] | None, is_patient: bool
-    ) -> AgentAnswers:
-        log = say if self._job.verbose else _say_nothing
+    def _reach(self, hosts: Collection[Host], *, tells: bool, is_patient: bool) -> AgentAnswers:
+        status = StatusLine()
+        log = status.say if self._job.verbose else _say_nothing
+
+        def show_missing(missing: Collection[str]) -> None:
+            # Those of the launcher's own machine answer at once.
+            if any(host.label in missing and not host.is_here for host in hosts):
+                status.show(_connecting(missing, len(hosts)))
+
         for host, argv in zip(hosts, self._argvs(hosts), strict=True):
             if not host.is_here:
                 log(f"{host.label} is reached by: {shlex.join(argv)}")
@@ -84,7 +101,18 @@ class Agents:
             self._greet(agent)
         by_hand = {host.label: self._job.ssh.by_hand(host) for host in hosts}
         timeout_s = self._job.start_timeout_s
-        return wait_for_agents(by_hand, self._events, timeout_s=timeout_s, say=tell or log, log=log, tell_wait=say)
+        try:
+            return wait_for_agents(
+                by_hand,
+                self._events,
+                timeout_s=timeout_s,
+                say=status.say if tells else log,
+                log=log,
+                tell_wait=status.say,
+                on_missing=show_missing,
+            )
+        finally:
+            status.show("")
 
     def _argvs(self, hosts: Collection[Host]) -> list[list[str]]:
         if all(host.is_here for host in hosts):
@@ -237,6 +265,12 @@ class Agents:
             if agent.workers:
                 agent.send(TakeReport(number))
 
+    def ask_progress(self, number: int) -> None:
+        """Asks all agents how far their workers are; ``number`` is in the answers."""
+        for agent in list(self._agents):
+            if agent.workers:
+                agent.send(AskProgress(number))
+
     def kill_agent(self, label: str) -> None:
         """Kills the agent on a host, or the ssh client to it. The host is then lost, which is an event."""
         if (agent := self._agent_on(label)) is not None:
@@ -279,6 +313,12 @@ class Agents:
                 within = temporary_directory()
                 for token in [*failed_here, *(token for agent, token in agents.items() if agent.host.is_here)]:
                     shutil.rmtree(job_dir(token, within), ignore_errors=True)
+
+
+def _connecting(missing: Collection[str], count: int) -> str:
+    names = sorted(missing)
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"connecting to {count} host{'s' if count > 1 else ''}: waiting for {', '.join(names[:_MOST_NAMED])}{more}"
 
 
 def _addresses(hosts: Collection[Host], hellos: Mapping[str, Hello]) -> dict[str, str]:

@@ -59,13 +59,15 @@ def wait_for_agents(  # noqa: PLR0912  # one place for the reaction to each even
     say: Callable[[str], object],
     log: Callable[[str], object],
     tell_wait: Callable[[str], object],
+    on_missing: Callable[[Collection[str]], object] = lambda _: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> AgentAnswers:
     """Returns the result for each host, once all have answered, failed or run out of time.
 
     ``hosts`` maps their labels to a command that a user can run to see whether the host can be reached. A host that is
     not there yet is told once; it counts as failed when the time is over, or when another host has failed and all that
-    have not answered are not there.
+    have not answered are not there. ``on_missing`` is called with the labels of those that have not answered, again and
+    again.
     """
     give_up_at = clock() + timeout_s
     waiting = set(hosts)
@@ -79,6 +81,7 @@ def wait_for_agents(  # noqa: PLR0912  # one place for the reaction to each even
             say(f"{host}: {why}")
 
     while waiting:
+        on_missing(sorted(waiting))
         if greeted.failures and waiting <= not_there.keys():  # nothing will be started, so it is in vain to wait
             for host in sorted(waiting):
                 fail(host, not_there[host])

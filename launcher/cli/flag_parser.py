@@ -38,6 +38,13 @@ ended, the end of its stderr is shown again, and hvdlite-run exits with its exit
                         also write each worker's output, unchanged, to DIR/rank.N/stdout and DIR/rank.N/stderr; in
                         an elastic job to DIR/worker.N
   --report-dir DIR      also write each report on what the ranks do to DIR/report-N.txt and DIR/report-N.json
+  --metrics-textfile FILE
+                        each 10 s and at the end, write the job's numbers to FILE, for Prometheus' node_exporter:
+                        workers, faults, generation, and steps, memory, processor time and waits of each rank
+  --summary FILE        at the end, write to FILE as JSON how the job has ended and why, what to do next, its
+                        generations, losses, and each rank's steps and peak memory
+  --log-json FILE       also write each line of the workers' output, and each event of the job, to FILE, as one line
+                        of JSON each
   --ps                  start no workers; print the jobs that you run on this machine, with their hvdlite-run's PID
   --diagnose PID        start no workers; print as JSON all that --report finds out, with a verdict, and exit with 0 if
                         the job goes on, 3 if it stands still, 4 if nothing is known of it
@@ -91,6 +98,9 @@ TEXTS = frozenset(
         "diagnose",
         "report",
         "report_dir",
+        "metrics_textfile",
+        "summary",
+        "log_json",
         "ssh_identity_file",
         "ssh_args",
         "ssh_program",
@@ -123,6 +133,9 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("-cb", "--check", "--check-build", action="store_true")
         self.add_argument("--output-filename")
         self.add_argument("--report-dir")
+        self.add_argument("--metrics-textfile")
+        self.add_argument("--summary")
+        self.add_argument("--log-json")
         self.add_argument("--ps", action="store_true")
         self.add_argument("--diagnose")
         self.add_argument("--report")

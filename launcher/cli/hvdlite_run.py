@@ -30,7 +30,10 @@ from .flag_parser import EXAMPLE, HELP, Parser
 from .flag_values import positive_seconds
 
 # The dests of flags about the workers of a job and not about its hosts.
-_OF_WORKERS = ("num_proc", "dry_run", "output_filename", "report_dir", "prefix_output_with_timestamp", "grace")
+_OF_WORKERS = (
+    *("num_proc", "dry_run", "output_filename", "report_dir", "metrics_textfile", "summary", "log_json"),
+    *("prefix_output_with_timestamp", "grace"),
+)
 
 _START_TIMEOUT_S = 60.0
 # Of --diagnose, by the verdict; 1 and 2 are those of errors.
@@ -169,7 +172,10 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
         verbose=options.verbose,
         timestamps=options.prefix_output_with_timestamp,
         record_dir=options.output_filename,
-        report_dir=None if options.report_dir is None else os.path.abspath(options.report_dir),
+        report_dir=_absolute(options.report_dir),
+        metrics_file=_absolute(options.metrics_textfile),
+        summary_file=_absolute(options.summary),
+        log_json=_absolute(options.log_json),
         as_horovod=options.horovod,
         elastic=elastic_flags.elastic_of(options, hosts, _elastic_timeout_s()) if starts_elastic else None,
         restart=elastic_flags.restart_of(options),
@@ -281,6 +287,11 @@ def _elastic_dry_run(job: JobSpec, elastic: ElasticSpec, by_flags: Mapping[str, 
         if isinstance(each, StartWorker)
     ]
     return elastic_dry_run(job, found, workers, by_flags)
+
+
+def _absolute(path: str | None) -> str | None:
+    # Also "" stays what it is, and is refused.
+    return os.path.abspath(path) if path else path
 
 
 def _working_directory() -> str:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from ..errors import LauncherError, ProtocolError, in_words
-from ..plan.worker_environment import job_dir, left_file, peer_left_file, peer_lost_file, store_socket
+from ..plan.worker_environment import job_dir, left_file, peer_left_file, peer_lost_file, progress_file, store_socket
 from ..store.cache import Cache
 from ..store.relay import Relay
 from ..system import job_directory, network, process_tree
@@ -36,6 +36,7 @@ from ..version import VERSION
 from ..wire.agent_frames import MARK
 from ..wire.channel import SILENCE_S, Channel
 from ..wire.messages import (
+    AskProgress,
     Beat,
     Exited,
     Greet,
@@ -51,6 +52,7 @@ from ..wire.messages import (
     TakeReport,
 )
 from ..wire.store_messages import StoreCommand
+from .ask_progress import Progress
 from .collect import Collector
 from .start_workers import CannotStartError, Worker, start_workers
 from .worker_output import WorkerOutput
@@ -83,6 +85,7 @@ class Agent:
         self._channel = Channel(commands, events, self._selector)
         self._worker_output = WorkerOutput(self._selector, self._channel)
         self._collector = Collector(self._selector, self._channel.send)
+        self._progress = Progress(self._selector, self._channel.send)
         self._greeting: Greet | None = None
         self._port: socket.socket | None = None  # reserves the port, see `network.reserve_port`
         self._workers: dict[int, Worker] = {}  # the running ones, by pid
@@ -149,6 +152,10 @@ class Agent:
                     if self._job_dir is not None:
                         workers = {worker.number: pid for pid, worker in self._workers.items()}
                         self._collector.take(message.number, workers, self._job_dir)
+                case AskProgress():
+                    if self._job_dir is not None:
+                        workers = {worker.number: pid for pid, worker in self._workers.items()}
+                        self._progress.take(message.number, workers, self._job_dir)
                 case Input():
                     if stdin := self._stdins.get(message.worker):
                         stdin.put(message.data)
@@ -245,7 +252,7 @@ class Agent:
     def _read_signals(self) -> None:
         os.read(self._signals, 4096)  # SIGCHLD, or the signal for the death of the remote parent
         self._orphaned = os.getppid() != self._parent
-        for pid, returncode in process_tree.reap()[0]:
+        for pid, returncode, peak_memory in process_tree.reap()[0]:
             worker = self._workers.pop(pid, None)
             if worker is None:
                 continue  # an adopted orphan
@@ -255,8 +262,9 @@ class Agent:
                 stdin.close()
             assert self._job_dir is not None, "workers are started after it is made"
             notes = (peer_lost_file, left_file, peer_left_file)
-            found = [_was_there(note(self._job_dir, worker.number)) for note in notes]
-            self._channel.send(Exited(worker.number, returncode, *found))
+            peer_lost, left, peer_left = (_was_there(note(self._job_dir, worker.number)) for note in notes)
+            self._progress.note_end(worker.number, pid, progress_file(self._job_dir, worker.number))
+            self._channel.send(Exited(worker.number, returncode, peer_lost, left, peer_left, peak_memory))
 
 
 def _was_there(path: str) -> bool:

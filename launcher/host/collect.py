@@ -167,6 +167,8 @@ def _ask(asked: list[_Asked]) -> None:
             except OSError:
                 connection.close()
                 continue
+            with contextlib.suppress(OSError):  # it has just ended
+                connection.sendall(b"report")
             selector.register(connection, selectors.EVENT_READ, each)
         until = time.monotonic() + _ANSWERS_WITHIN_S
         while selector.get_map() and (left_s := until - time.monotonic()) > 0:

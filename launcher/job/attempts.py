@@ -69,6 +69,7 @@ def _attempt(job: JobSpec, hosts: tuple[Host, ...], number: int, new_store: Call
     attempt = replace(
         job,
         hosts=hosts,
+        attempt=number,
         size=job.size if number == 0 else _size(job, hosts),
         environment=Environment({**here, **counts}, {**elsewhere, **counts}),
         record_dir=job.record_dir if number == 0 or job.record_dir is None else _directory(job.record_dir, number),

@@ -33,6 +33,15 @@ class GenerationTable:
         else:
             self._newest.append(row)
 
+    @property
+    def newest(self) -> Row | None:
+        """The newest row; None if there is none yet."""
+        return self._newest[-1] if self._newest else self._first
+
+    def rows(self) -> list[Row]:
+        """Returns the rows that are kept."""
+        return [] if self._first is None else [self._first, *self._newest]
+
     def text(self) -> str:
         """Returns the table; nothing if there was one generation at most."""
         if self._first is None or not self._newest:

@@ -36,12 +36,20 @@ from .elastic_job import ElasticJob
 from .ending import Ending
 from .failure_message import Outcome
 from .first_failure import FirstFailure
+from .first_minute import FirstMinute
+from .generation_table import GenerationTable
+from .job_facts import JobFacts
+from .json_log import JsonLog
 from .launcher_stdin import Stdin, echoes
+from .log_events import LogEvents
 from .membership import Membership
+from .metrics import METRICS_EACH_S, Metrics, require_writable
 from .output_files import OutputFiles
+from .progress import JobProgress
 from .roster import Roster
 from .screen import Screen
-from .supervisor import Judgement, Supervisor
+from .summary import Summary
+from .supervisor import Judgement, Observer, Supervisor
 
 _FOR_WORKERS = (signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *_FOR_WORKERS)
@@ -63,10 +71,14 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
     # Errors of the command line are reported before any host is contacted.
     if job.hosts and job.hosts[0].is_here:  # where rank 0 is, which writes the timeline
         _require_timeline(job.environment.here, job.cwd)
+    for flag, path in (("--metrics-textfile", job.metrics_file), ("--summary", job.summary_file)):
+        if path is not None:
+            require_writable(flag, path)
+    json_log = None if job.log_json is None else JsonLog(job.log_json, is_continued=job.attempt > 0)
     start = _start_static if job.elastic is None else _start_elastic
     shared = Store() if store is None else store
     with signals_as_events(events), Agents(job, events, shared) as agents, contextlib.ExitStack() as to_close:
-        running = start(job, events, agents, shared, to_close)
+        running = start(job, events, agents, shared, to_close, json_log)
         screen, log = running.screen, running.log
 
         def send_input(worker: int, data: bytes) -> None:
@@ -91,6 +103,7 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
             clock=time.monotonic,
             directory=job.report_dir,
         )
+        views = _Views(job, running, agents)
         supervisor = Supervisor(
             running.judgement,
             running.ending,
@@ -101,8 +114,10 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
             screen=screen,
             log=log,
             on_fault=running.on_fault,
+            observers=views.observers,
         )
         outcome = supervisor.run(events)
+        views.end(outcome)
         to_close.close()
         agents.end(timeout_s=_HASTY_AGENT_S if outcome.hasty else AGENT_S)
         log("no process of the job is left")
@@ -126,11 +141,67 @@ class _Running:
     ending: Ending
     judgement: Judgement
     report: Callable[[], str]
+    table: GenerationTable | None = None
     on_fault: Callable[[FaultAsked], None] = lambda _: None
 
 
+class _Views:
+    """What people and machines see of a running job besides its output. ``observers`` are told of all events."""
+
+    def __init__(self, job: JobSpec, running: _Running, agents: Agents) -> None:
+        screen, ending, roster = running.screen, running.ending, running.roster
+        self._screen = screen
+        self._metrics: Metrics | None = None
+        self._summary: Summary | None = None
+        self.observers: list[Observer] = []
+        if screen.has_status:
+            self.observers.append(
+                FirstMinute(
+                    running=lambda: ending.running, roster=roster, set_status=screen.set_status, clock=ending.clock
+                )
+            )
+        if job.log_json is not None:
+            self.observers.append(LogEvents(roster, screen.record))
+        if job.metrics_file is None and job.summary_file is None:
+            return
+        progress = JobProgress(
+            ask=agents.ask_progress,
+            running=lambda: ending.running,
+            roster=roster,
+            each_s=METRICS_EACH_S,
+            clock=ending.clock,
+        )
+        facts = JobFacts(
+            roster,
+            progress,
+            running=lambda: ending.running,
+            is_ending=lambda: ending.outcome is not None,
+            table=running.table,
+            clock=ending.clock,
+        )
+        self.observers += [progress, facts]
+        if job.metrics_file is not None:
+            self._metrics = Metrics(job.metrics_file, facts, screen.say)
+            progress.show_with(self._metrics.show)
+        if job.summary_file is not None:
+            self._summary = Summary(job.summary_file, facts, job.command, job.attempt, screen.say)
+
+    def end(self, outcome: Outcome) -> None:
+        """Writes the last state of all files."""
+        self._screen.record("ended", exit_code=outcome.exit_code, why=outcome.message)
+        if self._metrics is not None:
+            self._metrics.write(is_up=False, exit_code=outcome.exit_code)
+        if self._summary is not None:
+            self._summary.write(outcome)
+
+
 def _start_static(
-    job: JobSpec, events: SimpleQueue[Event], agents: Agents, store: Store, to_close: contextlib.ExitStack
+    job: JobSpec,
+    events: SimpleQueue[Event],
+    agents: Agents,
+    store: Store,
+    to_close: contextlib.ExitStack,
+    json_log: JsonLog | None,
 ) -> _Running:
     """Starts all workers of a job whose ranks stay the same."""
     del store, to_close
@@ -148,6 +219,7 @@ def _start_static(
         agents.output_shown,
         timestamps=job.timestamps,
         files=files,
+        json_log=json_log,
         rank_of=lambda number: workers[number].rank,
     )
     log = screen.say if job.verbose else _say_nothing
@@ -166,7 +238,12 @@ def _start_static(
 
 
 def _start_elastic(
-    job: JobSpec, events: SimpleQueue[Event], agents: Agents, store: Store, to_close: contextlib.ExitStack
+    job: JobSpec,
+    events: SimpleQueue[Event],
+    agents: Agents,
+    store: Store,
+    to_close: contextlib.ExitStack,
+    json_log: JsonLog | None,
 ) -> _Running:
     """Begins to look for the hosts of an elastic job, which get workers when they are found."""
     assert job.elastic is not None, "the caller has asked"
@@ -174,7 +251,14 @@ def _start_elastic(
     if job.record_dir is not None:
         files = OutputFiles(job.record_dir, {})
         files.add(0)  # there will be a worker 0, and an error is reported before it is started
-    screen = Screen(events, agents.output_shown, timestamps=job.timestamps, files=files, rank_of=lambda _: None)
+    screen = Screen(
+        events,
+        agents.output_shown,
+        timestamps=job.timestamps,
+        files=files,
+        json_log=json_log,
+        rank_of=lambda _: None,
+    )
     log = screen.say if job.verbose else _say_nothing
     roster = Roster()
     ending = _ending(job, roster, agents, screen, log)
@@ -200,8 +284,9 @@ def _start_elastic(
         events.put(HostsFound({host.label: host.slots for host in job.hosts}))
     else:
         to_close.enter_context(Discovery(job.elastic.discovery, events.put, screen.say))
+    table = judgement.table
     if chaos is None:
-        return _Running(screen, log, roster, ending, judgement, report=judgement.table.text)
+        return _Running(screen, log, roster, ending, judgement, report=table.text, table=table)
     with_faults = ChaosJob(
         judgement,
         chaos,
@@ -229,7 +314,7 @@ def _start_elastic(
         return "\n".join(filter(None, [judgement.table.text(), final.text()]))
 
     store.watch(ASKS, note)
-    return _Running(screen, log, roster, ending, with_faults, report, with_faults.on_fault)
+    return _Running(screen, log, roster, ending, with_faults, report, table, with_faults.on_fault)
 
 
 def _ending(job: JobSpec, roster: Roster, agents: Agents, screen: Screen, log: Callable[[str], None]) -> Ending:

@@ -2,13 +2,13 @@
 
 `launch` creates a `Screen`; `supervisor` calls it, and goes on at once: a thread of the screen writes, so a terminal
 that accepts no output (Ctrl-S, a pager) never delays the supervisor. The screen passes each piece of output on to
-`output_files` as it came, then splits it into lines.
+`output_files` as it came, then splits it into `lines`.
 
 A pipe or a file gets whole lines only, byte by byte as they were written. On a terminal, control sequences are made
 visible (see `terminal_text`). When a worker ends in the middle of a line, a newline is added.
 
-A carriage return without a newline, as in a progress bar, ends a line too. On a terminal the newest such line is drawn
-below all other lines, each time in the same place. Of several bars only the newest is shown.
+A carriage return without a newline, as in a progress bar, ends a line too. On a terminal the newest such line of each
+worker is drawn in the `footer`, below all other lines, each time in the same place.
 
 A worker's unfinished line may be a prompt: on a terminal it is shown once the worker has been quiet for a moment. What
 the worker writes next continues this line, unless another worker's output has been shown since, or the user has typed
@@ -19,119 +19,26 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
 from ..errors import UsageError
 from ..system.terminal_text import visible, visible_bytes
 from ..wire.messages import Event, Output, ScreenDone, ScreenFailed, Stream
+from .footer import ERASE, Footer
+from .json_log import JsonLog
+from .lines import Lines
 from .output_files import OutputFiles
 
-MAX_LINE_BYTES = 1 << 20  # longer ones are shown in pieces
 # An unfinished line is shown when its worker has been quiet for this long: more than between two prints of one line.
 _QUIET_S = 0.15
-
-# A bar is cut at the terminal's width: erasing it would leave the rest of a second row.
-_ERASE, _UNWRAPPED, _WRAPPED = b"\r\x1b[K", b"\x1b[?7l", b"\x1b[?7h"
+# How often the footer is drawn at most, while there is output without a pause.
+_REDRAW_S = 0.05
 _UNCOLOURED = b"\x1b[0m"
-
-_PIECE = re.compile(rb"([^\r\n]*)(\r\n|\n|\r)")
-
-
-@dataclass
-class Lines:
-    """Splits the bytes of one stream of one worker into lines; ``bar`` is the current bar, if bars are drawn in place.
-
-    ``stamp`` returns the text before the prefix of lines that end now, ``clean`` the bytes to show for a worker's
-    bytes.
-    """
-
-    prefix: bytes
-    in_place: bool
-    stamp: Callable[[], bytes] = bytes
-    clean: Callable[[bytes], bytes] = bytes
-    bar: bytes = b""
-    _rest: bytearray = field(default_factory=bytearray)
-    _begin: bytes = b""  # how the unfinished line begins on the screen, if it is there
-    _shown_bytes: int = 0  # how much of the unfinished line is on the screen
-    _is_drawing: bool = False  # the unfinished line follows a carriage return, as a bar does
-
-    def feed(self, data: bytes) -> bytes:
-        """Adds bytes and returns the lines that they complete, each with the prefix."""
-        if b"\r" in data or b"\r" in self._rest:
-            return self._with_bars(data)
-        head, newline, rest = data.rpartition(b"\n")
-        if not newline:
-            self._rest += data
-            return self.finish() if len(self._rest) > MAX_LINE_BYTES else b""
-        # The path for large amounts of output: a search and a replace, no loop.
-        prefix = self.stamp() + self.prefix
-        text = self.clean(b"".join((self._rest, head)))
-        lines = b"".join((self._begin or prefix, text.replace(b"\n", b"\n" + prefix), b"\n"))
-        self._is_drawing = False
-        self._renew(rest)
-        self.bar = b""
-        return lines
-
-    def _with_bars(self, data: bytes) -> bytes:
-        text = bytes(self._rest) + data
-        prefix = self.stamp() + self.prefix
-        lines = []
-        start = 0
-        for match in _PIECE.finditer(text):
-            if match.end() == len(text) and match[2] == b"\r":
-                break  # the next byte may be the \n of a \r\n
-            start = match.end()
-            body, end = self.clean(match[1]), match[2]
-            begin, self._begin = self._begin or prefix, b""
-            self._is_drawing = end == b"\r"
-            if not self._is_drawing:
-                lines.append(begin + body + end)
-                self.bar = b""
-            elif not body.strip():
-                self.bar = b""
-            elif self.in_place:
-                self.bar = begin + body
-            else:
-                lines.append(begin + body + b"\n")
-        if start:
-            self._renew(text[start:])
-        else:
-            self._rest = bytearray(text)
-        return b"".join(lines)
-
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether there is an unfinished line to show; a bar is none."""
-        return bool(self._rest) and not (self.bar or self._is_drawing or b"\r" in self._rest)
-
-    def show_unfinished(self) -> bytes:
-        """Returns the unfinished line so far; the whole line will begin with the same bytes."""
-        self._begin = self._begin or self.stamp() + self.prefix
-        self._shown_bytes = len(self._rest)
-        return self._begin + self.clean(bytes(self._rest))
-
-    def start_new_line(self) -> None:
-        """Makes the rest of the unfinished line a line of its own: something else was written below its beginning."""
-        self._renew(bytes(self._rest[self._shown_bytes :]))
-
-    def _renew(self, rest: bytes) -> None:
-        """Sets the unfinished line to ``rest``, of which nothing is on the screen."""
-        self._rest, self._begin, self._shown_bytes = bytearray(rest), b"", 0
-
-    def finish(self) -> bytes:
-        """Returns the unfinished last line, completed."""
-        rest = self.clean(bytes(self._rest).rstrip(b"\r"))
-        line = (self._begin or self.stamp() + self.prefix) + rest if rest else self.bar
-        self._renew(b"")
-        self.bar = b""
-        return line + b"\n" if line else b""
 
 
 class Screen:
@@ -147,15 +54,17 @@ class Screen:
         environ: Mapping[str, str] = os.environ,
         timestamps: bool = False,
         files: OutputFiles | None = None,
+        json_log: JsonLog | None = None,
         rank_of: Callable[[int], int | None] = int,
         quiet_s: float = _QUIET_S,
+        redraw_s: float = _REDRAW_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``shown`` is called for each output that was shown, or that cannot be shown any more.
 
-        ``timestamps``: each line begins with the time. ``files`` are closed at the end. ``rank_of`` maps a worker's
-        number to the rank in its prefix, until `set_rank` is called; None if it has none. ``quiet_s``: an unfinished
-        line is shown on a terminal when its worker was quiet for so long.
+        ``timestamps``: each line begins with the time. ``files`` and ``json_log`` are closed at the end. ``rank_of``
+        maps a worker's number to the rank in its prefix, until `set_rank` is called; None if it has none. ``quiet_s``:
+        an unfinished line is shown on a terminal when its worker was quiet for so long. ``redraw_s``: see `Footer`.
         """
         self._events = events
         self._fds: dict[Stream, int] = {"stdout": stdout, "stderr": stderr}
@@ -164,19 +73,38 @@ class Screen:
         self._coloured = not environ.get("NO_COLOR")
         self._stamp: Callable[[], bytes] = _now if timestamps else bytes
         self._files = files
+        self._json_log = json_log
         self._rank_of = rank_of
         self._ranks: dict[int, int | None] = {}  # as far as `set_rank` was called
         self._lines: dict[tuple[int, Stream], Lines] = {}
-        self._newest_bar: tuple[Stream, Lines] | None = None  # the one on the terminal
+        self._bars: dict[tuple[int, Stream], Lines] = {}  # those that have a bar in place
+        self._status: Sequence[bytes] = ()
         # The unfinished line on the terminal that the cursor is in, and its bytes there. Then no bar is drawn.
         self._open: tuple[Stream, Lines, bytes] | None = None
         self._quiet_s = quiet_s
         self._clock = clock
         self._quiet_at: dict[tuple[int, Stream], float] = {}  # when each unfinished line will be shown
         self._failed: set[Stream] = set()
+        self._footers = self._make_footers(redraw_s)
         self._shown = shown
         self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="screen").start()
+
+    def _make_footers(self, redraw_s: float) -> dict[Stream, Footer]:
+        """Returns the footer of each stream on which lines are drawn in place. Streams of one terminal share it."""
+        footers: dict[Stream, Footer] = {}
+        devices: dict[int, Footer] = {}
+        for stream, fd in self._fds.items():
+            if self._in_place[stream]:
+                put, size = partial(self._put, stream), partial(_terminal_size, fd)
+                own = Footer(put, size, clock=self._clock, redraw_s=redraw_s)
+                footers[stream] = devices.setdefault(os.fstat(fd).st_rdev, own)
+        return footers
+
+    @property
+    def has_status(self) -> bool:
+        """Whether `set_status` shows anything: whether stderr is a terminal that can draw in place."""
+        return self._in_place["stderr"]
 
     def show(self, output: Output) -> None:
         """Shows output of a worker."""
@@ -198,6 +126,15 @@ class Screen:
         """Shows a message of the launcher itself, on stderr."""
         self._todo.put(partial(self._say, text))
 
+    def record(self, kind: str, **facts: object) -> None:
+        """Writes an event to the file of --log-json, after what was shown before it."""
+        if self._json_log is not None:
+            self._todo.put(partial(self._log, lambda log: log.event(kind, **facts)))
+
+    def set_status(self, *lines: str) -> None:
+        """Draws these lines of the launcher below all output, in place of those before; none removes them."""
+        self._todo.put(partial(self._set_status, lines))
+
     def typed(self) -> None:
         """Reports that the user ended a line on the terminal, so that the cursor is at the beginning of the next."""
         self._todo.put(self._typed)
@@ -211,22 +148,42 @@ class Screen:
     def _work(self) -> None:
         while (task := self._next_task()) is not None:
             task()
+        self._set_status(())
         for worker, _ in list(self._lines):
             self._finish(worker)
         if self._files is not None:
             self._files.close()
+        if self._json_log is not None:
+            self._json_log.close()
         self._events.put(ScreenDone())
 
+    def _log(self, write: Callable[[JsonLog], str | None]) -> None:
+        """Writes something to the file of --log-json, if there is one; tells the user once if that fails."""
+        if self._json_log is not None and (failure := write(self._json_log)) is not None:
+            self._json_log = None
+            self._say(failure)
+
     def _next_task(self) -> Callable[[], None] | None:
-        while self._quiet_at:
-            first = min(self._quiet_at, key=self._quiet_at.__getitem__)
-            left = self._quiet_at[first] - self._clock()
+        while due := self._due():
+            at_s, task = min(due, key=lambda each: each[0])
+            left = at_s - self._clock()
             # Checked first: while other workers write without a pause, the queue is never empty.
             if left <= 0:
-                return partial(self._show_unfinished, first)
+                return task
             with contextlib.suppress(Empty):
                 return self._todo.get(timeout=left)
         return self._todo.get()
+
+    def _due(self) -> list[tuple[float, Callable[[], None]]]:
+        """Returns what is to be done without being asked, and when."""
+        due: list[tuple[float, Callable[[], None]]] = [
+            (at_s, partial(self._show_unfinished, whose)) for whose, at_s in self._quiet_at.items()
+        ]
+        if (
+            redraw_at := min((f.due_at for f in self._footers.values() if f.due_at is not None), default=None)
+        ) is not None:
+            due.append((redraw_at, self._draw))
+        return due
 
     def _begin(self, worker: int) -> None:
         if self._files is not None:
@@ -239,6 +196,7 @@ class Screen:
 
     def _set_rank(self, worker: int, rank: int | None) -> None:
         self._ranks[worker] = rank
+        self._log(lambda log: log.event("rank", worker=worker, rank=rank))
         for stream in self._fds:
             if lines := self._lines.get((worker, stream)):
                 lines.prefix = self._prefix(worker, stream)
@@ -251,13 +209,17 @@ class Screen:
                 self._files.close()
                 self._files = None
                 self._events.put(ScreenFailed(error.filename, error))
+        self._log(lambda log: log.output(output, self._rank_now(output.worker)))
         lines = self._lines.get((output.worker, output.stream))
         if lines is None:
             prefix = self._prefix(output.worker, output.stream)
             clean = visible_bytes if self._on_terminal[output.stream] else bytes
             lines = Lines(prefix, self._in_place[output.stream], self._stamp, clean)
             self._lines[output.worker, output.stream] = lines
-        self._write(output.stream, lines.feed(output.data), lines)
+        text = lines.feed(output.data)
+        if lines.bar:
+            self._bars[output.worker, output.stream] = lines
+        self._write(output.stream, text, lines)
         self._quiet_at.pop((output.worker, output.stream), None)
         if self._on_terminal[output.stream] and lines.is_unfinished:
             self._quiet_at[output.worker, output.stream] = self._clock() + self._quiet_s
@@ -267,9 +229,7 @@ class Screen:
         del self._quiet_at[whose]
         stream, lines = whose[1], self._lines[whose]
         text = lines.show_unfinished()
-        if self._newest_bar is not None:
-            self._put(self._newest_bar[0], _ERASE)
-            self._newest_bar = None
+        self._erase(stream)
         self._put(stream, self._after_open(stream, text, lines))
         self._open = stream, lines, text
 
@@ -281,6 +241,7 @@ class Screen:
     def _finish(self, worker: int) -> None:
         if self._files is not None:
             self._files.finish(worker)
+        self._log(lambda log: log.finish(worker, self._rank_now(worker)))
         for stream in self._fds:
             self._quiet_at.pop((worker, stream), None)
             if lines := self._lines.pop((worker, stream), None):
@@ -289,33 +250,52 @@ class Screen:
 
     def _say(self, text: str) -> None:
         # The terminal may show a ^C there, or still have the colour of a worker's output.
-        over = _UNCOLOURED + _ERASE if self._in_place["stderr"] else b""
+        self._log(lambda log: log.event("say", text=text))
+        over = _UNCOLOURED + ERASE if self._in_place["stderr"] else b""
         text = visible(text) if self._on_terminal["stderr"] else text
         self._write("stderr", over + f"hvdlite-run: {text}\n".encode(errors="surrogateescape"))
 
+    def _rank_now(self, worker: int) -> int | None:
+        return self._ranks[worker] if worker in self._ranks else self._rank_of(worker)
+
     def _prefix(self, worker: int, stream: Stream) -> bytes:
-        rank = self._ranks[worker] if worker in self._ranks else self._rank_of(worker)
+        rank = self._rank_now(worker)
         name = f"worker {worker}" if rank is None else str(rank)
         prefix = f"[{name}]<{stream}>:"
         if self._in_place[stream] and self._coloured:
             prefix = f"\x1b[{31 + (worker if rank is None else rank) % 6}m{prefix}\x1b[0m"
         return prefix.encode()
 
+    def _set_status(self, lines: Sequence[str]) -> None:
+        self._status = [visible(line).encode(errors="surrogateescape") for line in lines]
+        self._draw()
+
     def _write(self, stream: Stream, text: bytes, source: Lines | None = None) -> None:
-        """Writes whole lines. A bar, of ``source`` or an older one, stays below them."""
-        newest = self._newest_bar
-        if source is not None and source.bar:
-            newest = stream, source
-        if newest is not None and not newest[1].bar:
-            newest = None
-        if self._open is not None and (text or newest is not None):
+        """Writes whole lines, above the footer."""
+        if self._open is not None and (text or (source is not None and source.bar)):
             text = self._after_open(stream, text, source)
-        if self._newest_bar is not None:
-            self._put(self._newest_bar[0], _ERASE)
-        self._newest_bar = newest
-        self._put(stream, text)
-        if newest is not None:
-            self._put(newest[0], _UNWRAPPED + newest[1].bar + _WRAPPED)
+        if text:
+            self._erase(stream)
+            self._put(stream, text)
+        self._draw()
+
+    def _erase(self, stream: Stream) -> None:
+        if footer := self._footers.get(stream):
+            footer.erase()
+
+    def _draw(self) -> None:
+        """Draws what has changed in the footers, except below an unfinished line, which may be a prompt."""
+        if self._open is not None:
+            return
+        self._bars = {whose: lines for whose, lines in self._bars.items() if lines.bar}
+        for footer in dict.fromkeys(self._footers.values()):
+            bars = [
+                lines.bar
+                for (_, stream), lines in sorted(self._bars.items(), key=lambda each: each[0])
+                if self._footers[stream] is footer
+            ]
+            status = self._status if footer is self._footers.get("stderr") else ()
+            footer.draw(_fitted(bars, status, footer.fits()[1]))
 
     def _after_open(self, stream: Stream, text: bytes, source: Lines | None) -> bytes:
         """Returns what to write of ``text`` after an unfinished line on the screen, and completes or ends that line."""
@@ -325,7 +305,7 @@ class Screen:
         if source is lines and text.startswith(seen):
             return text[len(seen) :]
         if source is lines and self._in_place[at]:  # a bar, or bytes that decode differently with those that follow
-            return _ERASE + text
+            return ERASE + text
         self._put(at, b"\n")
         if source is not lines:
             lines.start_new_line()
@@ -342,6 +322,21 @@ class Screen:
             except OSError as error:
                 self._failed.add(stream)
                 self._events.put(ScreenFailed(stream, error))
+
+
+def _fitted(bars: Sequence[bytes], status: Sequence[bytes], most: int) -> list[bytes]:
+    """Returns as many bars as there is room for above the status."""
+    room = max(0, most - len(status))
+    if len(bars) > room:
+        bars = [*bars[: room - 1], b"... and %d more bars" % (len(bars) - room + 1)] if room else []
+    return [*bars, *status]
+
+
+def _terminal_size(fd: int) -> tuple[int, int]:
+    try:
+        return os.get_terminal_size(fd)
+    except OSError:  # it is gone, which the next write to it tells
+        return 0, 0
 
 
 def _now() -> bytes:

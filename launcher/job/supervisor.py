@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Protocol
@@ -38,6 +38,7 @@ from ..wire.messages import (
     NotThereYet,
     OfWorker,
     Output,
+    Progressed,
     Refused,
     ReportAsked,
     Reported,
@@ -77,6 +78,14 @@ class Reports(Protocol):
     def time_passes(self) -> None: ...
 
 
+class Observer(Protocol):
+    """Is told of each event before it is handled, and of time: `first_minute.FirstMinute`."""
+
+    def on_event(self, event: Event) -> None: ...
+    def time_left_s(self) -> float | None: ...
+    def time_passes(self) -> None: ...
+
+
 class Judgement(Protocol):
     """Decides what the events of a job mean for it. `first_failure.FirstFailure` describes each method."""
 
@@ -111,6 +120,7 @@ class Supervisor:
         screen: Screen,
         log: Callable[[str], None],
         on_fault: Callable[[FaultAsked], None] = lambda _: None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         """``log`` is called with messages that only ``--verbose`` shows, ``on_fault`` with questions of workers."""
         self._judgement = judgement
@@ -123,6 +133,7 @@ class Supervisor:
         self._screen = screen
         self._log = log
         self._on_fault = on_fault
+        self._observers = observers
 
     def run(self, events: SimpleQueue[Event]) -> Outcome:
         """Handles events until no worker runs and none will, and returns the outcome."""
@@ -132,18 +143,27 @@ class Supervisor:
             ring = ending.ring
             if time_left is None:
                 time_left, ring = judgement.time_left_s(), judgement.time_passes
-            left_to_report = self._reports.time_left_s()
-            if left_to_report is not None and (time_left is None or left_to_report < time_left):
-                time_left, ring = left_to_report, self._reports.time_passes
+            for left, react in self._others():
+                if left is not None and (time_left is None or left < time_left):
+                    time_left, ring = left, react
             # Checked first: while workers write without a pause, the queue is never empty.
             if time_left is not None and time_left <= 0:
                 ring()
                 continue
             with contextlib.suppress(Empty):
-                self._on(events.get(timeout=time_left))
+                event = events.get(timeout=time_left)
+                for observer in self._observers:
+                    observer.on_event(event)
+                self._on(event)
         judgement.settle()
         outcome = ending.outcome or Outcome()
         return replace(outcome, hasty=outcome.hasty or ending.gave_up)
+
+    def _others(self) -> Iterator[tuple[float | None, Callable[[], None]]]:
+        """Yields the seconds until each other part must be called, and what to call."""
+        yield self._reports.time_left_s(), self._reports.time_passes
+        for observer in self._observers:
+            yield observer.time_left_s(), observer.time_passes
 
     def _on(self, event: Event) -> None:  # noqa: PLR0912, PLR0915  # one place for the reaction to each event
         if isinstance(event, OfWorker) and event.worker not in self._roster:
@@ -172,6 +192,8 @@ class Supervisor:
                 self._reports.on_stalled(event)
             case Reported():
                 self._reports.on_reported(event)
+            case Progressed():
+                pass  # for observers
             case ReportAsked():
                 self._reports.on_asked(event)
             case InputWanted():

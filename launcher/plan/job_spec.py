@@ -16,11 +16,13 @@ class JobSpec:
     """A job: its command, hosts and options.
 
     ``size`` None fills all slots; ``hosts`` may have `AUTO` slots, which only they can count. ``in_python``: the
-    command holds arguments for the Python interpreter of each host's agent. ``as_horovod``: ``import horovod`` finds
-    hvdlite in workers. ``interfaces`` are the network interfaces by the hosts' labels, with "" for all other hosts; of
-    several, separated by commas, a host uses the first that it has. ``timestamps``: shown lines begin with the time.
-    ``record_dir`` is the directory for each worker's output, if it is written to files, and ``report_dir`` the one for
-    reports. ``elastic`` is None for a job whose ranks stay the same; where a discovery script finds them, ``hosts`` is
+    command holds arguments for the Python interpreter of each host's agent. ``as_horovod``: ``import horovod``
+    finds hvdlite in workers. ``interfaces`` are the network interfaces by the hosts' labels, with "" for all other
+    hosts; of several, separated by commas, a host uses the first that it has. ``timestamps``: shown lines begin
+    with the time. ``record_dir`` is the directory for each worker's output, if it is written to files, and
+    ``report_dir`` the one for reports. ``metrics_file`` is the file for Prometheus, ``summary_file`` the one that
+    is written at the end, and ``log_json`` the one for output and events. ``attempt`` counts the restarts before.
+    ``elastic`` is None for a job whose ranks stay the same; where a discovery script finds them, ``hosts`` is
     empty. ``restart`` is None for a job that ends with its first failure.
     """
 
@@ -37,6 +39,10 @@ class JobSpec:
     timestamps: bool = False
     record_dir: str | None = None
     report_dir: str | None = None
+    metrics_file: str | None = None
+    summary_file: str | None = None
+    log_json: str | None = None
+    attempt: int = 0
     in_python: bool = False
     as_horovod: bool = False
     elastic: ElasticSpec | None = None

@@ -172,6 +172,11 @@ def peer_left_file(job_dir: str, worker: int) -> str:
     return os.path.join(job_dir, f"worker.{worker}.peer-left")
 
 
+def progress_file(job_dir: str, worker: int) -> str:
+    """Returns the path of the file that says how far a worker had come, which it writes when it ends."""
+    return os.path.join(job_dir, f"worker.{worker}.progress")
+
+
 def left_file(job_dir: str, worker: int) -> str:
     """Returns the path of the file that a worker creates if it ends on its own account."""
     return os.path.join(job_dir, f"worker.{worker}.left")

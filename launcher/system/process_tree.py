@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -112,17 +113,26 @@ def kill_tree(pid: int) -> None:
             process.kill()
 
 
-def reap() -> tuple[list[tuple[int, int]], bool]:
-    """Reaps the children that have ended. Returns their (pid, returncode), and whether other children still live."""
-    ended: list[tuple[int, int]] = []
+class Reaped(NamedTuple):
+    """A child that has ended; ``peak_memory``: the most bytes that it, or a child it has waited for, had at a time."""
+
+    pid: int
+    returncode: int
+    peak_memory: int
+
+
+def reap() -> tuple[list[Reaped], bool]:
+    """Reaps the children that have ended. Returns these, and whether other children still live."""
+    ended: list[Reaped] = []
     while True:
         try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+            pid, status, usage = os.wait4(-1, os.WNOHANG)
         except ChildProcessError:
             return ended, False
         if pid == 0:
             return ended, True
-        ended.append((pid, os.waitstatus_to_exitcode(status)))
+        peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        ended.append(Reaped(pid, os.waitstatus_to_exitcode(status), peak))
 
 
 def kill_descendants(*, within_s: float = 10.0) -> bool:

@@ -20,6 +20,7 @@ from ..errors import ProtocolError
 from . import store_messages
 from .messages import (
     Alive,
+    AskProgress,
     Beat,
     Exited,
     Greet,
@@ -33,6 +34,7 @@ from .messages import (
     Newcomers,
     Output,
     OutputTaken,
+    Progressed,
     Refused,
     Reported,
     SignalWorkers,
@@ -146,7 +148,12 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
     Started: (3, {"worker": _worker, "pid": _number(1, _LAST_PID)}),
     Exited: (
         4,
-        {"worker": _worker, "returncode": _number(-255, 255), "peer_lost": _bool, "left": _bool, "peer_left": _bool},
+        {
+            "worker": _worker,
+            "returncode": _number(-255, 255),
+            **dict.fromkeys(("peer_lost", "left", "peer_left"), _bool),
+            "peak_memory": _number(0, 1 << 60),
+        },
     ),
     Refused: (5, {"why": _str, "exit_code": _number(1, 255)}),
     InputWanted: (6, {"worker": _worker}),
@@ -168,6 +175,8 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
     Stalled: (27, {"worker": _worker, "waited_s": _seconds}),
     Reported: (28, {"worker": _worker, "number": _number(0, _MOST_QUESTIONS), "facts": _str}),
     TakeReport: (29, {"number": _number(0, _MOST_QUESTIONS)}),
+    Progressed: (30, {"worker": _worker, "number": _number(0, _MOST_QUESTIONS), "facts": _str}),
+    AskProgress: (31, {"number": _number(0, _MOST_QUESTIONS)}),
     StartJob: (
         16,
         {
@@ -190,7 +199,7 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
 }
 _JSON_BY_KIND = {kind: (message, fields) for message, (kind, fields) in _JSON.items()}
 _KINDS = frozenset({*_STREAMS, _INPUT_KIND, *store_messages.KINDS, *_JSON_BY_KIND})
-_COMMANDS = (StartJob, StartWorkers, SignalWorkers, TakeReport, OutputTaken, Greet)
+_COMMANDS = (StartJob, StartWorkers, SignalWorkers, TakeReport, AskProgress, OutputTaken, Greet)
 _OF_LAUNCHER = {_INPUT_KIND, *store_messages.COMMAND_KINDS, *(_JSON[command][0] for command in _COMMANDS)}
 _BEAT_KIND = _JSON[Beat][0]
 

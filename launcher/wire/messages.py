@@ -1,8 +1,9 @@
 """The messages between launcher and agents, and the other events of the launcher's event loop, as dataclasses.
 
-    launcher ── Greet, StartJob, StartWorkers, SignalWorkers, TakeReport, Input, OutputTaken, Beat ──► agent
+    launcher ── Greet, StartJob, StartWorkers, SignalWorkers, TakeReport, AskProgress, Input, OutputTaken,
+                                                                                           Beat ──► agent
     launcher ◄── Hello, Started, InputWanted, Output, InitStarted, InitDone, InitFailed, Alive, Stalled, Reported,
-                                                                                 Exited, Refused, Beat ── agent
+                                                                     Progressed, Exited, Refused, Beat ── agent
 
 To end a job the launcher sends `SignalWorkers`, and at last closes the agent's stdin: the agent then kills what is
 left. The messages about the rendezvous store are in `store_messages`, and `agent_frames` encodes both as bytes.
@@ -117,12 +118,22 @@ class Reported:
 
 
 @dataclass(frozen=True)
+class Progressed:
+    """How far a worker is: JSON, as `host.ask_progress` describes it. ``number``: the question's; 0 at its end."""
+
+    worker: int
+    number: int
+    facts: str
+
+
+@dataclass(frozen=True)
 class Exited:
     """A worker has ended. All its `Output` was sent before this.
 
     ``returncode`` is -n for signal n. ``peer_lost``: the worker reported that it ended only because another rank ended.
     ``left``: the worker reported that it was leaving the other ranks on its own account, before they could notice.
-    ``peer_left``: the worker reported that the rank it lost was doing that.
+    ``peer_left``: the worker reported that the rank it lost was doing that. ``peak_memory``: the most bytes of memory
+    that its process, or a child it has waited for, had at a time; 0 if that is not known.
     """
 
     worker: int
@@ -130,6 +141,7 @@ class Exited:
     peer_lost: bool = False
     left: bool = False
     peer_left: bool = False
+    peak_memory: int = 0
 
 
 @dataclass(frozen=True)
@@ -275,7 +287,19 @@ class ScreenDone:
 
 
 # Sent by an agent about one of its workers.
-OfWorker = Output | Started | InputWanted | InitStarted | InitDone | InitFailed | Alive | Stalled | Reported | Exited
+OfWorker = (
+    Output
+    | Started
+    | InputWanted
+    | InitStarted
+    | InitDone
+    | InitFailed
+    | Alive
+    | Stalled
+    | Reported
+    | Progressed
+    | Exited
+)
 WorkerEvent = OfWorker | Refused
 HostEvent = Answered | NotThereYet | HostsFound | DiscoveryFailed
 LauncherEvent = HostEvent | AgentSaid | Lost | FaultAsked | ReportAsked | UserSignal | Interrupted | InputRead
@@ -343,6 +367,13 @@ class TakeReport:
 
 
 @dataclass(frozen=True)
+class AskProgress:
+    """Asks an agent for a `Progressed` about each worker that runs on its host."""
+
+    number: int
+
+
+@dataclass(frozen=True)
 class Input:
     """Bytes for a worker's standard input, sent after `InputWanted`; empty at the end of the input."""
 
@@ -357,5 +388,16 @@ class OutputTaken:
     count: int
 
 
-Command = Greet | OutputTaken | StartJob | StartWorkers | SignalWorkers | TakeReport | Input | StoreCommand | Beat
+Command = (
+    Greet
+    | OutputTaken
+    | StartJob
+    | StartWorkers
+    | SignalWorkers
+    | TakeReport
+    | AskProgress
+    | Input
+    | StoreCommand
+    | Beat
+)
 Message = WorkerEvent | StoreEvent | Hello | Command

@@ -5,6 +5,7 @@ import os
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hvdlite_launcher.wire.agent_frames import FROM_AGENT, MARK, Decoder, encode
@@ -134,4 +135,6 @@ def test_an_agent_speaks_of_workers_by_their_numbers_whatever_their_ranks(tmp_pa
     assert {message.worker for message in heard if isinstance(message, InputWanted)} == {0}
     wrote = {n: b"".join(m.data for m in heard if isinstance(m, Output) and m.worker == n) for n in (0, 7)}
     assert wrote == {0: b"1 heard a word\n", 7: b"0 heard \n"}
-    assert {Exited(0, 3), Exited(7, 3, peer_lost=True)} <= set(heard)
+    ends = [message for message in heard if isinstance(message, Exited)]
+    assert {replace(end, peak_memory=0) for end in ends} == {Exited(0, 3), Exited(7, 3, peer_lost=True)}
+    assert all(end.peak_memory > 0 for end in ends)

@@ -49,12 +49,13 @@ def test_the_first_average_of_integers_is_warned_of_on_one_rank_with_its_name_an
     assert "op=hvd.Sum" in said
 
 
-def test_nothing_is_said_of_sums_of_floats_of_booleans_and_of_one_rank(caplog):
+def test_nothing_is_said_of_sums_floats_booleans_one_rank_and_the_zero_that_is_averaged_as_a_barrier(caplog):
     def others(_rank):
         hvd.allreduce(torch.ones(2, dtype=torch.int64), op=hvd.Sum)
         hvd.allreduce(torch.ones(2, dtype=torch.int64), op=hvd.Max)
         hvd.allreduce(torch.ones(2))
         hvd.allreduce(torch.ones(2, dtype=torch.bool))
+        hvd.allreduce(torch.tensor(0), name="barrier")
 
     run_worlds(2, others)
     run_worlds(1, lambda _rank: hvd.allreduce(torch.ones(2, dtype=torch.int64)))

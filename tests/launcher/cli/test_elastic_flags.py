@@ -172,7 +172,7 @@ def test_a_job_may_start_anew_after_a_failure_without_being_elastic():
         ),
         (["--min-np", "1", "--reset-limit", "-1"], "--reset-limit: "),
         (["--check", "--min-np", "1"], "--check looks at hosts and starts no workers: leave out --min-np"),
-        (["--m", "1"], "--m may be --min-np or --min-num-proc or --max-np or"),
+        (["--m", "1"], "--m may be --metrics-textfile or --min-np or --min-num-proc or --max-np or"),
     ],
 )
 def test_what_cannot_be_is_one_line(words, message, capsys):

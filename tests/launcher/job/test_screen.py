@@ -3,12 +3,14 @@
 import errno
 import os
 import pty
+import threading
 import time
 from queue import SimpleQueue
 
 import pytest
+from hvdlite_launcher.job.lines import MAX_LINE_BYTES, Lines
 from hvdlite_launcher.job.output_files import OutputFiles
-from hvdlite_launcher.job.screen import MAX_LINE_BYTES, Lines, Screen
+from hvdlite_launcher.job.screen import Screen
 from hvdlite_launcher.wire.messages import Output, ScreenDone, ScreenFailed
 from hypothesis import given
 from hypothesis import strategies as st
@@ -159,9 +161,25 @@ def _on_terminal(environ, *outputs, quiet_s=3600.0):
     """Returns what a terminal shows of outputs and typed lines (`TYPED`); if quiet_s is 0, unfinished lines too."""
     terminal, stream = pty.openpty()
     events = SimpleQueue()
+    data = bytearray()
+
+    def read() -> None:
+        while not data.endswith(b"THE END"):
+            data.extend(os.read(terminal, 65536))
+
+    # At once, since a terminal takes a few thousand bytes only until somebody reads them.
+    reader = threading.Thread(target=read)
+    reader.start()
     # The clock stands still: a worker has been quiet for long enough at once, or never.
     screen = Screen(
-        events, [].append, stdout=stream, stderr=stream, environ=environ, quiet_s=quiet_s, clock=lambda: 0.0
+        events,
+        [].append,
+        stdout=stream,
+        stderr=stream,
+        environ=environ,
+        quiet_s=quiet_s,
+        redraw_s=0.0,
+        clock=lambda: 0.0,
     )
     for output in outputs:
         if output is TYPED:
@@ -171,12 +189,10 @@ def _on_terminal(environ, *outputs, quiet_s=3600.0):
     screen.close()
     assert isinstance(events.get(timeout=60), ScreenDone)
     os.write(stream, b"THE END")  # a terminal delivers its text in pieces
-    data = b""
-    while not data.endswith(b"THE END"):
-        data += os.read(terminal, 65536)
+    reader.join()
     os.close(stream)
     os.close(terminal)
-    return data.removesuffix(b"THE END").replace(b"\r\n", b"\n")
+    return bytes(data).removesuffix(b"THE END").replace(b"\r\n", b"\n")
 
 
 TYPED = object()
@@ -223,7 +239,7 @@ def test_what_follows_an_answer_that_was_typed_is_a_line_of_its_own():
 def test_a_bar_of_another_rank_makes_room_for_a_prompt_and_is_drawn_below_it_when_it_moves():
     shown = _prompts(Output(1, "stderr", b"\r 10%\r 20%"), Output(0, "stdout", b"? "), Output(1, "stderr", b"\r 30%"))
     bar = b"\x1b[?7l[1]<stderr>: %b\x1b[?7h\r\x1b[K"
-    assert shown == (bar % b"10%" + bar % b"10%" + b"[0]<stdout>:? \n" + bar % b"20%" + b"[1]<stderr>: 30%\n")
+    assert shown == (bar % b"10%" + b"[0]<stdout>:? \n" + bar % b"20%" + b"[1]<stderr>: 30%\n")
 
 
 def test_what_turns_out_to_be_a_bar_is_drawn_in_its_place():
@@ -342,3 +358,52 @@ def test_a_pipe_gets_every_byte_as_it_is(pipe):
     assert isinstance(events.get(timeout=60), ScreenDone)
     os.close(pipe[1])
     assert _read_all(pipe[0]) == b"[0]<stdout>:" + odd + b"\n"
+
+
+def test_each_worker_has_a_bar_of_its_own_and_those_beyond_the_rows_are_counted():
+    bars = [Output(worker, "stderr", b"\r%d%%\r." % worker) for worker in range(30)]
+    shown = _on_terminal(PLAIN, *bars).decode()
+    newest = shown.split("\x1b[?7l")[30].partition("\x1b[?7h")[0].split("\n")
+    assert len(newest) == 23
+    assert newest[:2] == ["[0]<stderr>:0%", "[1]<stderr>:1%"]
+    assert newest[22] == "... and 8 more bars"
+
+
+def test_a_status_is_below_the_bars_and_goes_away():
+    terminal, stream = pty.openpty()
+    events = SimpleQueue()
+    screen = Screen(events, [].append, stdout=stream, stderr=stream, environ=PLAIN, redraw_s=0.0)
+    assert screen.has_status
+    screen.set_status("waiting \x1b]0;")
+    screen.show(Output(0, "stderr", b"\r10%\r."))
+    screen.set_status()
+    screen.close()
+    assert isinstance(events.get(timeout=60), ScreenDone)
+    shown = os.read(terminal, 65536).replace(b"\r\n", b"\n")
+    drawn = b"\x1b[?7l%b\x1b[?7h"
+    assert shown == b"".join(
+        [
+            drawn % b"waiting \\x1b]0;",
+            b"\r\x1b[K" + drawn % b"[0]<stderr>:10%\nwaiting \\x1b]0;",
+            b"\r\x1b[1A\x1b[J" + drawn % b"[0]<stderr>:10%",
+            b"\r\x1b[K[0]<stderr>:.\n",
+        ]
+    )
+    os.close(stream)
+    os.close(terminal)
+
+
+@pytest.mark.parametrize("environ", [{"TERM": "dumb"}, None], ids=["dumb", "pipe"])
+def test_where_nothing_can_be_drawn_in_place_there_is_no_status(pipe, environ):
+    terminal, stream = pty.openpty()
+    events = SimpleQueue()
+    where = pipe[1] if environ is None else stream
+    screen = Screen(events, [].append, stdout=where, stderr=where, environ=environ or PLAIN)
+    assert not screen.has_status
+    screen.set_status("waiting")
+    screen.close()
+    assert isinstance(events.get(timeout=60), ScreenDone)
+    os.write(where, b"END")
+    assert os.read(pipe[0] if environ is None else terminal, 100) == b"END"
+    os.close(stream)
+    os.close(terminal)

@@ -9,6 +9,7 @@ from hvdlite_launcher.errors import ProtocolError
 from hvdlite_launcher.wire.agent_frames import FROM_AGENT, FROM_LAUNCHER, MAX_PAYLOAD_BYTES, Decoder, encode
 from hvdlite_launcher.wire.messages import (
     Alive,
+    AskProgress,
     Beat,
     Exited,
     Greet,
@@ -20,6 +21,7 @@ from hvdlite_launcher.wire.messages import (
     InputWanted,
     Output,
     OutputTaken,
+    Progressed,
     Refused,
     SignalWorkers,
     Started,
@@ -49,7 +51,9 @@ MESSAGES = st.one_of(
     st.builds(Revoke, WORKERS, st.text()),
     st.builds(StartWorkers, st.dictionaries(WORKERS, ENVIRONMENTS, max_size=3)),
     st.one_of(st.builds(of, WORKERS, st.integers(0, 255), st.binary()) for of in (Ask, Answer)),
-    st.builds(Exited, WORKERS, st.integers(-255, 255), st.booleans()),
+    st.builds(Exited, WORKERS, st.integers(-255, 255), st.booleans(), peak_memory=st.integers(0, 1 << 50)),
+    st.builds(Progressed, WORKERS, st.integers(0, 10**9), st.text().filter(lambda text: "\0" not in text)),
+    st.builds(AskProgress, st.integers(0, 10**9)),
     st.builds(Refused, WORDS, CODES),
     st.builds(Hello, WORDS, st.none() | CODES, st.none() | ADDRESSES, CODES, st.none() | WORDS),
     st.just(Beat()),
@@ -153,7 +157,7 @@ def test_messages_before_the_garbage_still_come_out():
 # For each kind in JSON: a valid payload, and for each field invalid values.
 RIGHT = {
     3: {"worker": 0, "pid": 1},
-    4: {"worker": 0, "returncode": -9, "peer_lost": False, "left": False, "peer_left": False},
+    4: {"worker": 0, "returncode": -9, "peer_lost": False, "left": False, "peer_left": False, "peak_memory": 0},
     5: {"why": "no", "exit_code": 1},
     7: {"version": "1", "slots": None, "address": "10.0.0.1", "port": 1, "machine": None},
     17: {"numbers": [0], "signum": 15},
@@ -162,6 +166,8 @@ RIGHT = {
 }
 START = {"token": "0f-1", "command": ["true"], "cwd": "/", "environment": {}, "inherits": True, "peers": ["::1"]}
 RIGHT[16] = {**START, "in_python": False, "as_horovod": False, "slots": 1, "workers": {"0": {}}}
+RIGHT[30] = {"worker": 0, "number": 0, "facts": "{}"}
+RIGHT[31] = {"number": 0}
 RIGHT[25] = {"workers": {"0": {}}}
 RIGHT[9] = {"worker": 0, "after": None, "newcomers": 0}
 HUGE = 10**4000
@@ -172,6 +178,9 @@ WRONG = {
         ["beats", "left", "inherits", "peer_lost", "peer_left", "count_slots", "in_python", "as_horovod"], (0, "true")
     ),
     "slots": [0, HUGE, "1"],
+    "peak_memory": [-1, HUGE, "1", True],
+    "number": [-1, HUGE, "1", True],
+    "facts": ["\0", "\ud800", 1],
     "newcomers": [None, -1, 3, HUGE, "1", True],
     "after": [-1, HUGE, "1", True],
     "address": ["", "host", "1.2.3", "10.0.0.1; id", 7],

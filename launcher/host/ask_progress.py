@@ -1,0 +1,140 @@
+"""`Progress`: finds out how far the workers of one host are, without any thread or process of its own.
+
+    AskProgress ──► Progress ── "brief" ──► <job's directory>/r<pid>, of each process that has called hvd.init()
+    Progressed  ◄── JSON: processor time, memory, and what the worker answers
+
+A rank that does not answer until the next question, since it is stopped or its interpreter's lock is held, is told of
+without an answer. All reads are of /proc files that no other process can block; `collect` finds out more, in a child.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import selectors
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..wire.messages import Progressed
+
+_READ_BYTES = 1 << 14
+_MOST_BYTES = 1 << 16
+_SOCKET = re.compile(r"r([0-9]+)")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass
+class _Asked:
+    """A process that was asked. Its worker is known once it has answered."""
+
+    pid: int
+    connection: socket.socket
+    answer: bytearray = field(default_factory=bytearray)
+
+
+class Progress:
+    """The question that is being answered on this host."""
+
+    def __init__(self, selector: selectors.BaseSelector, send: Callable[[Progressed], None]) -> None:
+        """``selector``: the data of each registration is a function without arguments, which the event loop calls."""
+        self._selector = selector
+        self._send = send
+        self._number = 0
+        self._asked: list[_Asked] = []
+        self._silent: dict[int, int] = {}  # the pids of workers that have not answered, by their numbers
+
+    def take(self, number: int, workers: Mapping[int, int], job_dir: str) -> None:
+        """Sends a `Progressed` for each of the workers, given as pids by their numbers; returns at once.
+
+        ``facts`` is JSON: ``pid`` of the process that has answered, or else the worker's own, ``cpu_s`` and ``memory``
+        (bytes) of that process, and ``answer``, None if there is none. ``can_answer``: whether any was asked.
+        """
+        self._give_up()
+        self._number, self._silent = number, dict(workers)
+        for name in os.listdir(job_dir):
+            if found := _SOCKET.fullmatch(name):
+                self._ask(int(found[1]), os.path.join(job_dir, name))
+        if not self._asked:
+            self._tell_silent(can_answer=False)
+
+    def note_end(self, worker: int, pid: int, path: str) -> None:
+        """Sends what a worker that has ended wrote to this file of how far it had come, if it did."""
+        self._silent.pop(worker, None)
+        with contextlib.suppress(OSError):
+            with open(path, "rb") as file:
+                answer = _parsed(file.read(_MOST_BYTES))
+            os.unlink(path)
+            self._tell(worker, pid, 0, answer, can_answer=True)
+
+    def _ask(self, pid: int, path: str) -> None:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.setblocking(False)
+        try:
+            connection.connect(path)
+            connection.sendall(b"brief")
+        except OSError:  # it has ended, or is stopped and has not answered many
+            connection.close()
+            return
+        asked = _Asked(pid, connection)
+        self._asked.append(asked)
+        self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(asked))
+
+    def _read(self, asked: _Asked) -> None:
+        try:
+            data = asked.connection.recv(_READ_BYTES)
+        except OSError:
+            data = b""
+        asked.answer += data
+        if data and len(asked.answer) <= _MOST_BYTES:
+            return
+        self._close(asked)
+        answer = _parsed(asked.answer)
+        worker = answer.get("worker")
+        if isinstance(worker, int) and self._silent.pop(worker, None) is not None:
+            self._tell(worker, asked.pid, self._number, answer, can_answer=True)
+        if not self._asked:
+            self._tell_silent(can_answer=False)
+
+    def _close(self, asked: _Asked) -> None:
+        self._asked.remove(asked)
+        self._selector.unregister(asked.connection)
+        asked.connection.close()
+
+    def _give_up(self) -> None:
+        has_asked = bool(self._asked)
+        for asked in list(self._asked):
+            self._close(asked)
+        self._tell_silent(can_answer=has_asked)
+
+    def _tell_silent(self, *, can_answer: bool) -> None:
+        silent, self._silent = self._silent, {}
+        for worker, pid in silent.items():
+            self._tell(worker, pid, self._number, None, can_answer=can_answer)
+
+    def _tell(self, worker: int, pid: int, number: int, answer: dict[str, Any] | None, *, can_answer: bool) -> None:
+        cpu_s, memory = _usage(pid)
+        facts = {"pid": pid, "cpu_s": cpu_s, "memory": memory, "answer": answer, "can_answer": can_answer}
+        self._send(Progressed(worker, number, json.dumps(facts)))
+
+
+def _usage(pid: int) -> tuple[float, int]:
+    """Returns a process' seconds of processor time and bytes of memory; zeros if it has ended or there is no /proc."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return 0.0, 0
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S, int(fields[21]) * _PAGE_BYTES
+
+
+def _parsed(answer: bytes | bytearray) -> dict[str, Any]:
+    try:
+        parsed = json.loads(answer)
+    except ValueError:
+        return {}
+    return parsed if isinstance(parsed, dict) else {}

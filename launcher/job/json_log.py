@@ -1,0 +1,108 @@
+"""``--log-json``: what a job's workers write and what happens to it, as one JSON object per line of a file.
+
+    the screen's thread: output, messages; `LogEvents`: what happens ──► JsonLog ──► FILE
+
+Each object has ``time`` (Unix time) and ``kind``: "output" with ``worker``, ``rank``, ``stream`` and ``text``, "say"
+with the ``text`` of a message of hvdlite-run, or an event. ``text`` has no line end. Bytes that are not UTF-8 are in it
+as ``\\udc80`` to ``\\udcff``, as Python's "surrogateescape" decodes them, so the worker's bytes can be had back. Of a
+progress bar each line has the last state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+
+from ..errors import UsageError, in_words
+from ..system.safe_files import create
+from ..wire.messages import Output, Stream
+from .lines import MAX_LINE_BYTES
+
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+
+
+class JsonLog:
+    """The file. All calls come from the screen's thread. A failure is told once, and ends it; the job goes on."""
+
+    def __init__(self, path: str, *, is_continued: bool = False, clock: Callable[[], float] = time.time) -> None:
+        """Raises `UsageError` if the file cannot be created.
+
+        ``is_continued``: an attempt of the same job before this one has created it.
+        """
+        self._path = path
+        self._clock = clock
+        self._rest: dict[tuple[int, Stream], bytes] = {}
+        try:
+            self._fd: int | None = os.open(path, _APPEND) if is_continued else create(path)
+        except OSError as error:
+            why = in_words(OSError(error.errno, "")) or error.strerror
+            raise UsageError(f"--log-json: cannot write {path}: {why}") from error
+
+    def output(self, output: Output, rank: int | None) -> str | None:
+        """Writes the lines that this output completes; returns a message for the user if that fails."""
+        whose = output.worker, output.stream
+        data = self._rest.pop(whose, b"") + output.data
+        *lines, rest = data.split(b"\n")
+        if len(rest) > MAX_LINE_BYTES:
+            lines, rest = [*lines, rest], b""
+        if rest:
+            self._rest[whose] = rest
+        return self._write_lines(output.worker, rank, output.stream, lines)
+
+    def finish(self, worker: int, rank: int | None) -> str | None:
+        """Writes the unfinished lines of a worker that has ended."""
+        failure = None
+        for of, stream in [whose for whose in self._rest if whose[0] == worker]:
+            failure = self._write_lines(of, rank, stream, [self._rest.pop((of, stream))]) or failure
+        return failure
+
+    def event(self, kind: str, **facts: object) -> str | None:
+        """Writes something else that has happened, after the last line of a worker that has ended."""
+        if kind == "exited" and isinstance(worker := facts["worker"], int):
+            rank = facts["rank"]
+            self.finish(worker, rank if isinstance(rank, int) else None)
+        return self._write([{"time": self._now(), "kind": kind, **facts}])
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _write_lines(self, worker: int, rank: int | None, stream: Stream, lines: list[bytes]) -> str | None:
+        now = self._now()
+        return self._write(
+            [
+                {
+                    "time": now,
+                    "kind": "output",
+                    "worker": worker,
+                    "rank": rank,
+                    "stream": stream,
+                    "text": _last_state(line).decode(errors="surrogateescape"),
+                }
+                for line in lines
+            ]
+        )
+
+    def _write(self, objects: list[dict[str, object]]) -> str | None:
+        if self._fd is None or not objects:
+            return None
+        rest = memoryview("".join(json.dumps(each) + "\n" for each in objects).encode())
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError as error:
+            self.close()
+            why = in_words(OSError(error.errno, "")) or error.strerror
+            return f"--log-json {self._path}: cannot be written any more: {why}. The job goes on without it"
+        return None
+
+    def _now(self) -> float:
+        return round(self._clock(), 6)
+
+
+def _last_state(line: bytes) -> bytes:
+    """Returns what a terminal shows of a line with carriage returns: what follows the last that something follows."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2]

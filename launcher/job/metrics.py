@@ -1,0 +1,165 @@
+"""``--metrics-textfile``: a job's numbers in a file for Prometheus, as node_exporter's textfile collector reads it.
+
+    JobFacts, RankProgress ──► Metrics ──► FILE, replaced as a whole each 10 s and at the end
+
+No port is open. The file is written under another name first, so a reader never sees half of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from ..errors import UsageError, in_words
+from ..version import VERSION
+from .job_facts import JobFacts
+from .progress import RankProgress
+
+METRICS_EACH_S = 10.0
+"""How often the file is written."""
+
+Sample = tuple[Mapping[str, str], float]
+# The modes of a file that a program creates, which node_exporter, another user, must be able to read.
+_MODE = 0o644
+
+
+class Metrics:
+    """The file of one job."""
+
+    def __init__(self, path: str, facts: JobFacts, say: Callable[[str], None]) -> None:
+        """``say`` tells the user, once, that the file cannot be written any more."""
+        self._path = path
+        self._facts = facts
+        self._say = say
+        self._due_at_s = 0.0
+        self._has_failed = False
+
+    def show(self) -> None:
+        """Writes the file if it is time."""
+        if self._facts.age_s >= self._due_at_s:
+            self._due_at_s = self._facts.age_s + METRICS_EACH_S - 0.5  # the questions come at nearly that interval
+            self.write(is_up=True)
+
+    def write(self, *, is_up: bool, exit_code: int | None = None) -> None:
+        """Writes the file; tells once if that fails, and goes on to try."""
+        try:
+            replace_file(self._path, metrics_text(self._facts, is_up=is_up, exit_code=exit_code))
+        except OSError as error:
+            if not self._has_failed:
+                self._say(
+                    f"--metrics-textfile {self._path}: cannot be written: {why_not_written(error)}. The job goes on"
+                )
+            self._has_failed = True
+        else:
+            self._has_failed = False
+
+
+def replace_file(path: str, text: str) -> None:
+    """Writes a file as a whole: a reader sees the old one or the new one."""
+    directory = os.path.dirname(path) or "."
+    fd, temporary = tempfile.mkstemp(prefix=f".{os.path.basename(path)[:100]}.", dir=directory)
+    try:
+        with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+            os.fchmod(fd, _MODE)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def require_writable(flag: str, path: str) -> None:
+    """Raises `UsageError` if a file with this path cannot be written: no job is started then."""
+    if os.path.isdir(path) or not os.path.basename(path):
+        raise UsageError(f"{flag}: {path!r} is a directory: give the name of a file")
+    directory = os.path.dirname(path) or "."
+    try:
+        fd, temporary = tempfile.mkstemp(prefix=f".{os.path.basename(path)[:100]}.", dir=directory)
+        os.close(fd)
+        os.unlink(temporary)
+    except OSError as error:
+        way = "create it first" if isinstance(error, FileNotFoundError) else "choose another, or allow it"
+        why = f"no file can be made in {directory} ({why_not_written(error)}): {way}"
+        raise UsageError(f"{flag}: cannot write {path}: {why}") from error
+
+
+def why_not_written(error: OSError) -> str:
+    """Returns the cause in words, without the file."""
+    return in_words(OSError(error.errno, "")) or error.strerror or str(error)
+
+
+def metrics_text(facts: JobFacts, *, is_up: bool, exit_code: int | None = None) -> str:
+    """Returns the numbers of a job in Prometheus' text format."""
+    ranks = facts.progress.of_running() if is_up else facts.last_ranks()
+    return "".join(
+        line
+        for name, kind, about, samples in _families(facts, ranks, is_up=is_up, exit_code=exit_code)
+        if samples
+        for line in (f"# HELP {name} {about}\n", f"# TYPE {name} {kind}\n", *(_line(name, *each) for each in samples))
+    )
+
+
+def _families(
+    facts: JobFacts, ranks: Sequence[RankProgress], *, is_up: bool, exit_code: int | None
+) -> Iterator[tuple[str, str, str, list[Sample]]]:
+    """Yields name, type, help and samples of each metric."""
+    one: Callable[[float], list[Sample]] = lambda value: [({}, value)]  # noqa: E731  # the shortest form
+    yield "hvdlite_build_info", "gauge", "Version of hvdlite-run.", [({"version": VERSION}, 1)]
+    yield "hvdlite_up", "gauge", "Whether the job runs.", one(is_up)
+    yield "hvdlite_start_time_seconds", "gauge", "When the job began, in Unix time.", one(round(facts.began_at, 3))
+    yield "hvdlite_workers", "gauge", "Workers that run.", one(len(ranks) if is_up else 0)
+    yield "hvdlite_generation", "gauge", "Generation of an elastic job; 1 in others.", one(facts.generation)
+    yield "hvdlite_faults_total", "counter", "Workers that failed by themselves, and lost hosts.", one(facts.faults)
+    if exit_code is not None:
+        yield "hvdlite_exit_code", "gauge", "Exit code of hvdlite-run.", one(exit_code)
+    named = [(rank, {"rank": _rank(rank), "worker": str(rank.worker), "host": rank.host}) for rank in ranks]
+    yield (
+        "hvdlite_steps_total",
+        "counter",
+        "Steps that an optimizer has taken.",
+        [
+            ({**labels, "optimizer": name.removeprefix("optimizer ")}, steps)
+            for rank, labels in named
+            for name, steps in rank.steps.items()
+        ],
+    )
+    yield (
+        "hvdlite_resident_bytes",
+        "gauge",
+        "Resident memory of the rank's process.",
+        [(labels, rank.memory) for rank, labels in named if is_up and rank.memory],
+    )
+    yield (
+        "hvdlite_cpu_seconds_total",
+        "counter",
+        "Processor time of the rank's process.",
+        [(labels, rank.cpu_s) for rank, labels in named if rank.memory],
+    )
+    yield (
+        "hvdlite_waiting_seconds",
+        "gauge",
+        "For how long the rank has waited for other ranks; 0 if it does not.",
+        [(labels, rank.waited_s) for rank, labels in named if is_up and (rank.steps or rank.waits_for)],
+    )
+    yield (
+        "hvdlite_silent",
+        "gauge",
+        "Whether the rank did not answer: it is stopped, or an extension holds the interpreter's lock.",
+        [(labels, rank.is_silent) for rank, labels in named if is_up],
+    )
+
+
+def _rank(rank: RankProgress) -> str:
+    return "" if rank.rank is None else str(rank.rank)
+
+
+def _line(name: str, labels: Mapping[str, str], value: float) -> str:
+    inner = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+    return f"{name}{{{inner}}} {float(value):.15g}\n" if inner else f"{name} {float(value):.15g}\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

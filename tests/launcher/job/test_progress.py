@@ -1,0 +1,111 @@
+"""How far the workers are, from scripted answers: rates are differences, and nonsense is left out."""
+
+import json
+
+import pytest
+from hvdlite_launcher.job.progress import JobProgress
+from hvdlite_launcher.job.roster import Roster
+from hvdlite_launcher.wire.messages import Progressed
+
+
+class Job:
+    """A job's progress, the questions that were asked, and when each round was shown."""
+
+    def __init__(self, workers=2, each_s=1.0):
+        self.now, self.asked, self.shown = 0.0, [], []
+        self.running, self.roster = set(range(workers)), Roster()
+        for number in range(workers):
+            self.roster.add(number, f"node{number}", number)
+        self.progress = JobProgress(
+            ask=self.asked.append, running=lambda: self.running, roster=self.roster, each_s=each_s,
+            clock=lambda: self.now,
+        )  # fmt: skip
+        self.progress.show_with(lambda: self.shown.append(self.now))
+
+    def go_on(self):
+        self.now += max(0.0, self.progress.time_left_s())
+        self.progress.time_passes()
+
+    def answer(self, worker, steps=None, number=None, **facts):
+        given = {"pid": 100 + worker, "cpu_s": 0.0, "memory": 0, "can_answer": True, "answer": None, **facts}
+        if steps is not None:
+            given["answer"] = {"steps": steps, "waits": facts.get("waits")}
+        number = self.asked[-1] if number is None else number
+        self.progress.on_event(Progressed(worker, number, json.dumps(given)))
+
+
+def test_each_question_is_shown_once_all_have_answered_or_soon_after():
+    job = Job()
+    job.go_on()
+    assert job.asked == [1]
+    job.answer(0, {})
+    job.answer(1, {})
+    job.go_on()
+    assert job.shown == [0.0]
+    job.go_on()
+    job.answer(0, {})
+    job.go_on()
+    assert (job.asked, job.shown) == ([1, 2], [0.0, 1.5])
+
+
+def test_rates_and_processor_use_are_differences_over_time():
+    job = Job()
+    for second in range(30):
+        job.now = float(second)
+        job.progress.time_passes()
+        job.answer(0, {"optimizer 1": 4 * second, "optimizer 2": second}, cpu_s=0.5 * second, memory=second)
+    rank = job.progress.of(0)
+    assert (rank.step, rank.rate, rank.cpu_use, rank.memory) == (116, 4.0, 0.5, 29)
+
+
+def test_a_process_that_begins_anew_has_no_rate_yet():
+    job = Job()
+    job.go_on()
+    job.answer(0, {"optimizer 1": 100})
+    job.go_on()
+    job.go_on()
+    job.answer(0, {"optimizer 1": 3})
+    assert (job.progress.of(0).step, job.progress.of(0).rate) == (3, None)
+
+
+def test_a_rank_that_does_not_answer_keeps_its_steps_and_is_silent():
+    job = Job()
+    job.go_on()
+    job.answer(0, {"optimizer 1": 7}, waits=["an all-reduce", 3.5])
+    assert (job.progress.of(0).waits_for, job.progress.of(0).waited_s) == ("an all-reduce", 3.5)
+    job.answer(0, memory=5)
+    rank = job.progress.of(0)
+    assert (rank.step, rank.is_silent, rank.memory, rank.waits_for) == (7, True, 5, "")
+    job.answer(1, can_answer=False)
+    assert not job.progress.of(1).is_silent
+
+
+def test_the_last_word_of_a_worker_counts_and_leaves_its_memory():
+    job = Job()
+    job.go_on()
+    job.answer(0, {"optimizer 1": 7}, memory=5, cpu_s=1.0)
+    job.answer(0, {"optimizer 1": 9}, number=0)
+    rank = job.progress.of(0)
+    assert (rank.step, rank.memory, rank.cpu_s) == (9, 5, 1.0)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    ["", "[]", "[" * 100_000, '{"answer": 3}', '{"answer": {"steps": 1, "waits": [1]}}', '{"pid": "x", "cpu_s": NaN}',
+     '{"answer": {"steps": {"a\\u001b": -1}, "waits": ["\\u001b[2J", 1e400]}}'],
+)  # fmt: skip
+def test_nonsense_of_an_agent_is_left_out(facts):
+    job = Job()
+    job.go_on()
+    job.progress.on_event(Progressed(0, 1, facts))
+    job.progress.on_event(Progressed(99, 1, "{}"))
+    rank = job.progress.of(0)
+    assert rank.waits_for.isprintable()
+    assert (rank.memory, rank.cpu_s, rank.waited_s) == (0, 0.0, 0.0)
+
+
+def test_only_those_that_run_are_told_of_by_rank():
+    job = Job(workers=3)
+    job.roster[0].rank = 9
+    job.running.discard(1)
+    assert [each.worker for each in job.progress.of_running()] == [2, 0]

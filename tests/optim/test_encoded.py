@@ -1,0 +1,376 @@
+"""Codecs between hosts: all ranks get the same bits, those of the scheme in one process; residuals are kept by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks, set_of
+from torch import Tensor, nn
+from worlds import run_worlds
+
+import hvdlite as hvd
+from hvdlite.comm.group import Group
+from hvdlite.compression.codecs import add_decoded, encode_all, wire_bytes
+
+# One rank per host, and two on each of two hosts.
+PLACES = {
+    "2 hosts": ["a", "b"],
+    "3 hosts": ["a", "b", "c"],
+    "4 hosts": ["a", "b", "c", "d"],
+    "2 hosts of 2": ["a", "a", "b", "b"],
+    "3 hosts of 2": ["a", "b", "c", "a", "b", "c"],
+    "uneven": ["a", "a", "b"],
+}
+CODECS = {"int8": hvd.Compression.int8, "int4": hvd.Compression.int4}
+
+everywhere = pytest.mark.parametrize("place", PLACES)
+both = pytest.mark.parametrize("name", CODECS)
+
+NUMEL = 1000
+
+
+def wrap(group: Group, params: list[nn.Parameter], codec: Any, **options: Any) -> hvd.DistributedOptimizer:
+    inner = torch.optim.SGD(params, lr=1.0)
+    named = [(f"p{number}", param) for number, param in enumerate(params)]
+    return hvd.DistributedOptimizer(inner, named, compression=codec, process_set=set_of(group), **options)
+
+
+def on(place: str, function: Callable[[Group], Any]) -> list[Any]:
+    hosts = PLACES[place]
+
+    def rank(group: Group) -> Any:
+        group.hosts = tuple(hosts)
+        return function(group)
+
+    return run_ranks(len(hosts), rank)
+
+
+def gradient(rank: int, step: int, numel: int = NUMEL) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+def through(codec: Any, values: Tensor, residual: Tensor) -> Tensor:
+    """What a wire holds of these values and their residual, which is changed."""
+    wire = torch.empty(wire_bytes(codec, values.numel()), dtype=torch.uint8)
+    encode_all(codec, values, wire, residual)
+    out = torch.empty_like(values)
+    add_decoded(codec, [wire], out)
+    return out
+
+
+def bounds_of(numel: int, parts: int, multiple: int) -> list[int]:
+    each = -(-numel // (parts * multiple)) * multiple
+    return [min(part * each, numel) for part in range(parts + 1)]
+
+
+def in_one_process(place: str, codec: Any, steps: int) -> list[Tensor]:
+    """The averages of each step, by the scheme's own description, for one bucket of NUMEL gradients."""
+    hosts = PLACES[place]
+    members: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        members.setdefault(host, []).append(rank)
+    lanes = list(members.values()) if len({len(ranks) for ranks in members.values()}) == 1 else [[r] for r in range(3)]
+    padded = -(-NUMEL // 16) * 16
+    residuals = {rank: torch.zeros(padded) for rank in range(len(hosts))}
+    of_sums = torch.zeros(padded)
+    found = []
+    for step in range(steps):
+        totals = []
+        for ranks in lanes:
+            total = torch.zeros(padded)
+            for rank in ranks:
+                total[:NUMEL] += gradient(rank, step)
+            totals.append(total)
+        result = torch.zeros(padded)
+        for local, (start, stop) in enumerate(pairwise(bounds_of(padded, len(lanes[0]), 16))):
+            shards = [total[start:stop] for total in totals]
+            kept = [residuals[ranks[local]][start:stop] for ranks in lanes]
+            parts = [(0, stop - start)]
+            if len(lanes) > 2:
+                parts = list(pairwise(bounds_of(stop - start, len(lanes), codec.block)))
+            for begin, end in parts:
+                terms = [through(codec, s[begin:end], k[begin:end]) for s, k in zip(shards, kept, strict=True)]
+                total = sum(terms[1:], terms[0])
+                if len(lanes) > 2:
+                    total = through(codec, total, of_sums[start + begin : start + end])
+                result[start + begin : start + end] = total
+        found.append(result[:NUMEL] / len(hosts))
+    return found
+
+
+@both
+@everywhere
+def test_every_rank_gets_the_bits_that_the_scheme_has_in_one_process(place, name):
+    codec = CODECS[name]
+
+    def rank(group: Group) -> list[Tensor]:
+        param = nn.Parameter(torch.zeros(NUMEL))
+        optimizer = wrap(group, [param], codec)
+        found = []
+        for step in range(4):
+            param.grad = gradient(group.rank, step)
+            optimizer.synchronize()
+            found.append(param.grad.clone())
+            optimizer.zero_grad()
+        optimizer.close()
+        return found
+
+    expected = in_one_process(place, codec, 4)
+    for own in on(place, rank):
+        for mine, theirs in zip(own, expected, strict=True):
+            assert torch.equal(mine, theirs)
+
+
+@both
+@pytest.mark.parametrize(
+    ("place", "options"),
+    [
+        *[(place, {"bucket_cap_mb": 0.002}) for place in PLACES],
+        ("2 hosts of 2", {}),
+        ("3 hosts", {"step_on_arrival": True}),
+        ("2 hosts", {"op": hvd.Sum}),
+    ],
+)
+def test_many_buckets_train_to_the_same_bits_on_all_ranks_close_to_uncompressed(place, name, options):
+    def rank(group: Group) -> Any:
+        torch.manual_seed(0)
+        found = []
+        for codec in (CODECS[name], hvd.Compression.none):
+            model = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 4))
+            for number, param in enumerate(model.parameters()):
+                param.data = gradient(99, number, param.numel()).view_as(param) * 0.1
+            inner = torch.optim.SGD(model.parameters(), lr=0.05)
+            optimizer = hvd.DistributedOptimizer(
+                inner, model.named_parameters(), compression=codec, process_set=set_of(group), **options
+            )
+            for step in range(10):
+                optimizer.zero_grad()
+                model(gradient(group.rank, step, 64).view(4, 16)).square().sum().mul(0.1).backward()
+                optimizer.step()
+            optimizer.close()
+            found.append(torch.cat([param.detach().view(-1) for param in model.parameters()]))
+        return found
+
+    (first, plain), *others = on(place, rank)
+    assert all(torch.equal(other, first) for other, _ in others)
+    assert not torch.equal(first, plain)
+    assert torch.allclose(first, plain, atol={"int8": 3e-3, "int4": 5e-2}[name])
+
+
+@both
+def test_on_one_host_gradients_are_those_of_no_compression(name):
+    def rank(group: Group) -> list[Tensor]:
+        group.hosts = ("a", "a")
+        found = []
+        for codec in (CODECS[name], hvd.Compression.none):
+            param = nn.Parameter(torch.zeros(NUMEL))
+            optimizer = wrap(group, [param], codec)
+            param.grad = gradient(group.rank, 0)
+            optimizer.synchronize()
+            found.append(param.grad)
+            assert "exchange" not in optimizer.state_dict()
+        return found
+
+    for encoded, plain in run_ranks(2, rank):
+        assert torch.equal(encoded, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("place", ["2 hosts", "3 hosts of 2"])
+def test_gradients_of_other_dtypes_are_averaged(place, dtype):
+    def rank(group: Group) -> Tensor:
+        param = nn.Parameter(torch.zeros(300, dtype=dtype))
+        optimizer = wrap(group, [param], hvd.Compression.int8)
+        param.grad = torch.linspace(-1, 1, 300).to(dtype) * (group.rank + 1)
+        optimizer.synchronize()
+        return param.grad
+
+    first, *others = on(place, rank)
+    ranks = len(others) + 1
+    assert all(torch.equal(other, first) for other in others)
+    mean = torch.linspace(-1, 1, 300, dtype=torch.float64) * (ranks + 1) / 2
+    assert torch.allclose(first.to(torch.complex128), mean.to(torch.complex128), atol=0.03)
+
+
+@everywhere
+def test_a_gradient_that_no_rank_of_a_host_has_is_zero_and_keeps_its_residual(place):
+    def rank(group: Group) -> Any:
+        one, two = nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(300))
+        optimizer = wrap(group, [one, two], hvd.Compression.int4)
+
+        def residual(name: str) -> Tensor | None:
+            of = optimizer.state_dict()["exchange"]["residuals"].get(name, {})
+            return of["own"][1] if "own" in of else None
+
+        one.grad, two.grad = gradient(group.rank, 0, 300), gradient(group.rank, 1, 300)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = residual("p1")
+        one.grad = gradient(group.rank, 2, 300)
+        optimizer.synchronize()
+        return before, residual("p1"), two.grad
+
+    results = on(place, rank)
+    assert any(before is not None and before.any() for before, _, _ in results)
+    for before, after, grad in results:
+        assert (before is None and after is None) or torch.equal(before, after)
+        assert grad is None
+
+
+@both
+@pytest.mark.parametrize("place", ["2 hosts", "3 hosts of 2"])
+def test_ten_steps_a_checkpoint_and_ten_more_equal_twenty(place, name):
+    def rank(group: Group) -> None:
+        def train(optimizer: hvd.DistributedOptimizer, param: nn.Parameter, steps: range) -> None:
+            for step in steps:
+                optimizer.zero_grad()
+                param.grad = gradient(group.rank, step)
+                optimizer.step()
+
+        whole = nn.Parameter(torch.zeros(NUMEL))
+        straight = wrap(group, [whole], CODECS[name])
+        train(straight, whole, range(10))
+        part = nn.Parameter(whole.detach().clone())
+        again = wrap(group, [part], CODECS[name])
+        saved = copy.deepcopy(straight.state_dict())
+        assert saved["exchange"]["residuals"]["p0"]["own"][1].any()
+        again.load_state_dict(saved)
+        assert again.state_dict()["exchange"]["residuals"]["p0"].keys() == saved["exchange"]["residuals"]["p0"].keys()
+        train(straight, whole, range(10, 20))
+        train(again, part, range(10, 20))
+        assert torch.equal(whole, part)
+        # Without the residuals it goes another way.
+        third = nn.Parameter(whole.detach().clone())
+        bare = wrap(group, [third], CODECS[name])
+        train(straight, whole, range(20, 25))
+        train(bare, third, range(20, 25))
+        assert not torch.equal(whole, third)
+
+    on(place, rank)
+
+
+def test_infinities_reach_every_rank_and_leave_no_trace():
+    def rank(group: Group) -> None:
+        param = nn.Parameter(torch.zeros(NUMEL))
+        optimizer = wrap(group, [param], hvd.Compression.int4)
+        for step in range(3):
+            optimizer.zero_grad()
+            param.grad = gradient(group.rank, step)
+            if step == 1 and group.rank == 0:
+                param.grad[7] = float("inf")
+            optimizer.synchronize()
+            assert bool(param.grad.isfinite().all()) == (step != 1)
+        for _, values in optimizer.state_dict()["exchange"]["residuals"]["p0"].values():
+            assert values.isfinite().all()
+
+    for place in ("2 hosts", "3 hosts"):
+        on(place, rank)
+
+
+def test_accumulated_gradients_get_the_residual_once():
+    def rank(group: Group) -> list[Tensor]:
+        found = []
+        for passes in (1, 2):
+            param = nn.Parameter(torch.zeros(NUMEL))
+            optimizer = wrap(group, [param], hvd.Compression.int4, backward_passes_per_step=passes)
+            for step in range(3):
+                for _ in range(passes):
+                    (param * gradient(group.rank, step) / passes).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(param.detach())
+        return found
+
+    for once, twice in on("2 hosts", rank):
+        assert torch.equal(once, twice)
+
+
+def test_ones_own_codec_is_a_class_of_two_methods():
+    class Signs(hvd.Codec):
+        block = 8
+
+        def nbytes(self, numel: int) -> int:
+            return numel
+
+        def encode(self, values: Tensor, out: Tensor) -> None:
+            out.copy_(values > 0)
+
+        def decode(self, wire: Tensor, out: Tensor) -> None:
+            out.copy_(wire).mul_(2.0).sub_(1.0)
+
+    def rank(group: Group) -> Tensor:
+        param = nn.Parameter(torch.zeros(5))
+        optimizer = wrap(group, [param], Signs())
+        param.grad = torch.tensor([3.0, -1.0, 0.5, -0.1, 2.0])
+        optimizer.synchronize()
+        assert optimizer.state_dict()["exchange"]["residuals"]["p0"]["own"][1].tolist() == pytest.approx(
+            [2.0, 0.0, -0.5, 0.9, 1.0]
+        )
+        return param.grad
+
+    for grad in on("2 hosts", rank):
+        assert grad.tolist() == [1.0, -1.0, 1.0, -1.0, 1.0]
+
+
+def test_ranks_with_different_codecs_are_told():
+    def rank(group: Group) -> None:
+        with pytest.raises(hvd.MismatchError, match=r"\(compression, .*Compression\.int8.*Compression\.int4"):
+            wrap(group, [nn.Parameter(torch.zeros(3))], list(CODECS.values())[group.rank]).step()
+
+    run_ranks(2, rank)
+
+
+def test_a_rank_that_has_joined_gives_zeros():
+    def rank(own: int) -> float:
+        param = nn.Parameter(torch.zeros(NUMEL))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([param], lr=1.0), compression=hvd.Compression.int8)
+        if own == 0:
+            param.grad = torch.ones(NUMEL)
+            optimizer.step()
+        hvd.join()
+        return param[0].item()
+
+    assert run_worlds(2, rank)[0] == pytest.approx(-0.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"op": hvd.Adasum}, "Compression.int8 does not work with op=hvd.Adasum"),
+        ({"autotune": True}, "which compression=Compression.int8 replaces"),
+        ({"exchange": hvd.Exchange}, "leave out compression"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, words):
+    def rank(group: Group) -> None:
+        with pytest.raises(ValueError, match=words):
+            wrap(group, [nn.Parameter(torch.zeros(3))], hvd.Compression.int8, **options)
+
+    run_ranks(1, rank)
+
+
+def test_a_state_of_another_codec_is_refused():
+    def rank(group: Group) -> None:
+        param = nn.Parameter(torch.zeros(NUMEL))
+        optimizer = wrap(group, [param], hvd.Compression.int8)
+        param.grad = gradient(group.rank, 0)
+        optimizer.step()
+        with pytest.raises(
+            ValueError, match=r"has the state of Compression\.int8, .* has compression=Compression\.int4"
+        ):
+            wrap(group, [param], hvd.Compression.int4).load_state_dict(optimizer.state_dict())
+
+    run_ranks(2, rank)
+
+
+def test_collectives_refuse_what_cannot_be_summed():
+    def rank(own: int) -> None:
+        with pytest.raises(ValueError, match=r"Compression\.int8 makes wires that cannot be summed"):
+            hvd.allreduce(torch.ones(3), compression=hvd.Compression.int8)
+
+    run_worlds(1, rank)
