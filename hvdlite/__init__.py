@@ -92,6 +92,7 @@ if TYPE_CHECKING:
         rocm_built,
     )
     from .runtime.process_set_functions import ProcessSet, add_process_set, global_process_set, remove_process_set
+    from .runtime.straggler_functions import RankPace, stragglers
     from .runtime.timeline_functions import start_timeline, stop_timeline
     from .runtime.world import (
         cross_rank,
@@ -130,6 +131,7 @@ __all__ = [
     "PeerLostError",
     "ProcessSet",
     "Product",
+    "RankPace",
     "ReduceOp",
     "Sum",
     "SyncBatchNorm",
@@ -191,6 +193,7 @@ __all__ = [
     "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
+    "stragglers",
     "synchronize",
 ]
 
@@ -223,6 +226,7 @@ _NAMES_OF = {
         "nccl_built rocm_built"
     ),
     "runtime.process_set_functions": "ProcessSet add_process_set global_process_set remove_process_set",
+    "runtime.straggler_functions": "RankPace stragglers",
     "runtime.timeline_functions": "start_timeline stop_timeline",
     "runtime.world": (
         "cross_rank cross_size init is_homogeneous is_initialized local_rank local_size rank shutdown size"

@@ -99,6 +99,13 @@ def _seconds_or_never(text: str) -> float | None:
     return seconds or None
 
 
+def _percent_or_never(text: str) -> float | None:
+    percent = float(text) if _DECIMAL.fullmatch(text) else math.nan
+    if not 0 <= percent < 100:
+        raise ValueError("not a number of percent of a step from 0, for never, to below 100, such as 10")
+    return percent / 100 or None
+
+
 def _decimal(text: str) -> float:
     """Parses a number of seconds; nan if it is none. float() alone would accept non-ASCII digits, and 1_0."""
     number = float(text) if _DECIMAL.fullmatch(text) else math.nan
@@ -119,6 +126,7 @@ BYTES = Format("bytes", _bytes)
 STEPS = Format("steps, or 0", _steps)
 SECONDS = Format("seconds", _seconds)
 SECONDS_OR_NEVER = Format("seconds, or 0", _seconds_or_never)
+PERCENT_OR_NEVER = Format("percent, or 0", _percent_or_never)
 LEVEL = Format("`trace` to `fatal`", _level)
 FILE = Format("a file")
 TIMELINE = Format(f"a file, or `{DYNAMIC}`")
@@ -182,9 +190,10 @@ def _own(name: str, format: Format, default: str, meaning: str) -> dict[str, Any
 class Environment:
     """The values of the user's variables. `hvd.init` reads them once, and the world keeps them.
 
-    None means "not set" for ``fusion_threshold_bytes`` and ``log_level``, "never" for ``stall_shutdown_s``, and "chosen
-    at start" for ``hierarchical``. ``check_parameters`` has the meaning that it has in `hvd.init`. ``remarks`` are
-    warnings for the user about variables that are set but have no effect.
+    None means "not set" for ``fusion_threshold_bytes`` and ``log_level``, "never" for ``stall_shutdown_s`` and
+    ``straggler_warning`` (a part of a step), and "chosen at start" for ``hierarchical``. ``check_parameters`` has the
+    meaning that it has in `hvd.init`. ``remarks`` are warnings for the user about variables that are set but have no
+    effect.
     """
 
     fusion_threshold_bytes: int | None = field(
@@ -233,6 +242,21 @@ class Environment:
             "0",
             "how long ranks wait for others before the job is ended; 0: without limit",
             short="STALL_SHUTDOWN_S",
+        ),
+    )
+    straggler_warning: float | None = field(
+        default=0.1,
+        metadata=_own(
+            "STRAGGLER_WARNING",
+            PERCENT_OR_NEVER,
+            "10",
+            "a warning names the rank that costs the others more than this part of a step, for a minute; 0: never",
+        ),
+    )
+    stragglers: bool = field(
+        default=True,
+        metadata=_own(
+            "STRAGGLERS", SWITCH, "1", "0: the phases of this rank's steps are not measured for `hvd.stragglers`"
         ),
     )
     log_level: int | None = field(

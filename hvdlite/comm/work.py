@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from ..errors import CommunicationError, MismatchError, describe_interrupt, list_names
 from .engine import EngineWork, KnowsWhoBegan
+from .step_clock import StepClock
 
 # One collective: the group's label, its number in the group, and the global ranks that take part.
 CollectiveId = tuple[str, int, tuple[int, ...]]
@@ -39,6 +40,8 @@ class CollectiveWatch:
         # When the oldest wait for other ranks began (`time.monotonic`), in a collective or for one to begin; None if
         # there is none. The controller looks twice a second.
         self.waits_since_s: float | None = None
+        # Measures the phases of this rank's steps, and these waits as one of them.
+        self.clock = StepClock()
         # Ident of the controller's thread that receives reports of other ranks' ends, if there is one.
         self.listening_thread: int | None = None
         # Reports to the other ranks that this rank has lost another one, and may fail because of it.
@@ -106,6 +109,7 @@ class Work:
         """Block until done; on a GPU the current stream waits, and not the host."""
         waits, own = self._watch.waits, threading.get_ident()
         waits[own] = (self._what, time.monotonic(), self._collective)
+        is_timed = self._watch.clock.begin_wait()
         try:
             self._work.wait()
         except RuntimeError as error:
@@ -124,6 +128,8 @@ class Work:
             raise
         finally:
             del waits[own]
+            if is_timed:
+                self._watch.clock.end_wait()
 
     def waits_for(self) -> str:
         """Describes the ranks that have not begun it; empty where the engine does not know. It does not communicate."""

@@ -10,8 +10,8 @@ on `comm.group`.
 
 Modules import only what stands before them:
 
-    reducer_registry < generation < handle < operation < controller < mismatch < executor < unchecked < frames
-        < handshake < mailbox < thread_labels < pending < stall < joined_steps < callers < call_sites
-        < requests < joins < heartbeat < rank0_connection < voting < submission < endings < negotiation < incoming
-        < acceptor < coordinator < control_client < connect
+    stragglers < reducer_registry < generation < handle < operation < controller < mismatch < executor <
+        unchecked < frames < handshake < mailbox < thread_labels < pending < stall < joined_steps < callers <
+        call_sites < requests < joins < heartbeat < pace_reports < rank0_connection < voting < submission <
+        endings < negotiation < incoming < acceptor < coordinator < control_client < connect
 """

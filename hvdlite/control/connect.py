@@ -33,6 +33,7 @@ from .heartbeat import Welcome
 from .mailbox import Mailbox, mailbox_pair
 from .negotiation import Negotiation
 from .stall import StallRules
+from .stragglers import StragglerWatch
 from .unchecked import UncheckedController
 
 # Pause between two attempts to connect after rank 0 has closed the connection.
@@ -49,11 +50,11 @@ def make_controller(
     if group.size == 1:
         return UncheckedController(1, generation.recorder)
     if group.rank == 0:
-        client, early = _lead(group, generation, nodes, _rules(environment, timeout_s))
+        client, early = _lead(group, generation, nodes, _rules(environment, timeout_s), environment)
     else:
         mailbox, welcome, early = _reach(_exchange_address(group, None), group, timeout_s)
         try:
-            client = ControlClient(mailbox, group, generation, None, welcome)
+            client = ControlClient(mailbox, group, generation, None, welcome, measures_steps=environment.stragglers)
         except BaseException:
             mailbox.close()
             raise
@@ -75,18 +76,20 @@ def _rules(environment: Environment, timeout_s: float) -> StallRules:
 
 
 def _lead(
-    group: Group, generation: Generation, nodes: Sequence[str], stall: StallRules
+    group: Group, generation: Generation, nodes: Sequence[str], stall: StallRules, environment: Environment
 ) -> tuple[ControlClient, list[list[Any]]]:
     listener = _listen(group, nodes)
     address = listener.getsockname()
-    coordinator = Coordinator(Negotiation(group.hosts, stall), group.size, stall, listener, group.signer)
+    stragglers = StragglerWatch(group.hosts, environment.straggler_warning)
+    coordinator = Coordinator(Negotiation(group.hosts, stall), group.size, stall, stragglers, listener, group.signer)
     own_end, other_end = mailbox_pair(Signer(secrets.token_bytes(32)))
     coordinator.add(0, other_end)
     coordinator.start()
     try:
         welcome, *early = own_end.receive()
         _exchange_address(group, address)
-        return ControlClient(own_end, group, generation, coordinator, Welcome.read(welcome)), early
+        read, measures = Welcome.read(welcome), environment.stragglers
+        return ControlClient(own_end, group, generation, coordinator, read, measures_steps=measures), early
     except BaseException:
         own_end.close()
         coordinator.close()

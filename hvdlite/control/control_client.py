@@ -30,8 +30,10 @@ from .heartbeat import WaitReports, Welcome
 from .joins import Joins
 from .mailbox import Mailbox
 from .operation import OPTIMIZER, Execution, Operation, kind_named
+from .pace_reports import PaceReports
 from .rank0_connection import Rank0Connection
 from .requests import Requests
+from .stragglers import RankPace
 from .submission import Submitter
 
 _ERRORS: dict[str, type[HvdliteError]] = {
@@ -49,10 +51,13 @@ class ControlClient:
         generation: Generation,
         coordinator: Coordinator | None,
         welcome: Welcome,
+        *,
+        measures_steps: bool = True,
     ) -> None:
         """``mailbox`` leads to the coordinator, whose ``welcome`` has been read; ``group`` has all ranks.
 
-        ``coordinator`` is the one in this process, on rank 0 only; `close` closes it too.
+        ``coordinator`` is the one in this process, on rank 0 only; `close` closes it too. ``measures_steps`` is whether
+        the clock of this rank's steps runs.
         """
         self._coordinator = coordinator
         watch, recorder = generation.watch, generation.recorder
@@ -84,12 +89,17 @@ class ControlClient:
             self._executor,
             self._operation_groups,
             recorder,
+            watch.clock,
             lock,
         )
+        self._paces = PaceReports(watch.clock, group.size, self._connection.send)
+        self._measures_steps = measures_steps
 
     def start(self, early: Iterable[list[Any]] = ()) -> None:
         """Starts the threads; ``early`` are the messages that rank 0 sent right after its welcome."""
         self._connection.start(early)
+        if self._measures_steps:
+            self._paces.start()
 
     def open_group(self, group: Group) -> None:
         self._groups[group.set_id] = group
@@ -125,7 +135,11 @@ class ControlClient:
     def revoke(self, reason: str) -> None:
         self._connection.revoke(reason)
 
+    def stragglers(self) -> tuple[RankPace, ...]:
+        return self._paces.paces
+
     def close(self) -> None:
+        self._paces.close()
         self._connection.close()
         if self._coordinator is not None:
             self._coordinator.close()
@@ -148,18 +162,25 @@ class ControlClient:
                 self._connection.send(["pinned", join, set_id, self._joins.pin(set_id)])
             case ["where"]:
                 self._connection.send(["at", places_of_threads(self._callers.threads())])
-            case ["unpin"]:
-                self._joins.unpin()
-            case ["sit_out", set_id, numbers]:
-                self._joins.sit_out(set_id, numbers)
+            case ["unpin"] | ["sit_out", *_]:
+                self._take_of_join(message)
             case ["joined", last_rank]:
                 self._end_join(lambda handle: handle.succeed(last_rank))
             case ["not_joined", error, words]:
                 self._end_join(lambda handle: handle.fail(_ERRORS[error](words)))
+            case ["paces", *packed]:
+                self._paces.take(packed)
             case ["end", words]:
                 self._reports.end_process(words)
             case _:
                 raise FrameError(f"{str(message)[:200]} is not a message that rank 0 sends")
+
+    def _take_of_join(self, message: list[Any]) -> None:
+        match message:
+            case ["unpin"]:
+                self._joins.unpin()
+            case ["sit_out", set_id, numbers]:
+                self._joins.sit_out(set_id, numbers)
 
     def _begin(self, ticket: int, owns: list[bool], divisor: int) -> None:
         # Under one lock, so that no thread sees the operation neither in the requests nor in the queue.

@@ -16,6 +16,7 @@ from ..comm.group import Group
 from .handle import Handle
 from .operation import Kind, Operation, Run
 from .reducer_registry import SitsOut
+from .stragglers import RankPace
 
 # Makes the function that a rank that has joined runs in an operation of this kind with these `Operation.same` values.
 StandIn = Callable[[Kind, Mapping[str, Any]], Run]
@@ -55,6 +56,10 @@ class Controller(Protocol):
 
         Any thread may call it.
         """
+        ...
+
+    def stragglers(self) -> tuple[RankPace, ...]:
+        """Returns how long each rank takes for its part of a step, as rank 0 has last told. It does not communicate."""
         ...
 
     def revoke(self, reason: str) -> None:

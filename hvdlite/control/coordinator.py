@@ -24,6 +24,8 @@ decides rounds of votes (`voting`). The diagram leaves out some messages; these 
     ["lost"]                            an error here was caused by the end of another rank
     ["at", line]                        answers "where": where its program is
     ["close_round", number]             asks to close this round of votes (see `voting`), having waited long enough
+    ["pace", set_id, steps, sat_out, seconds, in_forward, elsewhere]
+                                        a reading of its step clock: see `comm.step_clock.Reading`
     ["bye"]                             leaves in an orderly way, as by hvd.shutdown()
 
     From rank 0
@@ -44,6 +46,7 @@ decides rounds of votes (`voting`). The diagram leaves out some messages; these 
                                         answers "alive": for each of this rank's oldest requests, the first ranks that
                                         have not made it, and how many there are
     ["where"]                           report where the program is: ranks wait for this one, or together with it
+    ["paces", pace, ...]                the fields of each rank's `stragglers.RankPace`
     ["end", words]                      end this process: it has waited too long
     ["lost", 0]                         rank 0 has lost another rank: if rank 0 ends, it was not the first
     ["over", words, is_peer_loss]       rank 0 ends normally; the words name the first rank that ended; is_peer_loss: by
@@ -56,6 +59,7 @@ message in the same way.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import socket
@@ -65,20 +69,25 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from ..comm.step_clock import Reading
 from ..log import log
 from ..shm.board import Board
 from ..signing import Signer
 from .acceptor import Acceptor
 from .frames import FrameError
-from .incoming import MessageError, handle_message
+from .incoming import MessageError, handle_message, reading_of
 from .mailbox import Mailbox
 from .negotiation import Negotiation
 from .pending import Ask
 from .stall import StallRules
+from .stragglers import StragglerWatch
 
 # Interval between calls of `Negotiation.tick` while something can time out.
 _TICK_S = 0.25
 _LINGER_S = 0.2
+# The interval between messages with the paces of all ranks, in jobs of at most so many ranks.
+_PACES_S = 2.0
+_PACES_SIZE = 32
 
 
 class Coordinator:
@@ -89,6 +98,7 @@ class Coordinator:
         negotiation: Negotiation,
         size: int,
         rules: StallRules,
+        stragglers: StragglerWatch,
         listener: socket.socket | None = None,
         signer: Signer | None = None,
     ) -> None:
@@ -97,6 +107,11 @@ class Coordinator:
         ``rules`` are sent to all ranks, so that each can detect on its own that rank 0 does not answer.
         """
         self._negotiation = negotiation
+        self._stragglers = stragglers
+        # Sealing a message for each rank takes time that grows with the square of the number of ranks: these are sent
+        # to all ranks so rarely that it takes about a thousandth of rank 0's time. Rank 0 itself gets all of them.
+        self._paces_interval_s = _PACES_S * max(1.0, (size / _PACES_SIZE) ** 2)
+        self._paces_sent_at_s = -math.inf
         # Guards the negotiation and rank 0's words on the board: rank 0's executor thread decides rounds of votes.
         self._lock = threading.Lock()
         self._board: Board | None = None
@@ -233,6 +248,8 @@ class Coordinator:
                 match message:
                     case ["close_round", int(number)]:
                         self._close_round(number)
+                    case ["pace", *said]:
+                        self._compare_paces(rank, reading_of(said), now_s)
                     case _:
                         handle_message(self._negotiation, rank, message, self._all, now_s)
         except (FrameError, MessageError) as error:
@@ -243,6 +260,24 @@ class Coordinator:
         else:
             if any(message[0] == "alive" for message in messages):
                 self._send(rank, [["alive", *self._negotiation.missing(rank)]])
+
+    def _compare_paces(self, rank: int, reading: Reading, now_s: float) -> None:
+        watch = self._stragglers
+        if not watch.add(rank, reading, now_s):
+            return
+        for words in watch.warnings:
+            log.warning("%s", words)
+        for words in watch.remarks:
+            log.info("%s", words)
+        watch.warnings.clear()
+        watch.remarks.clear()
+        receivers = [0]
+        if now_s - self._paces_sent_at_s >= self._paces_interval_s:
+            self._paces_sent_at_s = now_s
+            receivers = list(self._mailbox_of)
+        message = ["paces", *[pace.pack() for pace in watch.paces()]]
+        for receiver in receivers:
+            self._send(receiver, [message])
 
     def _answer(self) -> None:
         negotiation = self._negotiation

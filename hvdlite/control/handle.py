@@ -35,6 +35,8 @@ class Handle(int):
         self._error: BaseException | None = None
         # Entered during waits longer than `_PATIENCE_S`, so that rank 0 can find ranks that wait for each other.
         self.while_waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        # Entered during every wait: `StepClock.waiting`.
+        self.timed: Callable[[], AbstractContextManager[None]] = nullcontext
         # The ranks that it waits for, in words, as of rank 0's last report; empty where unknown.
         self.waits_for: Callable[[], str] = str
         # Called by a thread before it takes the result: makes its CUDA stream wait for the stream that computes the
@@ -61,9 +63,9 @@ class Handle(int):
         Raises the operation's error if it failed.
         """
         try:
-            if not self._ended.wait(_PATIENCE_S):
-                with self.while_waiting():
-                    self._ended.wait()
+            if not self._ended.is_set():
+                with self.timed():
+                    self._wait()
         except KeyboardInterrupt as interrupt:
             describe_interrupt(interrupt, self.what, self.waits_for())
             raise
@@ -72,6 +74,11 @@ class Handle(int):
         if self.before_taking is not None:
             self.before_taking()
         return self._result
+
+    def _wait(self) -> None:
+        if not self._ended.wait(_PATIENCE_S):
+            with self.while_waiting():
+                self._ended.wait()
 
     def __call__(self) -> Any:
         """The same as `wait`: Horovod's `sparse_allreduce_async` returns a callable."""

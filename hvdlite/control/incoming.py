@@ -7,8 +7,10 @@ nevertheless, so that a rank with another version or with broken memory loses on
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from ..comm.step_clock import Phase, Reading
 from .call_sites import LONGEST
 from .negotiation import Negotiation
 from .operation import kind_named
@@ -69,6 +71,19 @@ def handle_message(
             negotiation.end(rank, ended_normally=True, now_s=now_s)
         case _:
             raise MessageError(f"{str(message)[:200]} is not a message that a rank sends")
+
+
+def reading_of(said: list[Any]) -> Reading:
+    """Reads a rank's "pace"; raises a MessageError if it is malformed."""
+    match said:
+        case [int(set_id), int(steps), int(sat_out), [*seconds], int(in_forward), int(elsewhere)] if (
+            len(seconds) == len(Phase)
+            and all(type(each) in (int, float) and math.isfinite(each) for each in seconds)
+            and min(set_id, steps, sat_out, in_forward, elsewhere) >= 0
+        ):
+            return Reading(set_id, steps, sat_out, tuple(seconds), in_forward, elsewhere)
+        case _:
+            raise MessageError(f"{str(said)[:200]} is not a reading of a step clock")
 
 
 def _members(ranks: list[Any] | None, rank: int, set_id: int, everybody: tuple[int, ...]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..comm.group import Group
 from ..comm.recorder import Recorder
+from ..comm.step_clock import StepClock
 from ..errors import CommunicationError
 from ..shm.board import Board
 from .callers import Callers
@@ -42,6 +43,7 @@ class Submitter:
         executor: Executor,
         operation_groups: Mapping[int, Group],
         recorder: Recorder,
+        clock: StepClock,
         lock: threading.Lock,
     ) -> None:
         """``operation_groups`` is the live table of the groups that run operations, by process set.
@@ -55,6 +57,7 @@ class Submitter:
         self._executor = executor
         self._operation_groups = operation_groups
         self._recorder = recorder
+        self._clock = clock
         self._lock = lock
         self._labels = ThreadLabels()
         # None unless all ranks share memory.
@@ -90,6 +93,7 @@ class Submitter:
         with self._lock:
             self._requests.add(handle, group, operation)
             handle.while_waiting = partial(self._callers.blocked_in, int(handle))
+            handle.timed = self._clock.waiting
             handle.waits_for = partial(self._requests.waits_for, int(handle))
             self._callers.called()
             call = self._begin_vote(ask)

@@ -20,6 +20,7 @@ from .handle import Handle
 from .mismatch import words_of_difference
 from .operation import OPTIMIZER, Execution, Operation
 from .reducer_registry import OneThread
+from .stragglers import RankPace
 
 _WAY_OUT_OF_FIRST_STEP = (
     "The first step() or synchronize() of a hvd.DistributedOptimizer is such a call, since it opens the optimizer's "
@@ -29,6 +30,8 @@ _WAY_OUT_OF_FIRST_STEP = (
 
 class Client(Protocol):
     """The client that receives the ends of other ranks; the controller closes it."""
+
+    def stragglers(self) -> tuple[RankPace, ...]: ...
 
     def close(self) -> None: ...
 
@@ -78,6 +81,9 @@ class UncheckedController:
         handle = Handle("join")
         handle.succeed(0)
         return handle
+
+    def stragglers(self) -> tuple[RankPace, ...]:
+        return () if self._client is None else self._client.stragglers()
 
     def revoke(self, reason: str) -> None:
         # Operations run on the threads that submit them, and wait in their groups alone.

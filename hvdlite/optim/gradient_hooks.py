@@ -29,6 +29,9 @@ from .step_trace import StepTrace
 # Returns autograd's number of the current backward pass. A global, since it is called for every gradient.
 number_of_backward = torch._C._current_graph_task_id
 
+# Has autograd call a function at the end of the current backward pass. DDP uses it too.
+_when_backward_ends = torch.autograd.Variable._execution_engine.queue_callback
+
 
 class GradientHooks(ABC):
     """Hooks on some parameters' gradients, and a communicator to the other ranks. A subclass handles the gradients.
@@ -64,6 +67,7 @@ class GradientHooks(ABC):
         self.size = group.size
         self._ranks = group
         self._reducers = generation.reducers
+        self._clock = generation.watch.clock
         self._trace = StepTrace(generation.recorder)
         self._check = ParameterCheck(group, check_parameters)
         # The optimizer's own communicator between the same ranks, opened by `connect`.
@@ -84,6 +88,13 @@ class GradientHooks(ABC):
     @abstractmethod
     def sit_out(self, average_of_active: bool) -> bool:
         """Takes part in one step of the other ranks without gradients. Returns False if all ranks sat out."""
+
+    def _begin_backward(self, backward: int) -> None:
+        """Notes the first gradient of a backward pass, by autograd's number of it."""
+        self._backwards.add(backward)
+        if self._clock.is_on:
+            self._clock.begin_backward()
+            _when_backward_ends(self._clock.end_backward)
 
     def _compare_later(self, named: Mapping[str, Tensor], description: Description) -> None:
         """Schedules checks of these parameters: their shapes at the next `connect`, their values in the next step."""

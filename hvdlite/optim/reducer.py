@@ -213,6 +213,8 @@ class Reducer(GradientHooks):
 
     def _take_in(self, params: dict[str, Tensor], groups: list[list[str]]) -> None:
         description, plans = self._layout.add(params, groups)
+        for param in params.values():
+            self._clock.follow(param.device)
         if self._deltas is not None:
             self._deltas.add(plans, params)
         self._compare_later(params, description)
@@ -301,7 +303,7 @@ class Reducer(GradientHooks):
                 self._begin_step()
             backward = number_of_backward()
             if backward not in self._backwards:
-                self._backwards.add(backward)
+                self._begin_backward(backward)
             if param.grad is not state.view:
                 # Autograd made a new gradient, so the user has dropped the sum of earlier passes.
                 state.passes = 0
@@ -328,7 +330,8 @@ class Reducer(GradientHooks):
 
     def _count_pass(self, param: Tensor) -> None:
         """Counts a backward pass for a gradient that is not averaged (Adasum)."""
-        self._backwards.add(number_of_backward())
+        if (backward := number_of_backward()) not in self._backwards:
+            self._begin_backward(backward)
         if self._only_accumulating:
             return
         state = self._layout.states[id(param)]
@@ -353,7 +356,8 @@ class Reducer(GradientHooks):
         if self._deltas is None:
             self._require_not_closed()
             if self._phase not in (Phase.AVERAGED, Phase.DROPPED):
-                self._complete(partial(self._synchronize, update))
+                with self._clock.waiting():
+                    self._complete(partial(self._synchronize, update))
 
     def _complete(self, finish: Callable[[], None]) -> None:
         """Calls ``finish``, which ends the step with all ranks; where one is lost, again with those that are left.
@@ -440,7 +444,8 @@ class Reducer(GradientHooks):
             gathered = self._sparse.settle(bucket)
             if update is not None and failure is None and self._queue.failure is None:
                 try:
-                    update([state.param for state in bucket.states if state not in gathered])
+                    with self._clock.stepping():
+                        update([state.param for state in bucket.states if state not in gathered])
                 except Exception as error:  # noqa: BLE001 - raised below
                     # Send the other buckets all the same: the other ranks wait for them.
                     failure = error
@@ -527,11 +532,12 @@ class Reducer(GradientHooks):
     @contextmanager
     def stepping(self) -> Iterator[None]:
         """A context in which the optimizer takes its step. With Adasum, combines the ranks' changes at the end."""
-        if self._deltas is None:
-            yield
-        else:
-            with self._deltas.stepping():
+        with self._clock.stepping():
+            if self._deltas is None:
                 yield
+            else:
+                with self._deltas.stepping():
+                    yield
         self._stepped()
 
     def _stepped(self) -> None:
@@ -543,6 +549,8 @@ class Reducer(GradientHooks):
             self._phase = Phase.IDLE
         self._trace.stepped()
         self._reducers.steps[self._trace.optimizer] = self._trace.step
+        if self.size > 1:
+            self._clock.stepped(self._ranks.set_id)
         point("stepped")
 
     def sit_out(self, average_of_active: bool) -> bool:
@@ -552,7 +560,10 @@ class Reducer(GradientHooks):
         afterwards. With Adasum the parameters change as on the other ranks.
         """
         if self._deltas is not None:
-            return self._deltas.sit_out()
+            is_stepping = self._deltas.sit_out()
+            if is_stepping:
+                self._clock.sat_out(self._ranks.set_id)
+            return is_stepping
         if self.has_arrivals:
             # Even if this reducer is closed by now: other ranks are in that step.
             self._synchronize(None)
@@ -569,6 +580,8 @@ class Reducer(GradientHooks):
         finally:
             self._end_step()
         self._layout.drop_gradients()
+        if active > 0:
+            self._clock.sat_out(self._ranks.set_id)
         return active > 0
 
     # -- phases

@@ -7,5 +7,5 @@ and `shm` to connect to them, and `control` for the controller.
 Modules import only what stands before them:
 
     process_set < process_set_registry < departure < tracebacks < startup_line < survival < hang_report < bootstrap
-        < world < process_set_functions < built < timeline_functions
+        < world < process_set_functions < built < timeline_functions < straggler_functions
 """

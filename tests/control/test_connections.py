@@ -29,6 +29,7 @@ from hvdlite.control.incoming import MessageError, handle_message
 from hvdlite.control.mailbox import Mailbox, mailbox_pair
 from hvdlite.control.negotiation import Negotiation
 from hvdlite.control.stall import Blocked, StallRules
+from hvdlite.control.stragglers import StragglerWatch
 from hvdlite.signing import Signer
 
 KEY = Signer(b"the job's key")
@@ -443,7 +444,9 @@ class Ranks:
 
     def __init__(self, size: int) -> None:
         self.negotiation = Negotiation([f"node{rank}" for rank in range(size)], StallRules())
-        self.coordinator = Coordinator(self.negotiation, size, StallRules(60.0, None))
+        self.coordinator = Coordinator(
+            self.negotiation, size, StallRules(60.0, None), StragglerWatch(["here"] * size, None)
+        )
         self.sockets, self.ends, self.sessions = [], [], []
         for rank in range(size):
             ours, theirs = socket.socketpair()

@@ -22,6 +22,7 @@ from hvdlite.control.negotiation import Negotiation
 from hvdlite.control.operation import Kind
 from hvdlite.control.pending import Ask
 from hvdlite.control.stall import StallRules
+from hvdlite.control.stragglers import StragglerWatch
 from hvdlite.control.voting import Voter
 from hvdlite.runtime.world import current_world
 from hvdlite.shm.board import DIGEST_BYTES, Board
@@ -209,7 +210,7 @@ class TwoRanks:
         segment, rules = Segment(), StallRules()
         blocks = [ControlBlock(segment.allocate(CONTROL_BLOCK_BYTES)) for _ in range(2)]
         self.boards = [Board(rank, blocks) for rank in range(2)]
-        self.coordinator = Coordinator(Negotiation(["here"] * 2, rules), 2, rules)
+        self.coordinator = Coordinator(Negotiation(["here"] * 2, rules), 2, rules, StragglerWatch(["here"] * 2, None))
         self.ends = [mailbox_pair(Signer(b"two")) for _ in range(2)]
         for rank, (_, other_end) in enumerate(self.ends):
             self.coordinator.add(rank, other_end)
@@ -405,7 +406,7 @@ def test_in_any_order_of_turns_all_ranks_carry_out_the_same_in_one_order_and_non
     segment = Segment()
     blocks = [ControlBlock(segment.allocate(CONTROL_BLOCK_BYTES)) for _ in range(size)]
     rules = StallRules()
-    coordinator = Coordinator(Negotiation(["here"] * size, rules), size, rules)
+    coordinator = Coordinator(Negotiation(["here"] * size, rules), size, rules, StragglerWatch(["here"] * size, None))
     ends = [mailbox_pair(Signer(b"turns")) for _ in range(size)]
     for rank, (_, other_end) in enumerate(ends):
         coordinator.add(rank, other_end)

@@ -1,0 +1,265 @@
+"""
+`StepClock`: adds up how long this rank is in each phase of its steps, and how long it waits for other ranks meanwhile.
+
+    end of a step ── LOAD: data and forward ── first gradient ── BACKWARD ── its end ── LOAD ── step(): OPTIMIZER ── end
+                     └─────────────── WAIT, for other ranks, within any of them ────────────────┘
+
+An all-reduce makes all ranks' steps equally long. What differs is how long each rank computes before it begins to wait,
+so waits are added up separately. `optim` reports the phases, `work` and `control.handle` the waits. Every few steps the
+clock makes a `Reading`, which `control.pace_reports` sends to rank 0.
+
+On a CPU the times are the program's. On a GPU, which the program runs ahead of, they are the times at which the GPU
+reaches these points of its stream, read a few steps later, so that nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+
+# The most steps whose times a GPU has not reached yet, and the most readings that have not been taken.
+_MOST_PENDING = 64
+
+
+class Phase(enum.IntEnum):
+    """A phase of a step: a place in `Reading.seconds`."""
+
+    LOAD = 0
+    BACKWARD = 1
+    OPTIMIZER = 2
+    WAIT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What a clock shows at the end of a step; all numbers are totals since the clock was turned on.
+
+    ``set_id`` is the process set that steps. ``sat_out`` of its ``steps`` were those of other ranks, after this one had
+    joined. ``seconds`` are by `Phase`. ``in_forward`` and ``elsewhere`` count the looks at the program in the phase
+    LOAD that found it inside a module with parameters, and outside of one.
+    """
+
+    set_id: int
+    steps: int
+    sat_out: int
+    seconds: tuple[float, ...]
+    in_forward: int
+    elsewhere: int
+
+
+class Timer(Protocol):
+    """Takes the times of phases."""
+
+    def stamp(self) -> Any:
+        """Returns the time now, or what stands for it."""
+        ...
+
+    def is_known(self, stamp: Any) -> bool:
+        """Whether `seconds_between` can tell this stamp's time."""
+        ...
+
+    def seconds_between(self, began: Any, ended: Any) -> float: ...
+
+
+class HostTimer:
+    """Takes the program's own time."""
+
+    def stamp(self) -> float:
+        return time.perf_counter()
+
+    def is_known(self, stamp: float) -> bool:
+        return True
+
+    def seconds_between(self, began: float, ended: float) -> float:
+        return ended - began
+
+
+class GpuTimer:
+    """Takes the times at which a GPU reaches points of the program's stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def stamp(self) -> torch.cuda.Event | None:
+        """Records an event. Returns None while a CUDA graph captures, in which nothing is reached."""
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's own is untyped
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def is_known(self, stamp: torch.cuda.Event) -> bool:
+        return bool(stamp.query())  # type: ignore[no-untyped-call]  # torch's own is untyped
+
+    def seconds_between(self, began: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+        return float(began.elapsed_time(ended)) / 1e3
+
+
+class StepClock:
+    """The times of one rank's steps, of all its optimizers together. Off until `turn_on`: then nothing is measured.
+
+    Only the thread that takes the steps is measured. Any thread may look at the attributes.
+    """
+
+    def __init__(self, timer: Timer | None = None) -> None:
+        self.is_on = False
+        self.phase = Phase.LOAD
+        # The thread that takes the steps; None before the first one.
+        self.thread: int | None = None
+        # Counted by who looks at the program: see `Reading`.
+        self.in_forward = self.elsewhere = 0
+        # The readings that nobody has taken yet.
+        self.readings: deque[Reading] = deque(maxlen=_MOST_PENDING)
+        self._timer: Timer = HostTimer() if timer is None else timer
+        self._interval_s = 1.0
+        self._seconds = [0.0] * len(Phase)
+        self._set_id: int | None = None
+        self._steps = self._sat_out = 0
+        # Readings are made at multiples of this power of two, so that those of all ranks are of the same steps, without
+        # a word between them, even while some ranks have doubled it and others have not.
+        self._every = 1
+        self._read_at_s = 0.0
+        # In this step: the phases that have begun, and when. Empty before the first step ends, since that one opens
+        # engines and compiles kernels.
+        self._marks: list[tuple[Phase, Any]] = []
+        # Ended steps whose times are not all known: their marks, the reading's numbers, and whether to make one.
+        self._pending: deque[tuple[list[tuple[Phase, Any]], tuple[int, int, int], bool]] = deque()
+        self._waits = 0
+        self._before_wait = Phase.LOAD
+
+    def turn_on(self, interval_s: float) -> None:
+        """Begins to measure. Makes a reading about every ``interval_s`` seconds or every step, whichever is longer."""
+        self._interval_s = interval_s
+        self.is_on = True
+
+    @property
+    def tells_forward(self) -> bool:
+        """Whether the program is where the clock's times are: not if it runs ahead of a GPU."""
+        return isinstance(self._timer, HostTimer)
+
+    def follow(self, device: torch.device) -> None:
+        """Takes the times of this device from now on, if it is a GPU: gradients are on it."""
+        if device.type == "cuda" and self.tells_forward:
+            self._timer = GpuTimer(device)
+            self._marks.clear()
+
+    # -- what the steps report
+
+    def begin_backward(self) -> None:
+        """Notes the first gradient of a backward pass."""
+        if self.phase is Phase.LOAD:
+            self._enter(Phase.BACKWARD)
+
+    def end_backward(self) -> None:
+        """Notes the end of a backward pass."""
+        if self.phase is Phase.BACKWARD:
+            self._enter(Phase.LOAD)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """A context in which the thread of the steps waits for other ranks. Does nothing on other threads."""
+        if not self.begin_wait():
+            yield
+            return
+        try:
+            yield
+        finally:
+            self.end_wait()
+
+    def begin_wait(self) -> bool:
+        """Does what entering `waiting` does; returns whether `end_wait` must be called."""
+        if not self.is_on or threading.get_ident() != self.thread:
+            return False
+        self._waits += 1
+        if self._waits == 1:
+            self._before_wait = self.phase
+            self._enter(Phase.WAIT)
+        return True
+
+    def end_wait(self) -> None:
+        self._waits -= 1
+        if self._waits == 0:
+            self._enter(self._before_wait)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """A context in which an optimizer takes its step, or a part of it while other ranks are waited for."""
+        if not self.is_on:
+            yield
+            return
+        own = threading.get_ident()
+        if self.thread != own:
+            self.thread, self._waits = own, 0
+        before, waits, self._waits = self.phase, self._waits, 0
+        self._enter(Phase.OPTIMIZER)
+        try:
+            yield
+        finally:
+            self._waits = waits
+            self._enter(before if waits else Phase.LOAD)
+
+    def stepped(self, set_id: int) -> None:
+        """Notes the end of a step of the ranks of this process set."""
+        if self.is_on:
+            self._count(set_id, sat_out=0)
+
+    def sat_out(self, set_id: int) -> None:
+        """Notes the end of a step of other ranks that this one has sat out."""
+        if self.is_on:
+            self._count(set_id, sat_out=1)
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        if self._marks:
+            self._marks.append((phase, self._timer.stamp()))
+
+    # -- readings
+
+    def _count(self, set_id: int, sat_out: int) -> None:
+        if self._set_id is None or set_id < self._set_id:
+            # Of several process sets the one with the smallest number counts, which is that of all ranks if it steps.
+            self._set_id, self._steps, self._sat_out, self._every = set_id, 0, 0, 1
+        stamp = self._timer.stamp()
+        if stamp is None:
+            self._marks.clear()
+            return
+        if set_id == self._set_id:
+            self._steps += 1
+            self._sat_out += sat_out
+        marks, self._marks = self._marks, [(self.phase, stamp)]
+        marks.append((self.phase, stamp))
+        is_due = set_id == self._set_id and self._steps % self._every == 0
+        if is_due:
+            self._adapt()
+        if all(stamp is not None for _, stamp in marks):
+            self._pending.append((marks, (self._set_id, self._steps, self._sat_out), is_due))
+        while self._pending and all(self._timer.is_known(stamp) for _, stamp in self._pending[0][0]):
+            self._add(*self._pending.popleft())
+        if len(self._pending) > _MOST_PENDING:
+            self._pending.popleft()
+
+    def _adapt(self) -> None:
+        """Sets the number of steps from one reading to the next."""
+        now_s = time.monotonic()
+        took_s, self._read_at_s = now_s - self._read_at_s, now_s
+        if took_s < self._interval_s:
+            self._every *= 2
+        elif took_s > 4 * self._interval_s and self._every > 1:
+            self._every //= 2
+
+    def _add(self, marks: list[tuple[Phase, Any]], counts: tuple[int, int, int], is_due: bool) -> None:
+        seconds, between = self._seconds, self._timer.seconds_between
+        for (phase, began), (_, ended) in pairwise(marks):
+            seconds[phase] += between(began, ended)
+        if is_due:
+            set_id, steps, sat_out = counts
+            self.readings.append(Reading(set_id, steps, sat_out, tuple(seconds), self.in_forward, self.elsewhere))
