@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from ..faults import point
 from ..log import log
 from ..ops.failures import raise_together
 from ..runtime.survival import Survival
+from ..values import shown, whole_number
 from .exchange import Exchange, Links
 from .exchange_choice import exchange_of
 from .flags import RankAndSize
@@ -119,6 +121,8 @@ class Reducer(GradientHooks):
         self._added: list[tuple[dict[str, Tensor], list[list[str]]]] = []
         self._plan(connection)
         self._phase = Phase.IDLE
+        # What `consolidate` has made for this rank's next checkpoint, until the next step.
+        self._consolidated: dict[str, Any] = {}
         # Held while a hook handles a gradient. Reentrant, since the same thread may run another backward pass inside.
         self._lock = threading.RLock()
 
@@ -518,6 +522,28 @@ class Reducer(GradientHooks):
         phase = self._phase.value
         return Progress(self._trace.optimizer, self._trace.step, phase, buckets, buckets - len(waiting), missing)
 
+    # -- the exchange's state
+
+    def exchange_state(self) -> dict[str, Any]:
+        """Returns the exchange's state for a checkpoint: this rank's, or after `consolidate` that of all ranks."""
+        return self._consolidated or self.exchange.state_dict()
+
+    def load_exchange_state(self, state: Mapping[str, Any]) -> None:
+        """Loads what `exchange_state` returned, or an empty dict."""
+        self._consolidated = {}
+        self.exchange.load_state_dict(state)
+
+    def consolidate(self, to: int) -> None:
+        """Makes `exchange_state` on global rank ``to`` that of all ranks, until the next step. It waits for all."""
+        self.require_nothing_pending("optimizer.consolidate_state_dict() was called", "call step() first")
+        group = self._connected().all
+        named = whole_number(to)
+        if named not in group.ranks:
+            ranks = ", ".join(map(str, group.ranks))
+            raise ValueError(f"consolidate_state_dict: to={shown(to)} is not one of the optimizer's ranks: {ranks}")
+        state = self.exchange.consolidate([bucket.plan for bucket in self._layout.buckets], group)
+        self._consolidated = state if group.ranks[group.rank] == named else {}
+
     # -- the step
 
     def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
@@ -599,6 +625,7 @@ class Reducer(GradientHooks):
     def _begin_step(self) -> None:
         self.follow_world()
         self._ranks.require_open("averaging gradients")
+        self._consolidated = {}
         self._is_provisional = self._links is None
         self._phase = Phase.COLLECTING
         self._layout.expect()
