@@ -27,6 +27,7 @@ from .arguments import (
     check_codec,
     check_exchange,
     check_groups,
+    check_max_norm,
     check_named_parameters,
     check_op,
     check_optimizer,
@@ -117,6 +118,12 @@ class DistributedOptimizer(AveragingOptimizer):
     ``"hvdlite"``. That state differs by rank, so save and load it on every rank. Sparse gradients are gathered, unless
     ``sparse_as_dense``.
 
+    ``max_norm``: clip the averages in ``step()`` by their global 2-norm, with the bits of
+    `torch.nn.utils.clip_grad_norm_` over the parameters in the order of ``named_parameters``: also for inf and NaN, and
+    for sparse gradients. The norm before clipping is `grad_norm`. A GradScaler has unscaled the gradients by then. It
+    costs no collective. On a CPU gradients are measured while others are still being sent, and are not multiplied if
+    the norm is small enough. It does not work with Adasum or ``step_on_arrival``.
+
     An average is bit-identical on all ranks, and from run to run.
     """
 
@@ -137,6 +144,7 @@ class DistributedOptimizer(AveragingOptimizer):
         autotune: bool = False,
         step_on_arrival: bool = False,
         exchange: Callable[[], Exchange] | None = None,
+        max_norm: float | None = None,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
@@ -157,6 +165,7 @@ class DistributedOptimizer(AveragingOptimizer):
             check_step_on_arrival(step_on_arrival, op),
             exchange,
             codec,
+            check_max_norm(max_norm, op, step_on_arrival=step_on_arrival),
         )
         if is_initialized() and current_world().survival is not None:
             params = [param for entry in optimizer.param_groups for param in entry["params"]]
@@ -234,7 +243,7 @@ def _compare_and_tune(
         values = (*settings.signature(exchange), passes, groups, tunes)
         words = (
             f"({'compression' if settings.exchange is None else 'exchange'}, op, predivide, bucket cap in bytes, "
-            "sparse_as_dense, step_on_arrival, passes per step, groups, autotune)"
+            "sparse_as_dense, step_on_arrival, max_norm, passes per step, groups, autotune)"
         )
         if not tunes:
             return Arguments(values, words), None
