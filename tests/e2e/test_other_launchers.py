@@ -395,7 +395,8 @@ def test_a_job_saves_on_all_ranks_before_its_time_limit_and_goes_on_in_the_queue
     for theirs, ours in (
         ("#SBATCH --gpus-per-node=4\n", ""),  # there are none
         ("--mpi=pmix", "--mpi=pmi2"),  # which Debian's Slurm has, too
-        ("--time=04:00:00", "--time=00:02:00"),
+        ("--time=04:00:00", "--time=00:03:00"),
+        ("@90", "@30"),  # Slurm sends it up to a minute earlier
         ("s/$/:4/", "s/$/:1/"),
         ("--ntasks-per-node=4", "--ntasks-per-node=1"),
     ):
