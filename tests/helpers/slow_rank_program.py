@@ -49,8 +49,10 @@ class Model(torch.nn.Module):
         self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
 
     def forward(self, x):
-        # Not computing, so that it takes as long on a busy machine.
-        time.sleep(0.01)
+        # Not computing, so that it takes as long on a busy machine. Where the rank is stopped again and again, most of
+        # these times must fall into forward: there it has to be running many times.
+        for _ in range(10 if kind == "little processor time" else 2):
+            time.sleep(0.005)
         if kind == "spinning forward" and hvd.rank() == slow:
             until = time.perf_counter() + EXTRA_S
             while time.perf_counter() < until:
