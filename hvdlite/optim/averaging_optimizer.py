@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -25,6 +25,9 @@ from .step_by_bucket import StepByBucket
 
 # The key of the exchange's state in a state_dict.
 _EXCHANGE = "exchange"
+
+# The key of all other state of hvdlite's own, and in that the key of the outer steps'.
+_OWN, _OUTER = "hvdlite", "outer"
 
 # Warn after this many steps with a single backward pass: fewer may be an accident.
 _SINGLE_PASSES = 3
@@ -48,8 +51,9 @@ class AveragingOptimizer(HorovodsAttributes):
         """
         self._reducer = reducer
         # If False, GradScaler unscales the averages itself before it decides whether to step. With Adasum each rank has
-        # its own gradients, so the ranks must decide together: see `Reducer.agree_to_step`.
-        self._step_supports_amp_scaling = reducer.steps_first
+        # its own gradients, so the ranks must decide together, and outer steps count skipped steps too: see
+        # `Reducer.agree_to_step`.
+        self._step_supports_amp_scaling = reducer.scales_itself
         self._by_bucket: StepByBucket | None = None
         if reducer.settings.step_on_arrival:
             self._by_bucket = StepByBucket(self._optimizer, reducer)
@@ -110,6 +114,20 @@ class AveragingOptimizer(HorovodsAttributes):
     def no_sync(self) -> Iterator[None]:
         """A context in which backward passes only add to the gradients. The next pass outside averages the sum."""
         with self._reducer.only_accumulating():
+            yield
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A context in which the parameters are those that all hosts share, for evaluation and checkpoints of the model.
+
+        With ``outer=`` that is the anchor: equal bits on all ranks. Afterwards, also after an exception, the
+        parameters are again the host's own, bit for bit. Buffers, such as BatchNorm's statistics, stay this rank's own.
+        It keeps a copy of the parameters meanwhile, and ``step()`` raises GradientError.
+
+        Where hosts have several ranks, all ranks of a host must enter it together; no other host is waited for. Without
+        ``outer=`` all ranks have equal parameters anyway, and it does nothing.
+        """
+        with nullcontext() if self._reducer.outer is None else self._reducer.outer.showing_anchor():
             yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -208,7 +226,9 @@ class AveragingOptimizer(HorovodsAttributes):
 
         If the exchange keeps state, this rank's part of it is added under the key ``"exchange"``.
         """
-        state, exchanged = super().state_dict(), self._reducer.exchange.state_dict()
+        state, exchanged, outer = super().state_dict(), self._reducer.exchange.state_dict(), self._reducer.outer_state()
+        if outer:
+            state = {**state, _OWN: {_OUTER: outer}}
         return {**state, _EXCHANGE: exchanged} if exchanged else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -218,7 +238,8 @@ class AveragingOptimizer(HorovodsAttributes):
         state. If ``state_dict`` has none for the exchange, the exchange starts with empty state.
         """
         self._reducer.exchange.load_state_dict(state_dict.get(_EXCHANGE, {}))
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != _EXCHANGE})
+        self._reducer.load_outer_state(state_dict.get(_OWN, {}).get(_OUTER, {}))
+        super().load_state_dict({key: value for key, value in state_dict.items() if key not in (_EXCHANGE, _OWN)})
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

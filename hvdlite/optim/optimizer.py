@@ -9,6 +9,7 @@ Its methods, such as ``step``, are those of its base class in `averaging_optimiz
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +31,7 @@ from .arguments import (
     check_named_parameters,
     check_op,
     check_optimizer,
+    check_outer,
     check_positive_int,
     check_predivide,
     check_sparse_as_dense,
@@ -42,6 +44,7 @@ from .autotune import tuned_cap
 from .averaging_optimizer import AveragingOptimizer
 from .exchange import Exchange
 from .opening import Arguments
+from .outer import AnyOuter
 from .reducer import Connection, Described, Reducer
 from .settings import Settings
 
@@ -117,6 +120,12 @@ class DistributedOptimizer(AveragingOptimizer):
     ``"exchange"``. That state differs by rank, so save and load it on every rank. Sparse gradients are gathered, unless
     ``sparse_as_dense``.
 
+    ``outer``: `LocalSGD` or `DiLoCo`, for hosts that train apart for several steps. Gradients are then averaged only
+    over the ranks of a host (of each rank alone where hosts have different numbers of ranks). Use `averaged` to
+    evaluate and to save the model. ``state_dict()`` has this rank's part of the state under ``["hvdlite"]["outer"]``:
+    save and load it on every rank. Each call of ``step()`` counts, also one in which GradScaler skips the update, so
+    every rank must call it equally often. A single host trains as without it.
+
     An average is bit-identical on all ranks, and from run to run.
     """
 
@@ -137,6 +146,7 @@ class DistributedOptimizer(AveragingOptimizer):
         autotune: bool = False,
         step_on_arrival: bool = False,
         exchange: Callable[[], Exchange] | None = None,
+        outer: AnyOuter | None = None,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
@@ -147,7 +157,7 @@ class DistributedOptimizer(AveragingOptimizer):
         predivide = check_predivide(gradient_predivide_factor, op)
         travels, codec = check_codec(compression, op)
         exchange = check_exchange(exchange, op, codec or travels, predivide)
-        tunes = check_autotune(autotune, bucket_cap_mb, op, environment, exchange, codec)
+        tunes = check_autotune(autotune, bucket_cap_mb, op, environment, exchange, codec, outer)
         settings = Settings(
             travels,
             op,
@@ -158,6 +168,7 @@ class DistributedOptimizer(AveragingOptimizer):
             exchange,
             codec,
         )
+        settings = replace(settings, outer=check_outer(outer, settings))
         if is_initialized() and current_world().survival is not None:
             params = [param for entry in optimizer.param_groups for param in entry["params"]]
             check_survivable(settings, has_all_ranks=process_set is global_process_set, params=params)
@@ -193,6 +204,7 @@ class DistributedOptimizer(AveragingOptimizer):
             # False once autotune has run: the chosen cap is in the settings.
             "autotune": self._reducer.is_to_be_tuned,
             "exchange_state": self._reducer.exchange.state_dict(),
+            "outer_state": self._reducer.outer_state(),
         }
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
@@ -211,6 +223,7 @@ class DistributedOptimizer(AveragingOptimizer):
         reducer.exchange.load_state_dict(pickled["exchange_state"])
         _compare_and_tune(reducer, named, pickled["groups"], is_tuned_here=lambda: pickled["autotune"])
         self._connect(reducer, named, pickled["groups"], claims=False)
+        reducer.load_outer_state(pickled["outer_state"])
 
     def _params(self) -> list[Tensor]:
         return [param for entry in self._optimizer.param_groups for param in entry["params"]]
@@ -234,7 +247,7 @@ def _compare_and_tune(
         values = (*settings.signature(exchange), passes, groups, tunes)
         words = (
             f"({'compression' if settings.exchange is None else 'exchange'}, op, predivide, bucket cap in bytes, "
-            "sparse_as_dense, step_on_arrival, passes per step, groups, autotune)"
+            "sparse_as_dense, step_on_arrival, outer, passes per step, groups, autotune)"
         )
         if not tunes:
             return Arguments(values, words), None

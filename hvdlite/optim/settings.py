@@ -22,6 +22,7 @@ from ..compression.kernels import divide, divide_by, scale_by
 from ..ops.reduction import Reduction
 from .exchange import Exchange
 from .flags import ParticipantCount
+from .outer import AnyOuter
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ class Settings:
     exchange: Callable[[], Exchange] | None = None
     # The format between hosts, if it cannot be summed. Then there is no other compression.
     codec: Codec | None = None
+    # How hosts train apart, if they do.
+    outer: AnyOuter | None = None
 
     def signature(self, exchange: Exchange) -> tuple[object, ...]:
         """Returns the values that ranks compare. ``exchange`` was made by these settings.
@@ -78,7 +81,7 @@ class Settings:
         """
         how = repr((self.codec or self.compression) if self.exchange is None else exchange)
         scaling = (self.op, self.gradient_predivide_factor)
-        return (how, *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival)
+        return (how, *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival, repr(self.outer))
 
     @property
     def packs(self) -> bool:
@@ -96,7 +99,7 @@ class Settings:
 
     def for_nonmember(self) -> Settings:
         """Returns the settings of a rank outside the process set, whose gradients stay bit-identical."""
-        return replace(self, compression=Compression.none, op=Sum, exchange=None, codec=None)
+        return replace(self, compression=Compression.none, op=Sum, exchange=None, codec=None, outer=None)
 
     def scaling(self, dtype: torch.dtype, size: int) -> Scaling:
         """Returns the scaling of gradients of this dtype, before and after their sum over ``size`` ranks."""
