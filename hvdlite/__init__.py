@@ -76,9 +76,9 @@ if TYPE_CHECKING:
     from .ops.broadcast import allgather_object, broadcast_object, broadcast_parameters
     from .ops.join import join
     from .optim.exchange import Exchange, ExchangeWork, Gradients, Links
-    from .optim.outer import DiLoCo, LocalSGD
     from .optim.optimizer import DistributedOptimizer
     from .optim.optimizer_state import broadcast_optimizer_state
+    from .optim.outer import DiLoCo, LocalSGD
     from .run_in_workers import run
     from .runtime.built import (
         ccl_built,

@@ -23,11 +23,14 @@ from .horovod_attributes import HorovodsAttributes
 from .reducer import Reducer
 from .step_by_bucket import StepByBucket
 
-# The key of the exchange's state in a state_dict.
+# The key of hvdlite's own state in a state_dict: a dict with a part for each owner. PyTorch's optimizers ignore it.
+_KEY = "hvdlite"
+
+# The part of the exchange; and its key in checkpoints that were written before there were parts.
 _EXCHANGE = "exchange"
 
-# The key of all other state of hvdlite's own, and in that the key of the outer steps'.
-_OWN, _OUTER = "hvdlite", "outer"
+# The part of the outer steps.
+_OUTER = "outer"
 
 # Warn after this many steps with a single backward pass: fewer may be an accident.
 _SINGLE_PASSES = 3
@@ -118,7 +121,7 @@ class AveragingOptimizer(HorovodsAttributes):
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """A context in which the parameters are those that all hosts share, for evaluation and checkpoints of the model.
+        """A context in which the parameters are those that all hosts share, to evaluate or save the model.
 
         With ``outer=`` that is the anchor: equal bits on all ranks. Afterwards, also after an exception, the
         parameters are again the host's own, bit for bit. Buffers, such as BatchNorm's statistics, stay this rank's own.
@@ -224,22 +227,36 @@ class AveragingOptimizer(HorovodsAttributes):
     def state_dict(self) -> dict[str, Any]:
         """Returns the wrapped optimizer's state dict, so that checkpoints do not depend on the wrapping.
 
-        If the exchange keeps state, this rank's part of it is added under the key ``"exchange"``.
+        What this rank's exchange, compression or outer steps keep is added under the key ``"hvdlite"``, which PyTorch's
+        optimizers ignore. It differs by rank: see `consolidate_state_dict`. Waits for outer gradients that are being
+        averaged.
         """
-        state, exchanged, outer = super().state_dict(), self._reducer.exchange.state_dict(), self._reducer.outer_state()
-        if outer:
-            state = {**state, _OWN: {_OUTER: outer}}
-        return {**state, _EXCHANGE: exchanged} if exchanged else state
+        parts = {_EXCHANGE: self._reducer.exchange_state(), _OUTER: self._reducer.outer_state()}
+        state = super().state_dict()
+        kept = {owner: part for owner, part in parts.items() if part}
+        return {**state, _KEY: kept} if kept else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the wrapped optimizer's state and this rank's state of the exchange.
+        """Loads the wrapped optimizer's state, and what this rank's exchange, compression and outer steps keep.
 
-        Call it on every rank, or on one and then `broadcast_optimizer_state`, which does not send the exchange's
-        state. If ``state_dict`` has none for the exchange, the exchange starts with empty state.
+        Call it on every rank, or on one and then `broadcast_optimizer_state`, which does not send the latter. If
+        ``state_dict`` has nothing under the key ``"hvdlite"``, these start anew.
         """
-        self._reducer.exchange.load_state_dict(state_dict.get(_EXCHANGE, {}))
-        self._reducer.load_outer_state(state_dict.get(_OWN, {}).get(_OUTER, {}))
-        super().load_state_dict({key: value for key, value in state_dict.items() if key not in (_EXCHANGE, _OWN)})
+        kept = state_dict.get(_KEY, {_EXCHANGE: state_dict.get(_EXCHANGE, {})})
+        self._reducer.load_exchange_state(kept.get(_EXCHANGE, {}))
+        self._reducer.load_outer_state(kept.get(_OUTER, {}))
+        super().load_state_dict({key: value for key, value in state_dict.items() if key not in (_KEY, _EXCHANGE)})
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Makes the next ``state_dict()`` of global rank ``to`` one that any number of ranks can load.
+
+        Every rank must call it, between two steps; it waits for all. What the compression has kept of gradients on
+        each rank is replaced in that state by its mean, so that it enters the next average where every rank loads the
+        same file. Of outer steps that state has all of the anchor and velocity. Training goes on as without it, and after
+        the next step ``state_dict()`` is local again. Raises ValueError for an exchange of your own that keeps a state,
+        and has no `Exchange.consolidate`.
+        """
+        self._reducer.consolidate(to)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -87,8 +87,8 @@ class Opening:
         """``number`` is the optimizer's number among those of these ranks. ``member`` sits out steps for `join`.
 
         ``submit`` is the method of the world's controller, or None if there is no world. The ranks compare
-        ``arguments`` and ``description``. ``open_links`` opens the exchange's links between them. ``tune`` chooses the bucket cap over the new engine. ``device`` is the GPU of
-        the parameters, or None.
+        ``arguments`` and ``description``. ``open_links`` opens the links of the exchange over the new engine, and
+        ``tune`` chooses the bucket cap. ``device`` is the GPU of the parameters, or None.
         """
         self.ranks = ranks
         self.number = number

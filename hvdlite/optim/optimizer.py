@@ -72,8 +72,8 @@ class DistributedOptimizer(AveragingOptimizer):
     its shape if it is in Horovod's style. The wires that it makes are summed and divided. They are sent in ``step()``,
     not during backward. An error in it is raised on every rank. ``hvd.Compression.int8`` and ``.int4``, or a `Codec` of
     your own, are for slow links: they are used between hosts only, and what rounding takes from a gradient is added to
-    the next. ``state_dict()`` has that under the key ``"exchange"``. It differs by rank, so save and load it on every
-    rank.
+    the next. ``state_dict()`` has that under the key ``"hvdlite"``. It differs by rank: save and load it on every rank,
+    or call `consolidate_state_dict` first.
 
     ``backward_passes_per_step``: the number of backward passes that add to a gradient before it is averaged. They are
     summed, not averaged, as in Horovod. An earlier ``step()``, for example at the end of an epoch, averages the
@@ -117,7 +117,7 @@ class DistributedOptimizer(AveragingOptimizer):
     ``exchange``: your own way to combine gradients, in place of an all-reduce: a class derived from `Exchange`, or a
     function without arguments that returns an instance. It replaces ``op``, ``compression``,
     ``gradient_predivide_factor`` and ``autotune``, which must be left out. ``state_dict()`` has its state under the key
-    ``"exchange"``. That state differs by rank, so save and load it on every rank. Sparse gradients are gathered, unless
+    ``"hvdlite"``. That state differs by rank, so save and load it on every rank. Sparse gradients are gathered, unless
     ``sparse_as_dense``.
 
     ``outer``: `LocalSGD` or `DiLoCo`, for hosts that train apart for several steps. Gradients are then averaged only

@@ -43,10 +43,10 @@ class OuterRule(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """Averages the parameters of all hosts each ``sync_every`` steps, and no gradients between hosts (arXiv 1805.09767).
+    """Averages the parameters of all hosts each ``sync_every`` steps, and sends no gradients between hosts.
 
-    Averaging more seldom sends less, and costs more of the loss; from 2 to 16 steps are usual. Raises ValueError if
-    ``sync_every`` is below 1.
+    See arXiv 1805.09767. Averaging more seldom sends less, and costs more of the loss; 2 to 16 steps are usual. Raises
+    ValueError if ``sync_every`` is below 1.
     """
 
     sync_every: int

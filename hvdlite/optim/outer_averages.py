@@ -26,6 +26,9 @@ from ..compression.codecs import Codec, add_decoded, encode_all, wire_bytes
 Segment = tuple[int, Tensor]
 """A part of a flat tensor: where it begins, and its values."""
 
+# The kinds of residuals: of this rank's values, and of its part of the sum between three hosts or more.
+OWN, _SUMS = "own", "sums"
+
 
 class OuterAverage(Protocol):
     """Averages flat tensors over the ranks of ``across``, always of the same size. All take equally many stages."""
@@ -76,13 +79,12 @@ class Encoded:
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
-        # "own": of this rank's values. "sums": of this rank's part of the sum, between three hosts or more.
         self._residuals: dict[str, Segment] = {}
 
     def stages(self, values: Tensor, across: Sequence[Group], what: str) -> Iterator[Work]:
         codec, first = self._codec, across[0]
         if first.size == 2:
-            wire = self._encode("own", values, 0, [0, values.numel()])
+            wire = self._encode(OWN, values, 0, [0, values.numel()])
             wires, work = first.begin_all_gather(wire, what, [wire.numel()] * 2)
             yield work
             add_decoded(codec, wires, values)
@@ -90,14 +92,14 @@ class Encoded:
             return
         bounds = split(values.numel(), first.size, codec.block)
         sizes = [wire_bytes(codec, stop - start) for start, stop in pairwise(bounds)]
-        wire = self._encode("own", values, 0, bounds)
+        wire = self._encode(OWN, values, 0, bounds)
         own = sizes[first.rank]
         wires, work = first.begin_all_to_all(wire, sizes, [own] * first.size, what)
         yield work
         begin, end = bounds[first.rank], bounds[first.rank + 1]
         total = values.new_empty(end - begin)
         add_decoded(codec, wires, total)
-        wire = self._encode("sums", total, begin, [0, len(total)])
+        wire = self._encode(_SUMS, total, begin, [0, len(total)])
         wires, work = across[1].begin_all_gather(wire, what, sizes)
         yield work
         for (begin, end), each in zip(pairwise(bounds), wires, strict=True):
@@ -120,8 +122,7 @@ class Encoded:
         if not self._codec.error_feedback:
             return None
         known = self._residuals.get(kind)
-        if known is None or known[0] != start or known[1].shape != values.shape:
-            # The part of the sum is another one if a checkpoint is of another number of hosts.
+        if known is None:
             known = self._residuals[kind] = start, torch.zeros_like(values)
         return known[1]
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -34,7 +35,7 @@ from .builtin_exchanges import as_real
 from .exchange import Links
 from .flags import RankAndSize
 from .outer import OuterRule
-from .outer_averages import Segment, outer_average, split
+from .outer_averages import OWN, Segment, outer_average, split
 from .parameter_check import fingerprints
 from .plan import ParamSpec, first_of, plan_buckets
 from .settings import Settings
@@ -44,8 +45,8 @@ from .step_trace import StepTrace
 # The size of a count of steps.
 _STEP_BYTES = 8
 
-# How keys of residuals begin in a bucket's state.
-_RESIDUAL = "residual of "
+# The keys of a bucket's state; those of residuals go on with the kind of a residual.
+_ANCHOR, _VELOCITY, _RESIDUAL = "anchor", "velocity", "residual of "
 
 
 def outer_steps_of(settings: Settings, ranks: Group, trace: StepTrace, *, compares: bool) -> OuterSteps | None:
@@ -91,6 +92,8 @@ class OuterSteps:
         self._runner = StageRunner()
         self._has_begun = False
         self._is_shown = False
+        # What `consolidate` has made for this rank's next checkpoint, until the next step.
+        self._consolidated: dict[str, Any] = {}
 
     # -- set up by the reducer
 
@@ -122,6 +125,7 @@ class OuterSteps:
         if self._is_shown:
             raise GradientError("step() was called in `with optimizer.averaged():`: call it outside")
         self._begin()
+        self._consolidated = {}
         yield
         self._steps += 1
         with torch.no_grad():
@@ -243,17 +247,24 @@ class OuterSteps:
 
     def _write(self, bucket: _Bucket, shard: Tensor) -> None:
         """Sets the bucket's parameters, of which this rank has a shard."""
-        flat = shard
-        if self.inner.size > 1:
-            within = self._opened().legs[0].within
-            counts = [(stop - start) * shard.element_size() for start, stop in bucket.spans]
-            parts = within.all_gather(shard, f"the parameters of {first_of(list(bucket.params))}", counts)
-            flat = torch.cat([part.view(shard.dtype) for part in parts])
-        bucket.write(flat)
+        bucket.write(self._whole(bucket, shard))
+
+    def _whole(self, bucket: _Bucket, shard: Tensor) -> Tensor:
+        """Returns the shards of all ranks of this host as one tensor."""
+        if self.inner.size == 1:
+            return shard
+        within = self._opened().legs[0].within
+        counts = [(stop - start) * shard.element_size() for start, stop in bucket.spans]
+        parts = within.all_gather(shard, f"the parameters of {first_of(list(bucket.params))}", counts)
+        return torch.cat([part.view(shard.dtype) for part in parts])
 
     def _opened(self) -> Links:
         assert self._links is not None, "the first step has opened them"
         return self._links
+
+    def is_sending(self) -> bool:
+        """Whether collectives may be running."""
+        return not all(launch.is_completed() for launch in list(self._in_flight))
 
     # -- what others see
 
@@ -284,43 +295,89 @@ class OuterSteps:
 
         Waits until outer gradients that are on their way have arrived.
         """
-        if all(bucket.anchor is None for bucket in self._buckets):
-            return {}
-        for bucket in self._buckets:
-            # Of parameters that have been added since the last step.
-            bucket.begin()
-        for launch in self._in_flight:
-            launch.wait()
-        parameters: dict[str, dict[str, Segment]] = {}
-        for bucket in self._buckets:
-            for kind, (start, values) in bucket.state_dict().items():
-                for name, segment in bucket.by_name(start, values):
-                    parameters.setdefault(name, {})[kind] = _cloned(segment)
-        in_flight = [
-            {
-                "fragment": launch.fragment,
-                "due": launch.due,
-                "averages": {
-                    name: _cloned(segment)
-                    for bucket, average in launch.averages
-                    for name, segment in bucket.by_name(bucket.start, average)
-                },
-            }
+        if self._consolidated or not self._is_to_be_saved():
+            return self._consolidated
+        segments = {
+            bucket: {kind: (start, values.clone()) for kind, (start, values) in bucket.state_dict().items()}
+            for bucket in self._buckets
+        }
+        averages = [
+            {bucket: (bucket.start, average.clone()) for bucket, average in launch.averages}
             for launch in self._in_flight
         ]
+        return self._state_of([self._hosts, self.inner.size], segments, averages)
+
+    def consolidate(self, *, keeps: bool) -> None:
+        """Makes the next `state_dict` one that any number of ranks can load, where ``keeps``. All ranks call it.
+
+        What codecs have kept on each host is replaced by its mean over the hosts. It waits for all.
+        """
+        if not self._is_to_be_saved():
+            return
+        segments = {}
+        for bucket in self._buckets:
+            kinds = {kind: (0, self._whole(bucket, values)) for kind, values in bucket.shared()}
+            mean = bucket.sum_of_residuals()
+            if mean is not None:
+                what = f"what is kept of the outer gradients of {first_of(list(bucket.params))}"
+                self._opened().all.all_reduce(mean, what).wait()
+                kinds[f"{_RESIDUAL}{OWN}"] = 0, mean.div_(self._hosts)
+            segments[bucket] = kinds
+        averages = [
+            {bucket: (0, self._whole(bucket, average)) for bucket, average in launch.averages}
+            for launch in self._in_flight
+        ]
+        self._consolidated = self._state_of(None, segments, averages) if keeps else {}
+
+    def _is_to_be_saved(self) -> bool:
+        """Whether there is a state. If so, brings it to rest: waits for what is on its way."""
+        if all(bucket.anchor is None for bucket in self._buckets):
+            return False
+        with torch.no_grad():
+            for bucket in self._buckets:
+                # Of parameters that have been added since the last step.
+                bucket.begin()
+        for launch in self._in_flight:
+            launch.wait()
+        return True
+
+    def _state_of(
+        self,
+        ranks: list[int] | None,
+        segments: Mapping[_Bucket, Mapping[str, Segment]],
+        averages: Sequence[Mapping[_Bucket, Segment]],
+    ) -> dict[str, Any]:
+        """Returns the state dict. ``ranks`` are the numbers of hosts and of ranks on each; None: for any number."""
+        parameters: dict[str, dict[str, Segment]] = {}
+        for bucket, kinds in segments.items():
+            for kind, segment in kinds.items():
+                for name, own in bucket.by_name(*segment):
+                    parameters.setdefault(name, {})[kind] = own
         return {
             "outer": self._rule.words,
             "steps": self._steps,
-            "local_size": self.inner.size,
+            "ranks": ranks,
+            "numels": self._numels(),
             "parameters": parameters,
-            "in_flight": in_flight,
+            "in_flight": [
+                {
+                    "fragment": launch.fragment,
+                    "due": launch.due,
+                    "averages": dict(own for bucket, segment in found.items() for own in bucket.by_name(*segment)),
+                }
+                for launch, found in zip(self._in_flight, averages, strict=True)
+            ],
         }
+
+    def _numels(self) -> dict[str, int]:
+        return {name: param.numel() for bucket in self._buckets for name, param in bucket.params.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads a dict that `state_dict` returned on this rank; with an empty one the next step begins an interval.
 
         Raises ValueError for a state of other arguments or another model. Waits for no other rank.
         """
+        self._consolidated = {}
         if not state:
             self._in_flight.clear()
             self._steps = 0
@@ -335,7 +392,8 @@ class OuterSteps:
         for each in state["in_flight"]:
             launch = _Launch(each["fragment"], each["due"])
             for bucket in self._buckets[launch.fragment :: self._rule.fragments]:
-                launch.add(bucket, bucket.joined(each["averages"]), None)
+                _, average = bucket.own_part(each["averages"])
+                launch.add(bucket, average, None)
             self._in_flight.append(launch)
 
     def _require_fits(self, state: Mapping[str, Any]) -> None:
@@ -345,23 +403,18 @@ class OuterSteps:
                 f"the checkpoint is of outer={state['outer']}, and the optimizer has outer={self._rule.words}: make "
                 f"it with the same, {way_out}"
             )
-        if state["local_size"] != self.inner.size:
+        if state["ranks"] not in (None, [self._hosts, self.inner.size]):
+            hosts, local_size = state["ranks"]
             raise ValueError(
-                f"the checkpoint's outer state is of {state['local_size']} ranks on each host, and there are "
-                f"{self.inner.size}: start as many, {way_out}"
+                f"the checkpoint's outer state is of {hosts} hosts with {local_size} ranks each, and there are "
+                f"{self._hosts} with {self.inner.size}: call consolidate_state_dict before saving, {way_out}"
             )
-        own = {name for bucket in self._buckets for name, _ in bucket.by_name(bucket.start, bucket.empty())}
-        differing = sorted(own ^ set(state["parameters"]))
-        for bucket in self._buckets:
-            for name, (start, values) in bucket.by_name(bucket.start, bucket.empty()):
-                if name in state["parameters"]:
-                    there, found = state["parameters"][name]["anchor"]
-                    if (there, found.shape) != (start, values.shape):
-                        differing.append(name)
-        if differing:
+        own = self._numels()
+        if state["numels"] != own:
+            differing = min(name for name, _ in state["numels"].items() ^ own.items())
             raise ValueError(
-                f"the checkpoint's outer state is of another model or bucket size: it differs in parameter "
-                f"{differing[0]!r}: build the same model, with the same bucket_cap_mb, {way_out}"
+                f"the checkpoint's outer state is of another model: it differs in parameter {differing!r}: build the "
+                f"same model, {way_out}"
             )
 
 
@@ -380,7 +433,7 @@ class _Bucket:
         self._device = first.device
         self._counts = [param.numel() * (2 if self._is_complex else 1) for param in params.values()]
         bounds = split(sum(self._counts), inner.size, 1)
-        self.spans = list(zip(bounds, bounds[1:], strict=False))
+        self.spans = list(pairwise(bounds))
         """For each rank of the host: the first and last elements of its shard."""
         self.start, self._stop = self.spans[inner.rank]
 
@@ -455,41 +508,59 @@ class _Bucket:
                 yield name, (begin - first, values[begin - start : end - start])
             first += count
 
-    def joined(self, parts: Mapping[str, Segment]) -> Tensor:
-        """Returns a tensor like the anchor from what `by_name` yielded for one."""
-        whole = self.empty()
-        for name, (_, values) in self.by_name(self.start, whole):
-            values.copy_(parts[name][1])
+    def own_part(self, parts: Mapping[str, Segment]) -> Segment:
+        """Returns the part of this rank's shard that is in ``parts``, which `by_name` has yielded, as a segment."""
+        found: list[Segment] = []
+        first = 0
+        for name, count in zip(self.params, self._counts, strict=True):
+            if name in parts:
+                offset, values = parts[name]
+                begin, end = max(first + offset, self.start), min(first + offset + len(values), self._stop)
+                if begin < end:
+                    found.append((begin, values[begin - first - offset : end - first - offset].to(self._device)))
+            first += count
+        # A copy, also of a single one.
+        return (found[0][0], torch.cat([values for _, values in found])) if found else (self.start, self.empty())
+
+    def shared(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields the anchor and the velocity of this rank's shard, which are the same on all hosts."""
+        yield _ANCHOR, self.known_anchor
+        if self._velocity is not None:
+            yield _VELOCITY, self._velocity
+
+    def sum_of_residuals(self) -> Tensor | None:
+        """Returns what this rank's wires could not hold, as a tensor of the whole bucket. None if nothing is kept."""
+        residuals = self.average.state_dict()
+        if not residuals:
+            return None
+        whole = torch.zeros(sum(self._counts), dtype=working_dtype(self.dtype), device=self._device)
+        for start, values in residuals.values():
+            whole[self.start + start : self.start + start + len(values)].add_(values)
         return whole
 
     def state_dict(self) -> dict[str, Segment]:
         """Returns the anchor, the velocity and residuals as segments of the bucket, not copied."""
-        found = {"anchor": (self.start, self.known_anchor)}
-        if self._velocity is not None:
-            found["velocity"] = self.start, self._velocity
+        found = {kind: (self.start, values) for kind, values in self.shared()}
         for kind, (start, values) in self.average.state_dict().items():
             found[f"{_RESIDUAL}{kind}"] = self.start + start, values
         return found
 
     def load_state_dict(self, parameters: Mapping[str, Mapping[str, Segment]]) -> None:
         """Loads copies of what `state_dict` returned, as `by_name` has split it."""
-        found: dict[str, list[Segment]] = {}
-        first = 0
-        for name, count in zip(self.params, self._counts, strict=True):
-            for kind, (start, values) in parameters.get(name, {}).items():
-                found.setdefault(kind, []).append((first + start, values))
-            first += count
-        whole = {
-            kind: (parts[0][0], torch.cat([values.to(self._device) for _, values in parts]))
-            for kind, parts in found.items()
+        kinds = sorted({kind for name in self.params for kind in parameters.get(name, {})})
+        found = {
+            kind: self.own_part(
+                {name: parameters[name][kind] for name in self.params if kind in parameters.get(name, {})}
+            )
+            for kind in kinds
         }
-        self.anchor = whole["anchor"][1] if "anchor" in whole else self.empty()
-        self._velocity = whole["velocity"][1] if "velocity" in whole else None
+        self.anchor = found[_ANCHOR][1] if kinds else self.empty()
+        self._velocity = found[_VELOCITY][1] if _VELOCITY in found else None
         self.average = outer_average(self._rule.compression)
         self.average.load_state_dict(
             {
                 kind.removeprefix(_RESIDUAL): (start - self.start, values)
-                for kind, (start, values) in whole.items()
+                for kind, (start, values) in found.items()
                 if kind.startswith(_RESIDUAL)
             }
         )
@@ -499,6 +570,7 @@ class _Waits(Protocol):
     """What a launched average is waited for by: a `Work`, or a stream of the GPU."""
 
     def wait(self) -> None: ...
+    def is_completed(self) -> bool: ...
 
 
 class _Launch:
@@ -522,13 +594,17 @@ class _Launch:
         for work in self._works:
             work.wait()
 
+    def is_completed(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(work.is_completed() for work in self._works)
+
 
 class _OnStream:
     """Stages on a GPU, on a stream of their own, beside the steps that are taken meanwhile."""
 
     def __init__(self, stages: Iterator[Work], device: torch.device) -> None:
         self._device = device
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types for it
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
             for work in stages:
@@ -539,7 +615,6 @@ class _OnStream:
         """Has the current stream wait; the program goes on."""
         torch.cuda.current_stream(self._device).wait_event(self._end)
 
-
-def _cloned(segment: Segment) -> Segment:
-    start, values = segment
-    return start, values.clone()
+    def is_completed(self) -> bool:
+        """Whether the device has got to the end of the stages."""
+        return self._end.query()

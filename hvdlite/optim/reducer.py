@@ -34,6 +34,7 @@ from ..faults import point
 from ..log import log
 from ..ops.failures import raise_together
 from ..runtime.survival import Survival
+from ..values import shown, whole_number
 from .exchange import Exchange, Links
 from .exchange_choice import exchange_of
 from .flags import RankAndSize
@@ -118,6 +119,8 @@ class Reducer(GradientHooks):
         self._added: list[tuple[dict[str, Tensor], list[list[str]]]] = []
         self._plan(connection)
         self._phase = Phase.IDLE
+        # What `consolidate` has made for this rank's next checkpoint, until the next step.
+        self._consolidated: dict[str, Any] = {}
         # Held while a hook handles a gradient. Reentrant, since the same thread may run another backward pass inside.
         self._lock = threading.RLock()
 
@@ -260,7 +263,7 @@ class Reducer(GradientHooks):
 
     def _make_opening(self, number: int, description: Description) -> Opening:
         devices = [param.device for params, _ in self._added for param in params.values() if param.is_cuda]
-        open_links = partial(Links, by_host=self.exchange.by_host, legs=self.exchange.legs)
+        open_links: Callable[[Group], Links] = partial(Links, by_host=self.exchange.by_host, legs=self.exchange.legs)
         if self.outer is not None:
             open_links = self.outer.open
         return Opening(
@@ -541,6 +544,31 @@ class Reducer(GradientHooks):
         phase = self._phase.value
         return Progress(self._trace.optimizer, self._trace.step, phase, buckets, buckets - len(waiting), missing)
 
+    # -- the exchange's state
+
+    def exchange_state(self) -> dict[str, Any]:
+        """Returns the exchange's state for a checkpoint: this rank's, or after `consolidate` that of all ranks."""
+        return self._consolidated or self.exchange.state_dict()
+
+    def load_exchange_state(self, state: Mapping[str, Any]) -> None:
+        """Loads what `exchange_state` returned, or an empty dict."""
+        self._consolidated = {}
+        self.exchange.load_state_dict(state)
+
+    def consolidate(self, to: int) -> None:
+        """Makes `exchange_state` on global rank ``to`` that of all ranks, until the next step. It waits for all."""
+        self.require_nothing_pending("optimizer.consolidate_state_dict() was called", "call step() first")
+        group = self.connect()
+        named = whole_number(to)
+        if named not in group.ranks:
+            ranks = ", ".join(map(str, group.ranks))
+            raise ValueError(f"consolidate_state_dict: to={shown(to)} is not one of the optimizer's ranks: {ranks}")
+        state = self.exchange.consolidate([bucket.plan for bucket in self._layout.buckets], group)
+        is_asked = group.ranks[group.rank] == named
+        self._consolidated = state if is_asked else {}
+        if self.outer is not None:
+            self.outer.consolidate(keeps=is_asked)
+
     # -- the step
 
     def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
@@ -605,8 +633,8 @@ class Reducer(GradientHooks):
         """
         if self.outer is not None:
             raise GradientError(
-                f"hvd.join() does not work with outer={self.settings.outer!r}: hosts take outer steps together, and one "
-                "that has joined would not come to them. Give every rank as many batches, for example with "
+                f"hvd.join() does not work with outer={self.settings.outer!r}: hosts take outer steps together, and "
+                "one that has joined would not come to them. Give every rank as many batches, for example with "
                 "drop_last=True in its sampler"
             )
         if self._deltas is not None:
@@ -640,9 +668,14 @@ class Reducer(GradientHooks):
     def _collecting(self) -> bool:
         return self._phase in _UNDER_WAY
 
+    @property
+    def _is_sending(self) -> bool:
+        return self._collecting or (self.outer is not None and self.outer.is_sending())
+
     def _begin_step(self) -> None:
         self.follow_world()
         self._ranks.require_open("averaging gradients")
+        self._consolidated = {}
         self._is_provisional = self._links is None
         self._phase = Phase.COLLECTING
         self._layout.expect()
