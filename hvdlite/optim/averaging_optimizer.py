@@ -252,7 +252,7 @@ class AveragingOptimizer(HorovodsAttributes):
 
         Every rank must call it, between two steps; it waits for all. What the compression has kept of gradients on
         each rank is replaced in that state by its mean, so that it enters the next average where every rank loads the
-        same file. Of outer steps that state has all of the anchor and velocity. Training goes on as without it, and after
+        same file. Of outer steps that state has the whole anchor and velocity. Training goes on as without it; after
         the next step ``state_dict()`` is local again. Raises ValueError for an exchange of your own that keeps a state,
         and has no `Exchange.consolidate`.
         """

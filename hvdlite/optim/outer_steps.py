@@ -9,7 +9,7 @@ each step. Each of a host's L ranks keeps 1/L of the anchor, its velocity and th
 have equal parameters; they put the parameters together in shared memory, or over the host's own engine.
 
 Steps are counted by the calls of ``step()``, whether GradScaler skips them or not, so that all ranks come to the same
-outer steps. Their order is fixed by the count alone. Every outer step begins with the ranks' counts, of 8 bytes each.
+outer steps. Their order is fixed by the count alone. Every outer step begins with the ranks' counts, 16 bytes each.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from .settings import Settings
 from .stages import StageRunner
 from .step_trace import StepTrace
 
-# The size of a count of steps.
-_STEP_BYTES = 8
+# The size of the two counts of steps.
+_COUNT_BYTES = 16
 
 # The keys of a bucket's state; those of residuals go on with the kind of a residual.
 _ANCHOR, _VELOCITY, _RESIDUAL = "anchor", "velocity", "residual of "
@@ -87,7 +87,8 @@ class OuterSteps:
         self._links: Links | None = None
         self._buckets: list[_Bucket] = []
         self._frozen: list[tuple[str, Tensor]] = []
-        self._steps = 0
+        # The steps of all training, and those in this world, which no checkpoint changes.
+        self._steps = self._calls = 0
         self._in_flight: deque[_Launch] = deque()
         self._runner = StageRunner()
         self._has_begun = False
@@ -128,6 +129,7 @@ class OuterSteps:
         self._consolidated = {}
         yield
         self._steps += 1
+        self._calls += 1
         with torch.no_grad():
             self._land_due()
             fragment = self._rule.fragment_due(self._steps)
@@ -161,7 +163,8 @@ class OuterSteps:
         everyone = group.all_gather_json(own, what)
         steps = [step for step, _, _ in everyone]
         if len(set(steps)) > 1:
-            raise MismatchError(self._words_of_steps(group, steps))
+            words = ["no loaded state" if step < 0 else f"step {step}" for step in steps]
+            raise MismatchError(self._words_of_steps(group, words))
         firsts: dict[int, tuple[int, dict[str, str]]] = {}
         for rank, (_, local_rank, found) in enumerate(everyone):
             first, expected = firsts.setdefault(local_rank, (rank, found))
@@ -183,15 +186,13 @@ class OuterSteps:
     def _kind(is_loaded: bool) -> str:
         return "the loaded anchor of parameter" if is_loaded else "parameter"
 
-    def _words_of_steps(self, group: Group, steps: Sequence[int]) -> str:
+    def _words_of_steps(self, group: Group, words: Sequence[str]) -> str:
+        """Returns the message for ranks at different steps; ``words`` say at which each of the group's ranks is."""
         hosts = dict(zip(group.ranks, group.hosts, strict=True))
-        ranks_of: dict[int, list[int]] = {}
-        for rank, step in enumerate(steps):
-            ranks_of.setdefault(step, []).append(group.ranks[rank])
-        counts = "; ".join(
-            f"{'no loaded state' if step < 0 else f'{step} steps'} on {name_ranks(ranks, hosts)}"
-            for step, ranks in sorted(ranks_of.items())
-        )
+        ranks_of: dict[str, list[int]] = {}
+        for rank, each in enumerate(words):
+            ranks_of.setdefault(each, []).append(group.ranks[rank])
+        counts = "; ".join(f"{name_ranks(ranks, hosts)}: {each}" for each, ranks in ranks_of.items())
         return (
             f"outer={self._rule.words}: the ranks are at different steps: {counts}. Every rank must call step() "
             "equally often, and load its own checkpoint of the same step. Or delete the key 'outer' of "
@@ -211,14 +212,15 @@ class OuterSteps:
         which = f"fragment {fragment + 1} of {rule.fragments}, step {self._steps}, {self._trace.optimizer}"
         what = f"the average of the outer gradients of {names} ({which})"
         counts, counting = links.all.begin_all_gather(
-            torch.tensor([self._steps]), f"the step counts before {what}", [_STEP_BYTES] * links.all.size
+            torch.tensor([self._steps, self._calls]), f"the step counts before {what}", [_COUNT_BYTES] * links.all.size
         )
         across = [leg.across for leg in links.legs]
 
         def require_same_step() -> None:
-            steps = [int(count.view(torch.int64)) for count in counts]
-            if len(set(steps)) > 1:
-                raise MismatchError(self._words_of_steps(links.all, steps))
+            pairs = [tuple(count.view(torch.int64).tolist()) for count in counts]
+            if len(set(pairs)) > 1:
+                words = [f"step {steps}, after {calls} calls of step()" for steps, calls in pairs]
+                raise MismatchError(self._words_of_steps(links.all, words))
 
         def stages(bucket: _Bucket, values: Tensor) -> Iterator[Work]:
             yield counting
@@ -617,4 +619,4 @@ class _OnStream:
 
     def is_completed(self) -> bool:
         """Whether the device has got to the end of the stages."""
-        return self._end.query()
+        return bool(self._end.query())
