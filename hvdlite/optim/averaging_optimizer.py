@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import GradientError
 from .arguments import check_trained, names_of_added_group
+from .clipping import NormClipper
 from .horovod_attributes import HorovodsAttributes
 from .reducer import Reducer
 from .step_by_bucket import StepByBucket
@@ -60,6 +61,8 @@ class AveragingOptimizer(HorovodsAttributes):
         self._by_bucket: StepByBucket | None = None
         if reducer.settings.step_on_arrival:
             self._by_bucket = StepByBucket(self._optimizer, reducer)
+        max_norm = reducer.settings.max_norm
+        self._clipper = None if max_norm is None else NormClipper(max_norm)
         self._named = list(named)
         self._named_groups = groups
         self._skipping = False
@@ -100,6 +103,15 @@ class AveragingOptimizer(HorovodsAttributes):
         self._reducer.synchronize()
         # With Adasum, `synchronize` did nothing.
         self._synchronized = not self._reducer.steps_first
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global norm of the last step's gradients, before ``max_norm`` clipped them: a scalar on their device.
+
+        It is equal on all ranks. None before the first step, and without ``max_norm``. A step that GradScaler skips
+        leaves it as it was.
+        """
+        return None if self._clipper is None else self._clipper.norm
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -213,14 +225,18 @@ class AveragingOptimizer(HorovodsAttributes):
         return average_after
 
     def _prepare_step(self) -> None:
+        clipper = self._clipper
         if not self._skipping:
-            self._reducer.synchronize()
+            self._reducer.synchronize(arrived=None if clipper is None else clipper.measure)
         elif self._reducer.has_arrivals:
             raise GradientError(
                 "step() was called in skip_synchronize() while gradients are being averaged: call synchronize() "
                 "before step(), or call step() without skip_synchronize()"
             )
         self._reducer.require_sound()
+        # Here and not in `synchronize`: before its step GradScaler has to unscale the gradients, and look for inf.
+        if clipper is not None:
+            clipper.clip([param for _, param in self._named])
 
     # -- what belongs to the wrapped optimizer
 

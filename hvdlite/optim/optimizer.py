@@ -28,6 +28,7 @@ from .arguments import (
     check_codec,
     check_exchange,
     check_groups,
+    check_max_norm,
     check_named_parameters,
     check_op,
     check_optimizer,
@@ -120,6 +121,12 @@ class DistributedOptimizer(AveragingOptimizer):
     ``"hvdlite"``. That state differs by rank, so save and load it on every rank. Sparse gradients are gathered, unless
     ``sparse_as_dense``.
 
+    ``max_norm``: clip the averages in ``step()`` by their global 2-norm, with the bits of
+    `torch.nn.utils.clip_grad_norm_` over the parameters in the order of ``named_parameters``: also for inf and NaN, and
+    for sparse gradients. The norm before clipping is `grad_norm`. A GradScaler has unscaled the gradients by then. It
+    costs no collective. On a CPU gradients are measured while others are still being sent, and are not multiplied if
+    the norm is small enough. It does not work with Adasum or ``step_on_arrival``.
+
     ``outer``: `LocalSGD` or `DiLoCo`, for hosts that train apart for several steps. Gradients are then averaged only
     over the ranks of a host (of each rank alone where hosts have different numbers of ranks). Use `averaged` to
     evaluate and to save the model. ``state_dict()`` has this rank's part of the state under ``["hvdlite"]["outer"]``:
@@ -146,6 +153,7 @@ class DistributedOptimizer(AveragingOptimizer):
         autotune: bool = False,
         step_on_arrival: bool = False,
         exchange: Callable[[], Exchange] | None = None,
+        max_norm: float | None = None,
         outer: AnyOuter | None = None,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
@@ -167,6 +175,7 @@ class DistributedOptimizer(AveragingOptimizer):
             check_step_on_arrival(step_on_arrival, op),
             exchange,
             codec,
+            check_max_norm(max_norm, op, step_on_arrival=step_on_arrival),
         )
         settings = replace(settings, outer=check_outer(outer, settings))
         if is_initialized() and current_world().survival is not None:
@@ -247,7 +256,7 @@ def _compare_and_tune(
         values = (*settings.signature(exchange), passes, groups, tunes)
         words = (
             f"({'compression' if settings.exchange is None else 'exchange'}, op, predivide, bucket cap in bytes, "
-            "sparse_as_dense, step_on_arrival, outer, passes per step, groups, autotune)"
+            "sparse_as_dense, step_on_arrival, max_norm, outer, passes per step, groups, autotune)"
         )
         if not tunes:
             return Arguments(values, words), None

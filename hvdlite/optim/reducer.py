@@ -82,6 +82,9 @@ class Connection:
 # The arguments that the ranks compare, and autotune's function that chooses the cap, or None.
 Described = tuple[Arguments, Callable[[Group], int] | None]
 
+# Called with parameters whose averages have arrived.
+Arrived = Callable[[list[Tensor]], None]
+
 # The phases in which a step is in progress. A global, since it is read for every gradient.
 _UNDER_WAY = (Phase.COLLECTING, Phase.SPOILT)
 
@@ -373,11 +376,12 @@ class Reducer(GradientHooks):
 
     # -- between backward and step
 
-    def synchronize(self, update: Callable[[list[Tensor]], None] | None = None) -> None:
+    def synchronize(self, update: Arrived | None = None, arrived: Arrived | None = None) -> None:
         """Waits for all ranks, and leaves the averages in ``param.grad``. Does nothing if that is done already.
 
         ``update`` is called with some parameters as soon as their averages arrive, while others are still being sent.
-        Afterwards these gradients are set to None. It is not called for sparse gradients, nor if there are no buckets.
+        Afterwards these gradients are set to None. ``arrived`` is called likewise, and the gradients stay. Neither is
+        called for sparse gradients, nor if there are no buckets.
 
         A parameter that no rank used keeps ``grad = None``. One that some ranks used is averaged over all ranks, and
         the others count as zero. After too many backward passes this still waits, but the gradients are unusable: see
@@ -389,7 +393,7 @@ class Reducer(GradientHooks):
             self._require_not_closed()
             if self._phase not in (Phase.AVERAGED, Phase.DROPPED):
                 with self._clock.waiting():
-                    self._complete(partial(self._synchronize, update))
+                    self._complete(partial(self._synchronize, update, arrived))
 
     def _complete(self, finish: Callable[[], None]) -> None:
         """Calls ``finish``, which ends the step with all ranks; where one is lost, again with those that are left.
@@ -447,7 +451,7 @@ class Reducer(GradientHooks):
         if phase is Phase.SPOILT:
             self._layout.give_up()
 
-    def _synchronize(self, update: Callable[[list[Tensor]], None] | None) -> None:
+    def _synchronize(self, update: Arrived | None = None, arrived: Arrived | None = None) -> None:
         if self._phase is Phase.IDLE:
             self._begin_step()
         # Buckets that are not full are launched here and not at the end of backward. In between, ranks may wait for
@@ -455,20 +459,20 @@ class Reducer(GradientHooks):
         try:
             with self._trace.synchronizing():
                 if self._phase is Phase.SPOILT:
-                    self._finish_buckets(None)
+                    self._finish_buckets()
                 elif self._is_provisional and (changed := self._layout.allow_change()) is not None:
                     # In any other step the buckets would be sent by now. Send them, so that no other rank hangs.
-                    self._finish_buckets(None)
+                    self._finish_buckets()
                     raise changed
                 else:
                     self._layout.require_same()
-                    self._finish_buckets(update)
+                    self._finish_buckets(update, arrived)
         finally:
             self._end_step()
         if self._phase is Phase.IDLE:
             self._phase = Phase.AVERAGED
 
-    def _finish_buckets(self, update: Callable[[list[Tensor]], None] | None) -> None:
+    def _finish_buckets(self, update: Arrived | None = None, arrived: Arrived | None = None) -> None:
         links = self._connected()
         point("synchronize")
         failure: Exception | None = None
@@ -483,6 +487,8 @@ class Reducer(GradientHooks):
                     failure = error
                 else:
                     bucket.drop(gathered)
+            elif arrived is not None:
+                arrived([state.param for state in bucket.states if state not in gathered])
         if self.exchange.tells_failures:
             raise_together(links.all, self._queue.failure, f"the averaging of gradients ({self._trace.optimizer})")
         self._sparse.average(links.all, self._trace.optimizer, self._queue.count)
@@ -644,7 +650,7 @@ class Reducer(GradientHooks):
             return is_stepping
         if self.has_arrivals:
             # Even if this reducer is closed by now: other ranks are in that step.
-            self._synchronize(None)
+            self._synchronize()
             self._stepped()
             return True
         self._begin_step()
@@ -652,7 +658,7 @@ class Reducer(GradientHooks):
         for bucket in self._layout.buckets:
             bucket.sit_out(average_of_active)
         try:
-            self._finish_buckets(None)
+            self._finish_buckets()
             assert self._queue.count is not None, "something has come back"
             active = self._queue.count.active
         finally:

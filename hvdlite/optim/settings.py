@@ -71,6 +71,8 @@ class Settings:
     exchange: Callable[[], Exchange] | None = None
     # The format between hosts, if it cannot be summed. Then there is no other compression.
     codec: Codec | None = None
+    # The global norm to which gradients are clipped, or None.
+    max_norm: float | None = None
     # How hosts train apart, if they do.
     outer: AnyOuter | None = None
 
@@ -81,7 +83,8 @@ class Settings:
         """
         how = repr((self.codec or self.compression) if self.exchange is None else exchange)
         scaling = (self.op, self.gradient_predivide_factor)
-        return (how, *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival, repr(self.outer))
+        options = (self.cap_bytes, self.sparse_as_dense, self.step_on_arrival, self.max_norm, repr(self.outer))
+        return (how, *scaling, *options)
 
     @property
     def packs(self) -> bool:
