@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from ranks import attempt_ranks, counting, run_ranks, set_of
 from torch import Tensor, nn
+from worlds import attempt_worlds, run_generations
 
 import hvdlite as hvd
 from hvdlite.comm.group import Group
 from hvdlite.compression.codecs import add_decoded, encode_all, wire_bytes
+from hvdlite.optim.arguments import check_survivable
+from hvdlite.optim.settings import Settings
 
 # The hosts of the ranks; the last has hosts of different sizes, where each rank trains apart.
 PLACES = {
@@ -38,8 +41,6 @@ INNERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 # One bucket for each parameter.
 SMALL = {"bucket_cap_mb": 1e-6}
-
-everywhere = pytest.mark.parametrize("place", PLACES)
 
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -156,9 +157,15 @@ def through(codec: Any, values: Tensor, residual: Tensor) -> Tensor:
     return out
 
 
-@everywhere
-@pytest.mark.parametrize("inner", INNERS)
-@pytest.mark.parametrize("name", [name for name in OUTERS if name != "int4"])
+@pytest.mark.parametrize(
+    ("place", "inner", "name"),
+    [
+        *[(place, "SGD", "streaming") for place in PLACES],
+        *[("2 hosts of 2", "AdamW", name) for name in OUTERS if name != "int4"],
+        ("3 hosts", "AdamW", "DiLoCo"),
+        ("2 hosts", "SGD", "LocalSGD"),
+    ],
+)
 def test_hosts_train_as_plain_lines_in_one_process_do(place, inner, name):
     steps = 15
 
@@ -191,9 +198,14 @@ def test_outer_gradients_of_4_bits_are_those_of_plain_lines_with_error_feedback(
         assert torch.allclose(own, plain, rtol=0, atol=1e-12)
 
 
-@everywhere
-@pytest.mark.parametrize("compression", ["fp16", "bf16", "int8", "int4"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("place", "compression", "dtype"),
+    [
+        *[(place, "int4", torch.float32) for place in PLACES],
+        *[("2 hosts of 2", compression, torch.bfloat16) for compression in ("none", "int8")],
+        *[("3 hosts", compression, torch.float32) for compression in ("fp16", "bf16", "int8")],
+    ],
+)
 def test_in_any_format_all_ranks_share_the_bits_of_the_anchor_and_learn(place, compression, dtype):
     outer = hvd.DiLoCo(sync_every=3, fragments=2, delay=1, compression=getattr(hvd.Compression, compression))
 
@@ -302,9 +314,14 @@ def test_fragments_send_their_part_in_turns_and_int4_sends_an_eighth():
         assert found[step - 1] == turns.get(step, []), step
 
 
-@pytest.mark.parametrize("place", ["2 hosts", "2 hosts of 2", "3 hosts of 2"])
-@pytest.mark.parametrize("name", OUTERS)
-@pytest.mark.parametrize("stop", [4, 7, 9])
+@pytest.mark.parametrize(
+    ("place", "name", "stop"),
+    [
+        *[("2 hosts", name, 7) for name in OUTERS],
+        *[("2 hosts of 2", name, stop) for name in ("streaming", "int4") for stop in (4, 9)],
+        ("3 hosts of 2", "int4", 9),
+    ],
+)
 def test_a_run_that_is_saved_and_resumed_has_the_bits_of_one_that_was_not(place, name, stop):
     def rank(group: Group) -> Any:
         model = make_model()
@@ -548,7 +565,53 @@ def test_parameters_of_several_dtypes_and_sparse_gradients_are_averaged():
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, other, strict=True))
 
 
+def test_a_new_world_begins_an_interval_from_its_equal_parameters():
+    def rank(generations: Iterator[int]) -> list[tuple[Tensor, Tensor]]:
+        model, optimizer, found = make_model(), None, []
+        for _ in generations:
+            hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+            if optimizer is None:
+                inner = INNERS["SGD"](model.parameters())
+                optimizer = hvd.DistributedOptimizer(
+                    inner, model.named_parameters(), outer=hvd.DiLoCo(sync_every=3, delay=1), **SMALL
+                )
+            hvd.broadcast_optimizer_state(optimizer)
+            first = values_of(model)
+            train(optimizer, model, hvd.rank(), 0, 3)
+            with optimizer.averaged():
+                assert torch.equal(values_of(model), first)
+            train(optimizer, model, hvd.rank(), 3, 5)
+            with optimizer.averaged():
+                found.append((first, values_of(model)))
+        return found
+
+    first, second, third = run_generations([2, 3], rank)
+    for mine, theirs in [*zip(first, second, strict=True), (first[1], third[0])]:
+        assert all(torch.equal(own, other) for own, other in zip(mine, theirs, strict=True))
+    assert not any(torch.equal(before, after) for before, after in first)
+
+
 # -- refused
+
+
+def test_join_is_refused():
+    def rank(number: int) -> None:
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(
+            INNERS["SGD"](model.parameters()), model.named_parameters(), outer=hvd.LocalSGD(sync_every=2)
+        )
+        train(optimizer, model, number, 0, 1)
+        hvd.join()
+
+    for error in attempt_worlds(2, rank):
+        assert isinstance(error, hvd.GradientError)
+        assert "hvd.join() does not work with outer=LocalSGD(sync_every=2)" in str(error)
+
+
+def test_steps_that_survive_a_lost_rank_are_refused():
+    settings = Settings(hvd.Compression.none, hvd.Average, 1.0, 1, False, outer=hvd.LocalSGD(sync_every=2))
+    with pytest.raises(ValueError, match=r"--survive, .* does not work with outer=LocalSGD\(sync_every=2\)"):
+        check_survivable(settings, has_all_ranks=True, params=[])
 
 
 @pytest.mark.parametrize(
