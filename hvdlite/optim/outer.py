@@ -16,6 +16,7 @@ from typing import NamedTuple, TypeAlias
 
 from ..compression.casts import AnyCompression, CastCompression, Compression, NoCompression, check_compression
 from ..compression.codecs import Codec
+from ..compression.low_rank import LowRank
 from ..values import MOST, real_number, shown, whole_number
 
 
@@ -132,9 +133,10 @@ AnyOuter: TypeAlias = LocalSGD | DiLoCo
 def _resolved(compression: object) -> NoCompression | CastCompression | Codec:
     if isinstance(compression, Codec):
         return compression
-    known = check_compression(compression)
-    if isinstance(known, NoCompression | CastCompression):
-        return known
+    if not isinstance(compression, LowRank):
+        known = check_compression(compression)
+        if isinstance(known, NoCompression | CastCompression):
+            return known
     raise ValueError(
         f"DiLoCo: compression={shown(compression)} is no format of outer gradients: use hvd.Compression.none, .fp16, "
         ".bf16, .int8 or .int4, or an hvd.Codec of your own"
