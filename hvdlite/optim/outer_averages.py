@@ -22,6 +22,7 @@ from ..comm.group import Group
 from ..comm.work import Work
 from ..compression.casts import CastCompression, NoCompression
 from ..compression.codecs import Codec, add_decoded, encode_all, wire_bytes
+from .between_hosts import split
 
 Segment = tuple[int, Tensor]
 """A part of a flat tensor: where it begins, and its values."""
@@ -136,9 +137,3 @@ class Encoded:
 def outer_average(compression: NoCompression | CastCompression | Codec) -> OuterAverage:
     """Returns what averages one bucket's outer gradients in this format."""
     return Encoded(compression) if isinstance(compression, Codec) else Summed(compression)
-
-
-def split(numel: int, count: int, multiple: int) -> list[int]:
-    """Returns the bounds of ``count`` parts of about equal size, each a multiple of ``multiple`` but for the last."""
-    each = -(-numel // (count * multiple)) * multiple
-    return [min(number * each, numel) for number in range(count + 1)]

@@ -31,11 +31,12 @@ from ..compression.codecs import Codec, working_dtype
 from ..control.mismatch import name_ranks
 from ..errors import GradientError, MismatchError
 from ..log import log
+from .between_hosts import split
 from .builtin_exchanges import as_real
 from .exchange import Links
 from .flags import RankAndSize
 from .outer import OuterRule
-from .outer_averages import OWN, Segment, outer_average, split
+from .outer_averages import OWN, Segment, outer_average
 from .parameter_check import fingerprints
 from .plan import ParamSpec, first_of, plan_buckets
 from .settings import Settings
