@@ -340,6 +340,7 @@ class Nothing(hvd.Exchange):
         (1, {"op": hvd.Sum}, "op=hvd.Sum does not"),
         (1, {"op": hvd.Adasum}, "op=hvd.Adasum does not"),
         (1, {"exchange": Nothing}, "may compute something else"),
+        (1, {"outer": hvd.LocalSGD(sync_every=2)}, "averages hosts with equal weights"),
     ],
     ids=str,
 )
