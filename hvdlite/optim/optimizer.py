@@ -68,8 +68,8 @@ class DistributedOptimizer(AveragingOptimizer):
     ``compression``: the format in which gradients are sent, see `Compression`. Parameters and optimizer state keep
     their dtype. Your own compression gets only gradients: a whole bucket if it is a `Compressor`, or each gradient in
     its shape if it is in Horovod's style. The wires that it makes are summed and divided. They are sent in ``step()``,
-    not during backward. An error in it is raised on every rank. ``hvd.Compression.int8``, ``.int4``, ``.powersgd()``
-    or a `Codec` of your own are for slow links: they are used between hosts only, and what they take from a gradient is
+    not during backward. An error in it is raised on every rank. ``hvd.Compression.int8``, ``.int4``, ``.topk()``,
+    ``.powersgd()`` or a `Codec` of your own are for slow links: they are used between hosts only, and what they take from a gradient is
     added to the next. ``state_dict()`` has that under the key ``"hvdlite"``. It differs by rank: save and load it on
     every rank, or call `consolidate_state_dict` first.
 
