@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..comm.reduce_op import Adasum, Average, ReduceOp, Sum
 from ..compression.casts import Compression, ResolvedCompression, check_compression
 from ..compression.codecs import Codec
+from ..compression.top_k import Encoding, EncodingTypes
 from ..environment import Environment
 from ..errors import WrongTypeError
 from ..log import log
@@ -26,7 +27,9 @@ from ..ops.reduction import DTYPES
 from ..ops.sendable import check_sendable, check_writable
 from ..values import MOST, real_number, shown, whole_number
 from .exchange import Exchange
+from .outer import AnyOuter, DiLoCo, LocalSGD
 from .settings import Settings
+from .weights import MOST_PER_STEP
 
 MEBIBYTE = 2**20
 
@@ -68,15 +71,17 @@ def check_predivide(factor: object, op: ReduceOp) -> float:
     return number
 
 
-def check_codec(compression: object, op: ReduceOp) -> tuple[ResolvedCompression, Codec | None]:
+def check_codec(compression: object, op: ReduceOp) -> tuple[ResolvedCompression, Encoding | None]:
     """Returns the compression, or none and the codec that was given in its place; ValueError for that with Adasum."""
-    if not isinstance(compression, Codec):
+    if not isinstance(compression, EncodingTypes):
         return check_compression(compression), None
     if op == Adasum:
         raise ValueError(
             f"compression={compression!r} does not work with op=hvd.Adasum, which needs all ranks' steps as they are: "
             "use hvd.Compression.fp16, or another op"
         )
+    if not isinstance(compression, Codec):
+        return Compression.none, compression
     if not isinstance(compression.block, int) or compression.block < 1 or compression.nbytes(compression.block) % 4:
         raise ValueError(
             f"compression={compression!r}: its block must be a positive number of elements whose nbytes is a multiple "
@@ -104,6 +109,29 @@ def check_step_on_arrival(wanted: object, op: ReduceOp) -> bool:
     return wanted
 
 
+def check_outer(outer: object, settings: Settings) -> AnyOuter | None:
+    """Returns the argument. Raises TypeError for another type, and ValueError with what does not work beside it."""
+    if outer is None:
+        return None
+    if not isinstance(outer, LocalSGD | DiLoCo):
+        raise TypeError(
+            f"outer={shown(outer)} is neither an hvd.LocalSGD nor an hvd.DiLoCo: pass one, such as "
+            "hvd.LocalSGD(sync_every=8)"
+        )
+    why = {
+        "op=hvd.Adasum, which combines the changes of every step": settings.op == Adasum,
+        "step_on_arrival=True, since no averages arrive from other hosts": settings.step_on_arrival,
+        "exchange=, which decides itself what is sent": settings.exchange is not None,
+        f"compression={settings.codec!r}, since no gradients go between hosts (DiLoCo has a compression= of its own)": (
+            settings.codec is not None
+        ),
+    }
+    for what, is_given in why.items():
+        if is_given:
+            raise ValueError(f"outer={outer!r} does not work with {what}: leave one of them out")
+    return outer
+
+
 def check_max_norm(max_norm: object, op: ReduceOp, *, step_on_arrival: bool) -> float | None:
     """Returns the argument as a float, or None. Raises ValueError where the norm of the averages is known too late."""
     if max_norm is None:
@@ -124,6 +152,37 @@ def check_max_norm(max_norm: object, op: ReduceOp, *, step_on_arrival: bool) -> 
     return number
 
 
+def check_weighted(loss: object, n: object, settings: Settings) -> tuple[Tensor, int]:
+    """Returns the arguments of `weighted`. Raises TypeError or ValueError where there is no weighted average."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"optimizer.weighted(loss, n): the loss is {shown(loss)}, and not a tensor")
+    number, real = whole_number(n), None if isinstance(n, bool) else real_number(n)
+    if number is None and real is not None and real.is_integer():
+        # The sum of a mask of floats.
+        number = int(real)
+    if number is None or not 0 <= number <= MOST_PER_STEP:
+        raise ValueError(
+            f"optimizer.weighted(loss, n): n={shown(n)} is not a number of samples or tokens: pass a whole number from "
+            f"0 to {MOST_PER_STEP}"
+        )
+    if settings.op != Average:
+        raise ValueError(
+            f"optimizer.weighted(loss, n) averages gradients by n, which op=hvd.{settings.op.name} does not: use "
+            "op=hvd.Average"
+        )
+    if settings.exchange is not None:
+        raise ValueError(
+            f"optimizer.weighted(loss, n) corrects an average over the ranks, and exchange={settings.exchange!r} may "
+            "compute something else: leave out one of them"
+        )
+    if settings.outer is not None:
+        raise ValueError(
+            f"optimizer.weighted(loss, n) would weigh the ranks of each host, and outer={settings.outer!r} averages "
+            "hosts with equal weights: leave out one of them"
+        )
+    return loss, number
+
+
 def check_survivable(settings: Settings, *, has_all_ranks: bool, params: Iterable[Tensor]) -> None:
     """Raises ValueError for what cannot go on in the step in which a rank is lost (``--survive``)."""
     why = {
@@ -131,6 +190,7 @@ def check_survivable(settings: Settings, *, has_all_ranks: bool, params: Iterabl
         "op=hvd.Adasum, whose step is taken before ranks combine it": settings.op == Adasum,
         "an exchange= of your own, whose state would change twice in such a step": settings.exchange is not None,
         f"compression={settings.codec!r}, whose residuals would change twice": settings.codec is not None,
+        f"outer={settings.outer!r}, whose outer steps would be taken twice": settings.outer is not None,
         "a process_set, whose ranks are those of a world that may end": not has_all_ranks,
         "parameters on GPUs": any(param.is_cuda for param in params),
     }
@@ -155,7 +215,7 @@ def check_cap(bucket_cap_mb: float | None, threshold_bytes: int | None, default_
 
 
 def check_exchange(
-    exchange: object, op: ReduceOp, compression: ResolvedCompression | Codec, predivide: float
+    exchange: object, op: ReduceOp, compression: ResolvedCompression | Encoding, predivide: float
 ) -> Callable[[], Exchange] | None:
     """Returns the user's factory of exchanges, or None if there is none.
 
@@ -189,7 +249,8 @@ def check_autotune(
     op: ReduceOp,
     environment: Environment,
     exchange: Callable[[], Exchange] | None = None,
-    codec: Codec | None = None,
+    codec: Encoding | None = None,
+    outer: object = None,
 ) -> bool:
     """Returns whether autotune is to choose the bucket cap.
 
@@ -210,6 +271,8 @@ def check_autotune(
         obstacle = f"it measures all-reduces, which exchange={shown(exchange)} replaces: pass bucket_cap_mb"
     elif codec is not None:
         obstacle = f"it measures all-reduces, which compression={codec!r} replaces: pass bucket_cap_mb"
+    elif outer is not None:
+        obstacle = f"outer={shown(outer)} sends no gradients between hosts: pass bucket_cap_mb"
     else:
         return autotune or environment.autotune
     if autotune:

@@ -12,23 +12,27 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
 
 from ..errors import GradientError
-from .arguments import check_trained, names_of_added_group
+from .arguments import check_trained, check_weighted, names_of_added_group
 from .clipping import NormClipper
 from .horovod_attributes import HorovodsAttributes
 from .reducer import Reducer
 from .step_by_bucket import StepByBucket
+from .weights import no_loss
 
 # The key of hvdlite's own state in a state_dict: a dict with a part for each owner. PyTorch's optimizers ignore it.
 _KEY = "hvdlite"
 
 # The part of the exchange; and its key in checkpoints that were written before there were parts.
 _EXCHANGE = "exchange"
+
+# The part of the outer steps.
+_OUTER = "outer"
 
 # Warn after this many steps with a single backward pass: fewer may be an accident.
 _SINGLE_PASSES = 3
@@ -52,8 +56,9 @@ class AveragingOptimizer(HorovodsAttributes):
         """
         self._reducer = reducer
         # If False, GradScaler unscales the averages itself before it decides whether to step. With Adasum each rank has
-        # its own gradients, so the ranks must decide together: see `Reducer.agree_to_step`.
-        self._step_supports_amp_scaling = reducer.steps_first
+        # its own gradients, so the ranks must decide together, and outer steps count skipped steps too: see
+        # `Reducer.agree_to_step`.
+        self._step_supports_amp_scaling = reducer.scales_itself
         self._by_bucket: StepByBucket | None = None
         if reducer.settings.step_on_arrival:
             self._by_bucket = StepByBucket(self._optimizer, reducer)
@@ -100,12 +105,38 @@ class AveragingOptimizer(HorovodsAttributes):
         # With Adasum, `synchronize` did nothing.
         self._synchronized = not self._reducer.steps_first
 
+    def weighted(self, loss: Tensor, n: int | Tensor) -> Tensor:
+        """Returns the loss, scaled so that ``step()`` averages gradients by the samples or tokens ``n`` of each rank.
+
+        ``loss`` is the mean over the n samples or tokens of this rank's batch. The gradient of the step is then that of
+        the mean over the samples of all ranks: sum(n g) / sum(n). A plain average over ranks is the mean of their
+        means, in which a sample of a small batch, or a token of a short one, counts for more: so it differs from one
+        process on the whole batch (pytorch/pytorch#67253, huggingface/transformers#34242)::
+
+            loss = optimizer.weighted(loss, n)
+            loss.backward()
+            optimizer.step()
+
+        Call it on every rank for every loss, before its backward pass, or on none: ranks that differ in a step get a
+        MismatchError that names them. (On a GPU only those that called it look.) Over several backward passes n adds
+        up. ``n`` is a whole number from 0, or a tensor of one, which is read and so waits for a GPU. With n = 0 the
+        loss may be NaN, as a mean over nothing is: it counts as zero, and its backward pass gives no parameter a
+        gradient. The returned loss is for the backward pass alone. It is ``loss * n / reference``, where the reference,
+        equal on all ranks, is the mean n of the last step, to keep gradients in range for 16-bit wires. n is sent
+        exactly, with the first bucket, and not in a collective of its own. A rank that has joined counts as n = 0.
+
+        Raises ValueError for other ``n``, with another ``op`` than ``hvd.Average``, with ``exchange=``, and ``outer=``.
+        """
+        tensor, number = check_weighted(loss, n, self._given_settings)
+        factor = self._reducer.weigh(number)
+        return tensor * factor if number else no_loss(tensor)
+
     @property
     def grad_norm(self) -> Tensor | None:
         """The global norm of the last step's gradients, before ``max_norm`` clipped them: a scalar on their device.
 
-        It is equal on all ranks. None before the first step, and without ``max_norm``. A step that GradScaler skips
-        leaves it as it was.
+        It is equal on all ranks (with ``outer=``, on those of a host). None before the first step, and without
+        ``max_norm``. A step that GradScaler skips leaves it as it was.
         """
         return None if self._clipper is None else self._clipper.norm
 
@@ -125,6 +156,20 @@ class AveragingOptimizer(HorovodsAttributes):
     def no_sync(self) -> Iterator[None]:
         """A context in which backward passes only add to the gradients. The next pass outside averages the sum."""
         with self._reducer.only_accumulating():
+            yield
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A context in which the parameters are those that all hosts share, to evaluate or save the model.
+
+        With ``outer=`` that is the anchor: equal bits on all ranks. Afterwards, also after an exception, the
+        parameters are again the host's own, bit for bit. Buffers, such as BatchNorm's statistics, stay this rank's own.
+        It keeps a copy of the parameters meanwhile, and ``step()`` raises GradientError.
+
+        Where hosts have several ranks, all ranks of a host must enter it together; no other host is waited for. Without
+        ``outer=`` all ranks have equal parameters anyway, and it does nothing.
+        """
+        with nullcontext() if self._reducer.outer is None else self._reducer.outer.showing_anchor():
             yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -225,21 +270,24 @@ class AveragingOptimizer(HorovodsAttributes):
     def state_dict(self) -> dict[str, Any]:
         """Returns the wrapped optimizer's state dict, so that checkpoints do not depend on the wrapping.
 
-        What this rank's exchange or compression keeps is added under the key ``"hvdlite"``, which PyTorch's optimizers
-        ignore. It differs by rank: see `consolidate_state_dict`.
+        What this rank's exchange, compression or outer steps keep is added under the key ``"hvdlite"``, which PyTorch's
+        optimizers ignore. It differs by rank: see `consolidate_state_dict`. Waits for outer gradients that are being
+        averaged.
         """
-        state, parts = super().state_dict(), {_EXCHANGE: self._reducer.exchange_state()}
+        parts = {_EXCHANGE: self._reducer.exchange_state(), _OUTER: self._reducer.outer_state()}
+        state = super().state_dict()
         kept = {owner: part for owner, part in parts.items() if part}
         return {**state, _KEY: kept} if kept else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the wrapped optimizer's state, and what this rank's exchange or compression keeps.
+        """Loads the wrapped optimizer's state, and what this rank's exchange, compression and outer steps keep.
 
         Call it on every rank, or on one and then `broadcast_optimizer_state`, which does not send the latter. If
-        ``state_dict`` has nothing under the key ``"hvdlite"``, the exchange starts with empty state.
+        ``state_dict`` has nothing under the key ``"hvdlite"``, these start anew.
         """
         kept = state_dict.get(_KEY, {_EXCHANGE: state_dict.get(_EXCHANGE, {})})
         self._reducer.load_exchange_state(kept.get(_EXCHANGE, {}))
+        self._reducer.load_outer_state(kept.get(_OUTER, {}))
         super().load_state_dict({key: value for key, value in state_dict.items() if key not in (_KEY, _EXCHANGE)})
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -247,8 +295,9 @@ class AveragingOptimizer(HorovodsAttributes):
 
         Every rank must call it, between two steps; it waits for all. What the compression has kept of gradients on
         each rank is replaced in that state by its mean, so that it enters the next average where every rank loads the
-        same file. Training goes on as without it, and after the next step ``state_dict()`` is local again. Raises
-        ValueError for an exchange of your own that keeps a state, and has no `Exchange.consolidate`.
+        same file. Of outer steps that state has the whole anchor and velocity. Training goes on as without it; after
+        the next step ``state_dict()`` is local again. Raises ValueError for an exchange of your own that keeps a state,
+        and has no `Exchange.consolidate`.
         """
         self._reducer.consolidate(to)
 

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from ..comm.reduce_op import Average, ReduceOp, Sum
 from ..compression.casts import Compression, ResolvedCompression, is_narrow
-from ..compression.codecs import Codec
 from ..compression.custom import CustomCompression
 from ..compression.kernels import divide, divide_by, scale_by
+from ..compression.top_k import Encoding
 from ..ops.reduction import Reduction
 from .exchange import Exchange
 from .flags import ParticipantCount
+from .outer import AnyOuter
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,12 @@ class Settings:
     step_on_arrival: bool = False
     # The user's factory of exchanges, if there is one.
     exchange: Callable[[], Exchange] | None = None
-    # The format between hosts, if it cannot be summed. Then there is no other compression.
-    codec: Codec | None = None
+    # What is sent between hosts, if it is not the gradients, cast or not. Then there is no other compression.
+    codec: Encoding | None = None
     # The global norm to which gradients are clipped, or None.
     max_norm: float | None = None
+    # How hosts train apart, if they do.
+    outer: AnyOuter | None = None
 
     def signature(self, exchange: Exchange) -> tuple[object, ...]:
         """Returns the values that ranks compare. ``exchange`` was made by these settings.
@@ -80,7 +83,8 @@ class Settings:
         """
         how = repr((self.codec or self.compression) if self.exchange is None else exchange)
         scaling = (self.op, self.gradient_predivide_factor)
-        return (how, *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival, self.max_norm)
+        options = (self.cap_bytes, self.sparse_as_dense, self.step_on_arrival, self.max_norm, repr(self.outer))
+        return (how, *scaling, *options)
 
     @property
     def packs(self) -> bool:
@@ -98,7 +102,7 @@ class Settings:
 
     def for_nonmember(self) -> Settings:
         """Returns the settings of a rank outside the process set, whose gradients stay bit-identical."""
-        return replace(self, compression=Compression.none, op=Sum, exchange=None, codec=None)
+        return replace(self, compression=Compression.none, op=Sum, exchange=None, codec=None, outer=None)
 
     def scaling(self, dtype: torch.dtype, size: int) -> Scaling:
         """Returns the scaling of gradients of this dtype, before and after their sum over ``size`` ranks."""
