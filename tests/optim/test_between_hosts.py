@@ -118,3 +118,22 @@ def test_a_single_rank_can_load_the_state_of_several_and_keeps_it(name):
 
     run_ranks(3, rank)
     run_ranks(1, rank)
+
+
+@each_form
+@pytest.mark.parametrize(("other", "words"), [("p9", "no such parameter"), ("p0", "one of 12 numbers")])
+def test_a_state_of_another_model_is_refused(name, other, words):
+    def rank(group: Group) -> None:
+        def wrap(called: str, *shape: int) -> tuple[nn.Parameter, hvd.DistributedOptimizer]:
+            param = nn.Parameter(torch.zeros(shape))
+            named = [(called, param)]
+            inner = torch.optim.SGD([param], lr=1.0)
+            return param, hvd.DistributedOptimizer(inner, named, compression=FORMS[name], process_set=set_of(group))
+
+        param, optimizer = wrap("p0", 40, 30)
+        param.grad = gradient(group.rank, 0, (40, 30))
+        optimizer.step()
+        with pytest.raises(ValueError, match=f"for 'p0', up to its number .* the optimizer has {words}"):
+            wrap(other, 3, 4)[1].load_state_dict(optimizer.state_dict())
+
+    run_ranks(2, rank)
