@@ -15,11 +15,12 @@ import contextlib
 import ctypes
 import mmap
 import os
+import secrets
 import threading
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -52,10 +53,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The process and file descriptor through which other processes of the same user can open a file."""
+    """The process and file descriptor through which other processes of the same user can open a file.
+
+    ``token`` tells the file from one that a later process with the same pid has.
+    """
 
     pid: int
     fd: int
+    token: int = 0
 
 
 class Segment:
@@ -67,7 +72,7 @@ class Segment:
             self._fd = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise NoMemoryError(f"{DIRECTORY}: {error.strerror}") from error
-        self.address = Address(os.getpid(), self._fd)
+        self.address = Address(os.getpid(), self._fd, secrets.randbits(63))
         self._size = 0
         # Set by the engine once it has warned that there is not enough memory.
         self.is_short = False
@@ -110,6 +115,10 @@ class Segment:
             weakref.finalize(piece.memory, self._give_back, known).atexit = False
         return piece
 
+    def take_slots(self, nbytes: int) -> Piece | None:
+        """Returns memory that is kept for an engine's staging slots; None if there is none (see `kept_memory`)."""
+        return None
+
     def find(self, tensor: Tensor) -> tuple[int, int, int] | None:
         """Returns the piece (offset, bytes) that a contiguous tensor is in, and its position there; None if in none."""
         pieces, pointer = self._pieces, tensor.data_ptr()
@@ -143,6 +152,12 @@ class Segment:
                     f"the file {address.fd} of process {address.pid} is shorter than that process announced"
                 )
             return _map(fd, offset, nbytes, unmaps=True)
+
+    def forget(self, is_gone: Callable[[int], bool]) -> None:
+        """Close the files of other processes that are gone, by their pids. Existing mappings stay."""
+        with self._held():
+            for address in [each for each in self._fds if each != self.address and is_gone(each.pid)]:
+                os.close(self._fds.pop(address))
 
     def close(self) -> None:
         """Close the files: nothing more can be allocated or mapped. Existing mappings stay."""
