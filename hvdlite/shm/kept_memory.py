@@ -36,10 +36,12 @@ class KeptSegment(Segment):
         self._slots: list[Piece] = []
         self._slots_in_use = 0
 
-    def see(self, address: Address, offset: int, nbytes: int) -> Piece:
+    def see(self, address: Address, offset: int, nbytes: int, *, populates: bool = True) -> Piece:
         """Does what `Segment.see` does; maps only what is not mapped yet."""
         key = (address, offset, nbytes)
-        piece = self._seen.get(key) or self._seen_before.get(key) or super().see(address, offset, nbytes)
+        piece = self._seen.get(key) or self._seen_before.get(key)
+        if piece is None:
+            piece = super().see(address, offset, nbytes, populates=populates)
         self._seen[key] = piece
         return piece
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 DIRECTORY = "/dev/shm"
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 _PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,6 +36,7 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -129,10 +131,10 @@ class Segment:
         within = pointer - start
         return (offset, nbytes, within) if within + tensor.numel() * tensor.element_size() <= nbytes else None
 
-    def see(self, address: Address, offset: int, nbytes: int) -> Piece:
+    def see(self, address: Address, offset: int, nbytes: int, *, populates: bool = True) -> Piece:
         """Map a piece of a rank's file, at the address and offset that the rank has sent.
 
-        Raises a NoMemoryError if the file cannot be opened, is another user's, or is too short.
+        Unless it ``populates`` all pages at once, `populate` does so for those that are used. Raises a NoMemoryError if the file cannot be opened, is another user's, or is too short.
         """
         with self._held():
             fd = self._fds.get(address)
@@ -151,7 +153,7 @@ class Segment:
                 raise NoMemoryError(
                     f"the file {address.fd} of process {address.pid} is shorter than that process announced"
                 )
-            return _map(fd, offset, nbytes, unmaps=True)
+            return _map(fd, offset, nbytes, unmaps=True, populates=populates)
 
     def forget(self, is_gone: Callable[[int], bool]) -> None:
         """Close the files of other processes that are gone, by their pids. Existing mappings stay."""
@@ -209,11 +211,17 @@ def _close_all(fds: dict[Address, int]) -> None:
             os.close(fds.popitem()[1])
 
 
-def _map(fd: int, offset: int, length: int, *, unmaps: bool) -> Piece:
+def populate(part: Tensor) -> None:
+    """Map all pages of a part of a piece at once. Does nothing before Linux 5.14: the first use maps them one by one."""
+    start = part.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    _libc.madvise(start, part.data_ptr() + part.nbytes - start, _POPULATE_WRITE)
+
+
+def _map(fd: int, offset: int, length: int, *, unmaps: bool, populates: bool = True) -> Piece:
     """Map a piece of a file; it ``unmaps`` itself when nothing refers to it any more, or the caller has to do it."""
     # MAP_POPULATE, since page faults one by one would take longer than the first use itself. Not Python's mmap, which
     # keeps a file descriptor open for each piece of each rank.
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populates else 0)
     address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
     if address == _MAP_FAILED:
         number = ctypes.get_errno()
