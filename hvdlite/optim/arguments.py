@@ -104,6 +104,26 @@ def check_step_on_arrival(wanted: object, op: ReduceOp) -> bool:
     return wanted
 
 
+def check_max_norm(max_norm: object, op: ReduceOp, *, step_on_arrival: bool) -> float | None:
+    """Returns the argument as a float, or None. Raises ValueError where the norm of the averages is known too late."""
+    if max_norm is None:
+        return None
+    number = None if isinstance(max_norm, bool) else real_number(max_norm)
+    if number is None or not number > 0:
+        raise ValueError(f"max_norm={shown(max_norm)} is not a positive number, such as 1.0: pass one, or leave it out")
+    if op == Adasum:
+        raise ValueError(
+            f"max_norm={number} does not work with op=hvd.Adasum, which combines what each rank's step has changed, so "
+            "there are no averages to clip: leave out one of them"
+        )
+    if step_on_arrival:
+        raise ValueError(
+            f"max_norm={number} does not work with step_on_arrival=True, which steps before the norm of all averages "
+            "is known: leave out one of them"
+        )
+    return number
+
+
 def check_survivable(settings: Settings, *, has_all_ranks: bool, params: Iterable[Tensor]) -> None:
     """Raises ValueError for what cannot go on in the step in which a rank is lost (``--survive``)."""
     why = {

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..comm.group import Group
 from ..comm.work import Work
 from ..compression.codecs import Codec, add_decoded, encode_all, wire_bytes, working_dtype
 from ..log import log
@@ -30,8 +31,9 @@ from .plan import ALIGNMENT_BYTES, BucketPlan
 from .settings import Settings
 from .stages import StageRunner
 
-# Which rounding a residual is of: this rank's own gradients, or a part of the sum over hosts.
-_OWN, _SUM = "own", "sum"
+# Which rounding a residual is of: this rank's own gradients, or a part of the sum over hosts. In a consolidated state:
+# the mean over all ranks of both.
+_OWN, _SUM, _MEAN = "own", "sum", "mean"
 
 
 class EncodedExchange(Exchange):
@@ -86,9 +88,14 @@ class EncodedExchange(Exchange):
         if state and state.get("codec") != repr(self._codec):
             raise ValueError(
                 f"the checkpoint has the state of {state.get('codec', 'another exchange')}, and the optimizer has "
-                f"compression={self._codec!r}: make it with the same, or delete the key 'exchange' from the state_dict"
+                f"compression={self._codec!r}: make it with the same, or delete the key 'hvdlite' from the state_dict"
             )
         self._residuals.load_state_dict(state.get("residuals", {}))
+
+    def consolidate(self, plans: Sequence[BucketPlan], group: Group) -> dict[str, Any]:
+        """Returns the mean of all ranks' residuals, as a state."""
+        means = {name: {_MEAN: kept} for name, kept in self._residuals.means(plans, group).items()}
+        return {"codec": repr(self._codec), "residuals": means} if means else {}
 
     # -- the stages of a bucket
 
@@ -106,7 +113,7 @@ class EncodedExchange(Exchange):
             shard = flat.new_empty(stop - start)
             yield within.reduce_scatter(shard, flat, counts, what)
         if first.across.size == 2:
-            wire = self._encode(shard, gradients.plan, start, [0, shard.numel()], used)
+            wire = self._encode(shard, gradients.plan, start, [0, shard.numel()], links, used)
             wires, work = first.across.begin_all_gather(wire, what, [wire.numel()] * 2)
             yield work
             add_decoded(self._codec, wires, shard)
@@ -125,7 +132,7 @@ class EncodedExchange(Exchange):
         codec = self._codec
         bounds = _split(shard.numel(), first.size, codec.block)
         sizes = [wire_bytes(codec, stop - start) for start, stop in pairwise(bounds)]
-        wire = self._encode(shard, plan, start, bounds, used)
+        wire = self._encode(shard, plan, start, bounds, links, used)
         own = sizes[first.rank]
         wires, work = first.begin_all_to_all(wire, sizes, [own] * first.size, what)
         yield work
@@ -133,19 +140,21 @@ class EncodedExchange(Exchange):
         total = torch.empty(end - begin, dtype=working_dtype(shard.dtype), device=shard.device)
         add_decoded(codec, wires, total)
         wire = torch.empty(own, dtype=torch.uint8, device=shard.device)
-        residual = self._residual(_SUM, plan, start + begin, total)
+        residual = self._residual(_SUM, plan, start + begin, total, links)
         encode_all(codec, total, wire, residual)
         wires, work = second.begin_all_gather(wire, what, sizes)
         yield work
         for (begin, end), each in zip(pairwise(bounds), wires, strict=True):
             add_decoded(codec, [each], shard[begin:end])
 
-    def _encode(self, shard: Tensor, plan: BucketPlan, start: int, bounds: Sequence[int], used: _Used) -> Tensor:
+    def _encode(
+        self, shard: Tensor, plan: BucketPlan, start: int, bounds: Sequence[int], links: Links, used: _Used
+    ) -> Tensor:
         """Returns the wire of a shard that begins at ``start`` of the bucket, with its parts one after the other."""
         codec = self._codec
         sizes = [wire_bytes(codec, stop - start) for start, stop in pairwise(bounds)]
         wire = torch.empty(sum(sizes), dtype=torch.uint8, device=shard.device)
-        residual = self._residual(_OWN, plan, start, shard)
+        residual = self._residual(_OWN, plan, start, shard, links)
         # What nobody on this host has used stays zero, and keeps its residual for when it is used again.
         kept = [] if residual is None else [(part, residual[part].clone()) for part in used.missing(shard, start)]
         for part, _ in kept:
@@ -161,8 +170,11 @@ class EncodedExchange(Exchange):
             residual[part].copy_(values)
         return wire
 
-    def _residual(self, kind: str, plan: BucketPlan, start: int, values: Tensor) -> Tensor | None:
-        return self._residuals.take(kind, plan, start, values) if self._codec.error_feedback else None
+    def _residual(self, kind: str, plan: BucketPlan, start: int, values: Tensor, links: Links) -> Tensor | None:
+        if not self._codec.error_feedback:
+            return None
+        scale = self.scale_before(plan.dtype, links.all.size)
+        return self._residuals.take(kind, plan, start, values, scale, links.legs[0].within.size)
 
 
 class _Used(NamedTuple):
@@ -186,9 +198,18 @@ class _Used(NamedTuple):
         return found
 
 
+class _Kept(NamedTuple):
+    """A part of one gradient's residual: its first element, the factor that it contains, and its values."""
+
+    start: int
+    scale: float
+    values: Tensor
+
+
 class _Residual(NamedTuple):
     plan: BucketPlan
     start: int
+    scale: float
     values: Tensor
 
 
@@ -198,49 +219,77 @@ class _Residuals:
     def __init__(self) -> None:
         # By the kind, and the bucket's first parameter.
         self._of: dict[tuple[str, str], _Residual] = {}
-        # By the parameter's name and the kind: (start within the parameter, values). For buckets that are yet to come.
-        self._loaded: dict[tuple[str, str], tuple[int, Tensor]] = {}
+        # By the parameter's name and the kind; for buckets that are yet to come.
+        self._loaded: dict[tuple[str, str], _Kept] = {}
 
-    def take(self, kind: str, plan: BucketPlan, start: int, values: Tensor) -> Tensor:
-        """Returns the residual of ``values``, which begin at ``start`` of a bucket; zeros at first. Change it there."""
+    def take(self, kind: str, plan: BucketPlan, start: int, values: Tensor, scale: float, ranks: int) -> Tensor:
+        """Returns the residual of ``values``, which begin at ``start`` of a bucket; zeros at first. Change it there.
+
+        ``values`` are gradients times ``scale``, summed over ``ranks`` ranks of this host.
+        """
         key = kind, plan.slices[0].spec.name
         known = self._of.get(key)
-        if known is not None and (known.plan, known.start, len(known.values)) == (plan, start, len(values)):
+        if known is not None and known[:3] == (plan, start, scale) and len(known.values) == len(values):
             return known.values
         if known is not None:
             # The buckets have been planned again.
             self.load_state_dict(self.state_dict())
         made = torch.zeros(len(values), dtype=working_dtype(values.dtype), device=values.device)
-        for piece, (first, last) in zip(plan.slices, _spans(plan), strict=True):
-            before = self._loaded.pop((piece.spec.name, kind), None)
-            if before is not None:
-                offset, old = before
-                begin, end = max(first + offset, start), min(first + offset + len(old), last, start + len(made))
-                if begin < end:
-                    made[begin - start : end - start].copy_(old[begin - first - offset : end - first - offset])
-        self._of[key] = _Residual(plan, start, made)
+        for piece, span in zip(plan.slices, _spans(plan), strict=True):
+            self._fill(made, start, span, self._loaded.pop((piece.spec.name, kind), None), scale)
+            if kind == _OWN:
+                self._fill(made, start, span, self._loaded.pop((piece.spec.name, _MEAN), None), scale * ranks)
+        self._of[key] = _Residual(plan, start, scale, made)
         return made
 
-    def state_dict(self) -> dict[str, dict[str, tuple[int, Tensor]]]:
-        """Returns, by name and kind, where in the parameter's gradient a residual begins, and a copy of it."""
-        found: dict[str, dict[str, tuple[int, Tensor]]] = {}
-        for (name, kind), (start, values) in self._loaded.items():
-            found.setdefault(name, {})[kind] = start, values.clone()
+    def _fill(self, made: Tensor, start: int, span: tuple[int, int], kept: _Kept | None, scale: float) -> None:
+        """Adds what was loaded for the parameter at ``span`` of a bucket to a residual that begins at ``start``."""
+        if kept is None:
+            return
+        first, last = span
+        offset, old_scale, old = kept
+        begin, end = max(first + offset, start), min(first + offset + len(old), last, start + len(made))
+        if begin < end:
+            part = old[begin - first - offset : end - first - offset]
+            made[begin - start : end - start].add_(part if scale == old_scale else part * (scale / old_scale))
+
+    def means(self, plans: Sequence[BucketPlan], group: Group) -> dict[str, tuple[int, float, Tensor]]:
+        """Returns the mean over the ranks of all residuals, by name and without their scales. It waits for all."""
+        own = self.state_dict()
+        means: dict[str, tuple[int, float, Tensor]] = {}
+        for plan in plans:
+            dtype = working_dtype(plan.dtype.to_real())
+            total = torch.zeros(plan.grad_numel * _reals(plan), dtype=dtype, device=plan.device)
+            for piece, (first, _) in zip(plan.slices, _spans(plan), strict=True):
+                for start, scale, values in own.get(piece.spec.name, {}).values():
+                    total[first + start : first + start + len(values)].add_(values.div(scale))
+            group.all_reduce(total, f"the residuals of the {plan.describe()}").wait()
+            total.div_(group.size)
+            for piece, (first, last) in zip(plan.slices, _spans(plan), strict=True):
+                if total[first:last].any():
+                    means[piece.spec.name] = 0, 1.0, total[first:last].clone()
+        return means
+
+    def state_dict(self) -> dict[str, dict[str, tuple[int, float, Tensor]]]:
+        """Returns the residuals by name and kind, as plain tuples of a `_Kept` each, with copies of the values."""
+        found: dict[str, dict[str, tuple[int, float, Tensor]]] = {}
+        for (name, kind), (start, scale, values) in self._loaded.items():
+            found.setdefault(name, {})[kind] = start, scale, values.clone()
         for (kind, _), known in self._of.items():
             for piece, (first, last) in zip(known.plan.slices, _spans(known.plan), strict=True):
                 begin, end = max(first, known.start), min(last, known.start + len(known.values))
                 if begin < end:
                     values = known.values[begin - known.start : end - known.start].clone()
-                    found.setdefault(piece.spec.name, {})[kind] = begin - first, values
+                    found.setdefault(piece.spec.name, {})[kind] = begin - first, known.scale, values
         return found
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, tuple[int, Tensor]]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Mapping[str, tuple[int, float, Tensor]]]) -> None:
         """Replaces all residuals by those of a dict that `state_dict` returned."""
         self._of.clear()
         self._loaded = {
-            (name, kind): (start, values.clone())
+            (name, kind): _Kept(start, scale, values.clone())
             for name, kinds in state.items()
-            for kind, (start, values) in kinds.items()
+            for kind, (start, scale, values) in kinds.items()
         }
 
 

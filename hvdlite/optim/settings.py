@@ -70,6 +70,8 @@ class Settings:
     exchange: Callable[[], Exchange] | None = None
     # The format between hosts, if it cannot be summed. Then there is no other compression.
     codec: Codec | None = None
+    # The global norm to which gradients are clipped, or None.
+    max_norm: float | None = None
 
     def signature(self, exchange: Exchange) -> tuple[object, ...]:
         """Returns the values that ranks compare. ``exchange`` was made by these settings.
@@ -78,7 +80,7 @@ class Settings:
         """
         how = repr((self.codec or self.compression) if self.exchange is None else exchange)
         scaling = (self.op, self.gradient_predivide_factor)
-        return (how, *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival)
+        return (how, *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival, self.max_norm)
 
     @property
     def packs(self) -> bool:
