@@ -134,7 +134,8 @@ class Segment:
     def see(self, address: Address, offset: int, nbytes: int, *, populates: bool = True) -> Piece:
         """Map a piece of a rank's file, at the address and offset that the rank has sent.
 
-        Unless it ``populates`` all pages at once, `populate` does so for those that are used. Raises a NoMemoryError if the file cannot be opened, is another user's, or is too short.
+        Unless it ``populates`` all pages at once, `populate` does so for those that are used. Raises a NoMemoryError
+        if the file cannot be opened, is another user's, or is too short.
         """
         with self._held():
             fd = self._fds.get(address)
@@ -212,7 +213,7 @@ def _close_all(fds: dict[Address, int]) -> None:
 
 
 def populate(part: Tensor) -> None:
-    """Map all pages of a part of a piece at once. Does nothing before Linux 5.14: the first use maps them one by one."""
+    """Map all pages of a part of a piece at once. Before Linux 5.14 it does nothing: they are mapped at first use."""
     start = part.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     _libc.madvise(start, part.data_ptr() + part.nbytes - start, _POPULATE_WRITE)
 

@@ -164,7 +164,10 @@ def _exchange(
             f"setting up shared memory failed on rank {rank} of {size}: {_words_of_absence(store, keys)}: look for "
             f"that rank's own error ({error})"
         ) from error
-    return [_read(store.get(key), what, group_rank, rank, signer) for group_rank, key in enumerate(keys)]
+    # Stores on files have no multi_get.
+    is_extended: bool = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's stubs
+    values = store.multi_get(keys) if is_extended else [store.get(key) for key in keys]
+    return [_read(value, what, group_rank, rank, signer) for group_rank, value in enumerate(values)]
 
 
 def _read(value: bytes, what: str, group_rank: int, rank: int, signer: Signer) -> dict[str, Any]:
