@@ -6,6 +6,7 @@ workers whose gradients were in it when all had it.
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -583,8 +584,8 @@ trained(model)
 
 def test_the_ranks_that_are_left_use_the_memory_that_they_have(launch, tmp_path):
     _, out, _ = survivors_of(launch, tmp_path, COUNTS_MEMORY, "1:3:reduce", size=4)
-    words = [line.split(maxsplit=3) for line in out.splitlines()]
-    told = {(kind, int(worker), int(number)): rest for kind, worker, number, rest in words if kind != "end"}
+    lines = re.findall(r"(mapped|places) (\d+) (\d+) (.*)", out)
+    told = {(kind, int(worker), int(number)): rest for kind, worker, number, rest in lines}
     for worker in (0, 2, 3):
         assert told["mapped", worker, 0] != "[]"
         assert [told["mapped", worker, number] for number in (3, 4)] == ["[]", "[]"]
