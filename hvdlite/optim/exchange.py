@@ -226,14 +226,14 @@ class Exchange(ABC):
                 "state_dict"
             )
 
-    def consolidate(self, plans: Sequence[BucketPlan], group: Group) -> dict[str, Any]:
+    def consolidate(self, plans: Sequence[BucketPlan], links: Links) -> dict[str, Any]:
         """Returns a state that any number of ranks can load, made of all ranks' states: see `consolidate_state_dict`.
 
-        Every rank calls it, between two steps, with the same buckets and the group of all ranks.
+        Every rank calls it, between two steps, with the same buckets and its links to the others.
         """
         if type(self).state_dict is not Exchange.state_dict:
             raise ValueError(
-                f"consolidate_state_dict: {self!r} has a state on each rank, and no method consolidate(plans, group) "
+                f"consolidate_state_dict: {self!r} has a state on each rank, and no method consolidate(plans, links) "
                 "that makes one of them: write one, or save state_dict() on every rank"
             )
         return {}

@@ -547,12 +547,12 @@ class Reducer(GradientHooks):
     def consolidate(self, to: int) -> None:
         """Makes `exchange_state` on global rank ``to`` that of all ranks, until the next step. It waits for all."""
         self.require_nothing_pending("optimizer.consolidate_state_dict() was called", "call step() first")
-        group = self._connected().all
-        named = whole_number(to)
+        links = self._connected()
+        group, named = links.all, whole_number(to)
         if named not in group.ranks:
             ranks = ", ".join(map(str, group.ranks))
             raise ValueError(f"consolidate_state_dict: to={shown(to)} is not one of the optimizer's ranks: {ranks}")
-        state = self.exchange.consolidate([bucket.plan for bucket in self._layout.buckets], group)
+        state = self.exchange.consolidate([bucket.plan for bucket in self._layout.buckets], links)
         self._consolidated = state if group.ranks[group.rank] == named else {}
 
     # -- the step
