@@ -29,6 +29,7 @@ from ..values import MOST, real_number, shown, whole_number
 from .exchange import Exchange
 from .outer import AnyOuter, DiLoCo, LocalSGD
 from .settings import Settings
+from .weights import MOST_PER_STEP
 
 MEBIBYTE = 2**20
 
@@ -149,6 +150,37 @@ def check_max_norm(max_norm: object, op: ReduceOp, *, step_on_arrival: bool) -> 
             "is known: leave out one of them"
         )
     return number
+
+
+def check_weighted(loss: object, n: object, settings: Settings) -> tuple[Tensor, int]:
+    """Returns the arguments of `weighted`. Raises TypeError or ValueError where there is no weighted average."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"optimizer.weighted(loss, n): the loss is {shown(loss)}, and not a tensor")
+    number, real = whole_number(n), None if isinstance(n, bool) else real_number(n)
+    if number is None and real is not None and real.is_integer():
+        # The sum of a mask of floats.
+        number = int(real)
+    if number is None or not 0 <= number <= MOST_PER_STEP:
+        raise ValueError(
+            f"optimizer.weighted(loss, n): n={shown(n)} is not a number of samples or tokens: pass a whole number from "
+            f"0 to {MOST_PER_STEP}"
+        )
+    if settings.op != Average:
+        raise ValueError(
+            f"optimizer.weighted(loss, n) averages gradients by n, which op=hvd.{settings.op.name} does not: use "
+            "op=hvd.Average"
+        )
+    if settings.exchange is not None:
+        raise ValueError(
+            f"optimizer.weighted(loss, n) corrects an average over the ranks, and exchange={settings.exchange!r} may "
+            "compute something else: leave out one of them"
+        )
+    if settings.outer is not None:
+        raise ValueError(
+            f"optimizer.weighted(loss, n) would weigh the ranks of each host, and outer={settings.outer!r} averages "
+            "hosts with equal weights: leave out one of them"
+        )
+    return loss, number
 
 
 def check_survivable(settings: Settings, *, has_all_ranks: bool, params: Iterable[Tensor]) -> None:
