@@ -598,6 +598,8 @@ class Reducer(GradientHooks):
 
     def load_exchange_state(self, state: Mapping[str, Any]) -> None:
         """Loads what `exchange_state` returned, or an empty dict."""
+        specs = [each.piece.spec for each in self._layout.states.values()]
+        self.exchange.check_state(state, {each.name: each.numel * (1 + each.dtype.is_complex) for each in specs})
         self._consolidated = {}
         self.exchange.load_state_dict(state)
 
