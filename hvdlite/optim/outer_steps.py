@@ -195,7 +195,7 @@ class OuterSteps:
                 raise MismatchError(
                     f"outer={self._rule.words}: {self._kind(is_loaded)} {differing[0]!r} differs between "
                     f"{group.describe_rank(first)} and {group.describe_rank(rank)}, and hosts must begin with the "
-                    f"same ({len(differing)} of {len(named)} differ{'' if local == 1 else ' in the parts of these ranks'}). "
+                    f"same ({len(differing)} of {len(named)} differ{'' if local == 1 else ' in their parts'}). "
                     + (
                         "Load on every rank its own checkpoint, all of the same step"
                         if is_loaded
