@@ -121,6 +121,8 @@ class Reducer(GradientHooks):
         self._tuned_for: tuple[str, ...] | None = None
         # The arguments of each `add_params`: parameters by name, and the names that share a bucket.
         self._added: list[tuple[dict[str, Tensor], list[list[str]]]] = []
+        # In how many worlds it has been so far.
+        self._worlds = 0
         self._plan(connection)
         self._phase = Phase.IDLE
         # What `consolidate` has made for this rank's next checkpoint, until the next step.
@@ -134,7 +136,14 @@ class Reducer(GradientHooks):
         """Creates the exchange and an empty layout, for the connection's settings and ranks."""
         settings, group = connection.settings, connection.group
         self.settings = settings
-        self.outer = outer_steps_of(settings, group, self._trace, compares=connection.check_parameters is not False)
+        self.outer = outer_steps_of(
+            settings,
+            group,
+            self._trace,
+            compares=connection.check_parameters is not False,
+            is_later=self._worlds > 0,
+        )
+        self._worlds += 1
         # The ranks that average gradients in every step.
         self._inner = RankAndSize(group.rank, group.size) if self.outer is None else self.outer.inner
         self.exchange = exchange_of(settings, self._inner.size)
@@ -214,10 +223,13 @@ class Reducer(GradientHooks):
         return {} if self.outer is None else self.outer.state_dict()
 
     def load_outer_state(self, state: Mapping[str, Any]) -> None:
-        """Loads what `outer_state` returned, or begins a new interval if it is empty."""
+        """Loads what `outer_state` returned, or begins a new interval if it is empty.
+
+        Raises ValueError if there are no outer steps, unless hosts have been lost since the first world.
+        """
         if self.outer is not None:
             self.outer.load_state_dict(state)
-        elif state:
+        elif state and self._worlds == 1:
             reason = "all ranks are on one host" if self.settings.outer is not None else "the optimizer has no outer="
             raise ValueError(
                 f"the checkpoint has the state of outer={state['outer']}, and {reason}: make the optimizer as it was, "
