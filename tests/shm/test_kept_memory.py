@@ -107,11 +107,13 @@ def test_everything_begins_anew_while_a_former_rank_may_still_write(other: subpr
 
 
 def test_a_rank_is_quiet_only_once_no_thread_carries_out_an_operation() -> None:
+    is_over = threading.Event()
+
     def on_rank(engine: ShmEngine) -> None:
-        memory, is_inside, may_go_on, is_quiet = KeptMemory(), threading.Event(), threading.Event(), threading.Event()
         if engine.rank == 1:
-            begin_all_reduce(engine, torch.ones(4)).wait()
+            assert is_over.wait(60)  # so that the other's operation does not end by itself
             return
+        memory, is_inside, may_go_on, is_quiet = KeptMemory(), threading.Event(), threading.Event(), threading.Event()
         usual = engine._queue._peers.wait_for
 
         def wait_for(*arguments: Any, **more: Any) -> None:
@@ -122,7 +124,6 @@ def test_a_rank_is_quiet_only_once_no_thread_carries_out_an_operation() -> None:
         engine._queue._peers.wait_for = wait_for  # type: ignore[method-assign]
         work = begin_all_reduce(engine, torch.ones(4))
         carrying = threading.Thread(target=lambda: engine._queue.carry_on(work))
-        engine._queue._peers.reached = lambda *_: False  # type: ignore[method-assign]
         carrying.start()
         assert is_inside.wait(60)
         engine.close()
@@ -134,5 +135,6 @@ def test_a_rank_is_quiet_only_once_no_thread_carries_out_an_operation() -> None:
         until(is_quiet.is_set)
         carrying.join()
         assert work.is_done
+        is_over.set()
 
     run_engines(2, on_rank)
