@@ -97,8 +97,12 @@ class Settings:
         return Reduction(self.op, 1.0 / predivide, predivide)
 
     def leaves_gradients(self, size: int) -> bool:
-        """Whether gradients stay where autograd has put them, as on a single rank that neither casts nor exchanges."""
-        return size == 1 and self.compression is Compression.none and self.exchange is None
+        """Whether gradients stay where autograd has put them, as on a single rank that neither casts nor exchanges.
+
+        With a codec they do not: its exchange has the state of worlds with more ranks.
+        """
+        is_plain = self.compression is Compression.none and self.codec is None and self.exchange is None
+        return size == 1 and is_plain
 
     def for_nonmember(self) -> Settings:
         """Returns the settings of a rank outside the process set, whose gradients stay bit-identical."""
