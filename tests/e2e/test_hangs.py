@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
 import time
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 from e2e.conftest import PATIENCE_S, Launch, wait_until
-from hangs import HOLDS_THE_LOCK, KINDS, PROGRAM, STOP, Hang, as_argument, line_of, seeded_hangs
+from hangs import HOLDS_THE_LOCK, KINDS, PROGRAM, STOP, Hang, as_argument, line_of, seeded_cut, seeded_hangs
 from hvdlite_launcher.report.console import ask_for_report
 from long_run import chosen
 
@@ -62,3 +64,39 @@ def test_each_of_the_hangs_of_a_job_is_named_with_its_rank_and_line(launch, tmp_
         hang.end(data["ranks"][hang.rank]["pid"], tmp_path)
     code, _, err = job.ended()
     assert code == 0, err.decode()
+
+
+@pytest.mark.parametrize("seed", chosen(range(5), few=[0]))
+@pytest.mark.parametrize("is_whole", [True, False], ids=["from all", "between them"])
+def test_a_cut_link_is_named_with_the_line_at_which_the_others_wait(launch, make_lan, tmp_path, is_whole, seed):
+    """Of a host that hvdlite-run does not reach nothing is known but its ranks; else all ranks wait in one place."""
+    lan = make_lan("a", "b")
+    a, b = lan.hosts
+    hang = seeded_cut(seed, 3)
+    reports, there = tmp_path / "reports", tmp_path / "there.0"
+    words = ("-H", f"{a.spec}:2,{b.spec}:1", "--grace", "0", "--report-dir", str(reports), sys.executable, str(PROGRAM))
+    job = launch(*words, as_argument([hang]), str(tmp_path), on=lan.desk, env={"OMP_NUM_THREADS": "1"})
+    wait_until(lambda: there.exists() or job.process.poll() is not None)
+    assert there.exists(), job.ended()
+    (line,) = launch("--ps", on=lan.desk).ended()[1].decode().splitlines()[1:]
+    behind = ([0, 1] if hang.rank < 2 else [2]) if is_whole else []
+    if is_whole:
+        lan.cut(a if hang.rank < 2 else b)
+    else:
+        lan.cut_between(a, b)
+    (tmp_path / "end.0").touch()
+    give_up_at, number, data = time.monotonic() + PATIENCE_S, 0, {"ranks": [{"waits": []}]}
+    while not all(each["waits"] for each in data["ranks"] if each.get("rank") not in behind):
+        assert time.monotonic() < give_up_at, data
+        number += 1
+        code, text, err = launch("--report", line.split()[0], on=lan.desk).ended()
+        assert code == 0, err
+        data = json.loads((reports / f"report-{number}.json").read_text())
+    assert data["cause"]["ranks"] == behind, text.decode()
+    words = b"has no report: its host did not answer" if is_whole else b"the connection between them is slow or broken"
+    assert words in text, text.decode()
+    for each in data["ranks"]:
+        if each["rank"] not in behind:
+            assert (each["place"]["file"], each["place"]["line"]) == (str(PROGRAM), line_of("step")), text.decode()
+    job.launcher().send_signal(signal.SIGTERM)
+    job.ended()

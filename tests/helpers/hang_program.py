@@ -94,6 +94,9 @@ def visit(place):
         except ValueError:
             pass  # as of a bad sample, after which this rank takes its epoch to be over
         call(hang["collective"])
+    elif is_odd and hang["kind"] == "cut":
+        while not (Job.directory / f"end.{hang['number']}").exists():  # until the test has cut the link
+            time.sleep(0.05)
     elif is_odd and hang["kind"] in KINDS:
         stand(KINDS[hang["kind"]])
 

@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).with_name("hang_program.py")
 COLLECTIVES = ("allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "grouped_allreduce")
 ALONE, SWALLOWED, LEFT_OUT = "alone", "swallowed", "left out"
 BY_COLLECTIVE = (ALONE, SWALLOWED, LEFT_OUT)
-STOP = "stop"
+STOP, CUT = "stop", "cut"
 BY_SIGNAL = ("sleep", "extension", "regular expression", "loader", "mutex", "threads", "pipe")
 HOLDS_THE_LOCK = ("extension", "regular expression")
 KINDS = (*BY_COLLECTIVE, STOP, *BY_SIGNAL)
@@ -73,6 +73,12 @@ def seeded_hangs(seed: int, size: int, count: int) -> list[Hang]:
         places = [place for place in PLACES if place != "backward" or kind not in BY_COLLECTIVE]
         hangs.append(Hang(number, kind, dice.randrange(size), step, dice.choice(places), dice.choice(COLLECTIVES)))
     return hangs
+
+
+def seeded_cut(seed: int, size: int) -> Hang:
+    """Returns a hang in which the rank waits for the test to cut its host's link, and then goes on to its step."""
+    dice = random.Random(seed)
+    return Hang(0, CUT, dice.randrange(size), dice.randint(1, 4), dice.choice(PLACES), "")
 
 
 def as_argument(hangs: Sequence[Hang]) -> str:
