@@ -112,7 +112,7 @@ def with_executor() -> dict[str, Any]:
 def as_written_for_horovod() -> list[dict[str, Any]]:
     # Ray runs already: so its workers do not have the variables by which child processes find the shim.
     hvdlite.horovod.install()
-    from horovod.ray import RayExecutor  # noqa: PLC0415
+    from horovod.ray.runner import RayExecutor  # noqa: PLC0415
 
     settings = RayExecutor.create_settings(timeout_s=200)
     executor = RayExecutor(settings, num_workers=2, use_gpu=False)

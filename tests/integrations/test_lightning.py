@@ -73,7 +73,7 @@ def test_ranks_together_train_the_weights_of_one_process_on_the_whole_batch(trai
 
 
 @pytest.mark.parametrize("scenario", OF_DDP)
-def test_lightnings_own_ddp_over_hvdlites_shared_memory_trains_the_weights_of_one_process(trained, scenario):
+def test_lightnings_own_ddp_on_hvdlites_ranks_trains_the_weights_of_one_process(trained, scenario):
     (one,) = trained("one", 1)
     for rank in trained("ddp", 2):
         assert_equal(rank[scenario]["weights"], one[scenario]["weights"], rtol=1e-4, atol=1e-6)
