@@ -19,8 +19,5 @@ html_theme = "furo"
 html_title = "hvdlite"
 exclude_patterns = ["_build"]
 html_extra_path = ["llms.txt"]
-# llms.txt leads to the pages' sources.
-html_copy_source = True
-html_sourcelink_suffix = ""
 copybutton_prompt_text = r"^\$ "
 copybutton_prompt_is_regexp = True

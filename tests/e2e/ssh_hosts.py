@@ -70,9 +70,19 @@ class Host(Machine):
         """Makes a new host key; call it before `start_sshd`."""
         make_key(self._host_key)
 
-    def change_host_key(self) -> None:
+    def stop_sshd(self) -> None:
         self._sshd.kill()
         self._sshd.wait()
+
+    def vanish(self) -> None:
+        """Ends sshd and all else that runs here, as where a pod is deleted; `change_host_key` starts it anew."""
+        self.stop_sshd()
+        kill_all(self.processes())
+
+    def change_host_key(self) -> None:
+        """Starts sshd with another key."""
+        if self._sshd.is_running():
+            self.stop_sshd()
         self._host_key.unlink()
         self.make_host_key()
         self.start_sshd()
@@ -158,6 +168,11 @@ class Lan:
         """Drops all packets from and to the machine; its interface stays up, so nothing is notified."""
         assert self._switch is not None
         self._switch.cut(machine)
+
+    def cut_between(self, *machines: Machine) -> None:
+        """Drops all packets between these machines; hvdlite-run on the desk still reaches each."""
+        assert self._switch is not None
+        self._switch.cut_between(*machines)
 
     def restore(self, machine: Machine) -> None:
         assert self._switch is not None
