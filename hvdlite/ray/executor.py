@@ -211,7 +211,7 @@ class RayExecutor:
         for number in range(self.num_workers):
             bundle = -1 if given else number // self._per_bundle
             where = _scheduling.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-            self._workers.append(actor.options(scheduling_strategy=where, **options).remote(self._prepare))
+            self._workers.append(actor.options(scheduling_strategy=where, **options).remote(type(self)._prepare))
         timeout_s = self._settings.timeout_s
         try:
             facts = _ray.get([worker.facts.remote() for worker in self._workers], timeout=timeout_s)
@@ -232,7 +232,7 @@ class RayExecutor:
         return _placement_groups.get_current_placement_group() if self._use_current_group else None
 
     def _make_group(self) -> Any:
-        bundle = {name: count * self._per_bundle for name, count in self._per_worker.items() if count}
+        bundle: dict[str, float] = {name: count * self._per_bundle for name, count in self._per_worker.items() if count}
         group = _placement_groups.placement_group([bundle or {"CPU": 0.001}] * self._bundles, strategy=self._strategy)
         self._own_group = group
         timeout_s = self._settings.placement_group_timeout_s

@@ -17,14 +17,15 @@ from .ray_package import import_ray
 from .store_actor import start_store
 
 _ray = import_ray("ray")
-_backend = import_ray("ray.train.backend", "[train]")
+_Backend: Any = import_ray("ray.train.backend", "[train]").Backend
+_BackendConfig: Any = import_ray("ray.train.backend", "[train]").BackendConfig
 _errors = import_ray("ray.exceptions")
 
 # How long workers may take to leave. They are ended afterwards.
 _LEAVING_S = 10.0
 
 
-class _HvdliteBackend(_backend.Backend):  # type: ignore[misc]  # of type Any: Ray may not be installed
+class _HvdliteBackend(_Backend):  # type: ignore[misc]  # of type Any: Ray may not be installed
     """Prepares the workers of one run. Ray makes a single object of a backend, so it has no state."""
 
     share_cuda_visible_devices = True
@@ -45,7 +46,7 @@ class _HvdliteBackend(_backend.Backend):  # type: ignore[misc]  # of type Any: R
 
 
 @dataclass
-class HvdliteConfig(_backend.BackendConfig):  # type: ignore[misc]  # of type Any: Ray may not be installed
+class HvdliteConfig(_BackendConfig):  # type: ignore[misc]  # of type Any: Ray may not be installed
     """Makes the workers of a trainer of Ray Train the ranks of `hvd.init()`, which the training function calls.
 
     Ranks are Ray Train's world ranks. Pass it as ``torch_config`` to a ``TorchTrainer``, or as ``backend_config`` to a

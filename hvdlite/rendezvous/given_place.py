@@ -23,6 +23,9 @@ class StoreConnection(Protocol):
     ) -> list[bytes]:
         """Blocks until the answer is there. TimeoutError, ConnectionError and ValueError as in `StoreClient`."""
 
+    def __hash__(self) -> int:
+        """By identity: a process keeps one torch store for each connection."""
+
     def close(self) -> None:
         """Called when a world is left; a later request must work all the same."""
 
