@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..comm.reduce_op import Adasum, Average, ReduceOp, Sum
 from ..compression.casts import Compression, ResolvedCompression, check_compression
 from ..compression.codecs import Codec
-from ..compression.low_rank import LowRank
+from ..compression.top_k import Encoding, EncodingTypes
 from ..environment import Environment
 from ..errors import WrongTypeError
 from ..log import log
@@ -29,6 +29,7 @@ from ..values import MOST, real_number, shown, whole_number
 from .exchange import Exchange
 from .outer import AnyOuter, DiLoCo, LocalSGD
 from .settings import Settings
+from .weights import MOST_PER_STEP
 
 MEBIBYTE = 2**20
 
@@ -70,16 +71,16 @@ def check_predivide(factor: object, op: ReduceOp) -> float:
     return number
 
 
-def check_codec(compression: object, op: ReduceOp) -> tuple[ResolvedCompression, Codec | LowRank | None]:
+def check_codec(compression: object, op: ReduceOp) -> tuple[ResolvedCompression, Encoding | None]:
     """Returns the compression, or none and the codec that was given in its place; ValueError for that with Adasum."""
-    if not isinstance(compression, (Codec, LowRank)):
+    if not isinstance(compression, EncodingTypes):
         return check_compression(compression), None
     if op == Adasum:
         raise ValueError(
             f"compression={compression!r} does not work with op=hvd.Adasum, which needs all ranks' steps as they are: "
             "use hvd.Compression.fp16, or another op"
         )
-    if isinstance(compression, LowRank):
+    if not isinstance(compression, Codec):
         return Compression.none, compression
     if not isinstance(compression.block, int) or compression.block < 1 or compression.nbytes(compression.block) % 4:
         raise ValueError(
@@ -151,6 +152,37 @@ def check_max_norm(max_norm: object, op: ReduceOp, *, step_on_arrival: bool) -> 
     return number
 
 
+def check_weighted(loss: object, n: object, settings: Settings) -> tuple[Tensor, int]:
+    """Returns the arguments of `weighted`. Raises TypeError or ValueError where there is no weighted average."""
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"optimizer.weighted(loss, n): the loss is {shown(loss)}, and not a tensor")
+    number, real = whole_number(n), None if isinstance(n, bool) else real_number(n)
+    if number is None and real is not None and real.is_integer():
+        # The sum of a mask of floats.
+        number = int(real)
+    if number is None or not 0 <= number <= MOST_PER_STEP:
+        raise ValueError(
+            f"optimizer.weighted(loss, n): n={shown(n)} is not a number of samples or tokens: pass a whole number from "
+            f"0 to {MOST_PER_STEP}"
+        )
+    if settings.op != Average:
+        raise ValueError(
+            f"optimizer.weighted(loss, n) averages gradients by n, which op=hvd.{settings.op.name} does not: use "
+            "op=hvd.Average"
+        )
+    if settings.exchange is not None:
+        raise ValueError(
+            f"optimizer.weighted(loss, n) corrects an average over the ranks, and exchange={settings.exchange!r} may "
+            "compute something else: leave out one of them"
+        )
+    if settings.outer is not None:
+        raise ValueError(
+            f"optimizer.weighted(loss, n) would weigh the ranks of each host, and outer={settings.outer!r} averages "
+            "hosts with equal weights: leave out one of them"
+        )
+    return loss, number
+
+
 def check_survivable(settings: Settings, *, has_all_ranks: bool, params: Iterable[Tensor]) -> None:
     """Raises ValueError for what cannot go on in the step in which a rank is lost (``--survive``)."""
     why = {
@@ -183,7 +215,7 @@ def check_cap(bucket_cap_mb: float | None, threshold_bytes: int | None, default_
 
 
 def check_exchange(
-    exchange: object, op: ReduceOp, compression: ResolvedCompression | Codec | LowRank, predivide: float
+    exchange: object, op: ReduceOp, compression: ResolvedCompression | Encoding, predivide: float
 ) -> Callable[[], Exchange] | None:
     """Returns the user's factory of exchanges, or None if there is none.
 
@@ -217,7 +249,7 @@ def check_autotune(
     op: ReduceOp,
     environment: Environment,
     exchange: Callable[[], Exchange] | None = None,
-    codec: Codec | LowRank | None = None,
+    codec: Encoding | None = None,
     outer: object = None,
 ) -> bool:
     """Returns whether autotune is to choose the bucket cap.

@@ -18,11 +18,12 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import GradientError
-from .arguments import check_trained, names_of_added_group
+from .arguments import check_trained, check_weighted, names_of_added_group
 from .clipping import NormClipper
 from .horovod_attributes import HorovodsAttributes
 from .reducer import Reducer
 from .step_by_bucket import StepByBucket
+from .weights import no_loss
 
 # The key of hvdlite's own state in a state_dict: a dict with a part for each owner. PyTorch's optimizers ignore it.
 _KEY = "hvdlite"
@@ -104,12 +105,38 @@ class AveragingOptimizer(HorovodsAttributes):
         # With Adasum, `synchronize` did nothing.
         self._synchronized = not self._reducer.steps_first
 
+    def weighted(self, loss: Tensor, n: int | Tensor) -> Tensor:
+        """Returns the loss, scaled so that ``step()`` averages gradients by the samples or tokens ``n`` of each rank.
+
+        ``loss`` is the mean over the n samples or tokens of this rank's batch. The gradient of the step is then that of
+        the mean over the samples of all ranks: sum(n g) / sum(n). A plain average over ranks is the mean of their
+        means, in which a sample of a small batch, or a token of a short one, counts for more: so it differs from one
+        process on the whole batch (pytorch/pytorch#67253, huggingface/transformers#34242)::
+
+            loss = optimizer.weighted(loss, n)
+            loss.backward()
+            optimizer.step()
+
+        Call it on every rank for every loss, before its backward pass, or on none: ranks that differ in a step get a
+        MismatchError that names them. (On a GPU only those that called it look.) Over several backward passes n adds
+        up. ``n`` is a whole number from 0, or a tensor of one, which is read and so waits for a GPU. With n = 0 the
+        loss may be NaN, as a mean over nothing is: it counts as zero, and its backward pass gives no parameter a
+        gradient. The returned loss is for the backward pass alone. It is ``loss * n / reference``, where the reference,
+        equal on all ranks, is the mean n of the last step, to keep gradients in range for 16-bit wires. n is sent
+        exactly, with the first bucket, and not in a collective of its own. A rank that has joined counts as n = 0.
+
+        Raises ValueError for other ``n``, with another ``op`` than ``hvd.Average``, with ``exchange=``, and ``outer=``.
+        """
+        tensor, number = check_weighted(loss, n, self._given_settings)
+        factor = self._reducer.weigh(number)
+        return tensor * factor if number else no_loss(tensor)
+
     @property
     def grad_norm(self) -> Tensor | None:
         """The global norm of the last step's gradients, before ``max_norm`` clipped them: a scalar on their device.
 
-        It is equal on all ranks. None before the first step, and without ``max_norm``. A step that GradScaler skips
-        leaves it as it was.
+        It is equal on all ranks (with ``outer=``, on those of a host). None before the first step, and without
+        ``max_norm``. A step that GradScaler skips leaves it as it was.
         """
         return None if self._clipper is None else self._clipper.norm
 

@@ -86,6 +86,18 @@ class BetweenHosts(Exchange):
             )
         self._residuals.load_state_dict(state.get("residuals", {}))
 
+    def check_state(self, state: Mapping[str, Any], numels: Mapping[str, int]) -> None:
+        """Raises ValueError if a residual is longer than its parameter, or there is no such parameter."""
+        for name, kinds in state.get("residuals", {}).items():
+            most, ends = numels.get(name), [start + len(values) for start, _, values in kinds.values()]
+            if most is None or max(ends, default=0) > most:
+                has = "no such parameter" if most is None else f"one of {most} numbers"
+                raise ValueError(
+                    f"the checkpoint has what {self._form!r} has kept for {name!r}, up to its number {max(ends)}, and "
+                    f"the optimizer has {has}: it is that of another model; delete the key 'hvdlite' from the "
+                    "state_dict to begin without it"
+                )
+
     def consolidate(self, plans: Sequence[BucketPlan], links: Links) -> dict[str, Any]:
         """Returns the mean of all ranks' residuals, as a state."""
         means = {name: {MEAN: kept} for name, kept in self._residuals.means(plans, links.all).items()}

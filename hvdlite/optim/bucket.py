@@ -20,6 +20,7 @@ from torch import Tensor
 from .flags import TAKES_PART, Flags, ParticipantCount, RankAndSize, presence_of
 from .gradient_state import GradientState, changed_too_early, misfit
 from .plan import BucketPlan
+from .weights import Weights
 
 _MOST_NAMED = 3
 
@@ -28,11 +29,16 @@ Memory = Callable[[int, torch.dtype, torch.device], Tensor]
 
 
 class BucketMemory(NamedTuple):
-    """A bucket's flat buffer and views of its two parts: the gradients (with gaps if aligned), and then the flags."""
+    """A bucket's flat buffer and views of its parts: the gradients (with gaps if aligned), the flags, and the weights.
+
+    ``tail`` is all behind the gradients. ``flags`` and ``weights`` are its two parts.
+    """
 
     flat: Tensor
     gradients: Tensor
     tail: Tensor
+    flags: Tensor
+    weights: Tensor
 
 
 class Bucket:
@@ -56,6 +62,8 @@ class Bucket:
         self.asleep = plan.asleep
         # The sleeping buckets that this bucket's flags can wake.
         self.sleepers: list[Bucket] = []
+        # What is sent with the first bucket.
+        self.weights: Weights | None = None
         # Whether sparse gradients are sent as dense ones. If not, `sparse_gather` averages them.
         self._densify = densify
         self.states = [GradientState(self, piece, param) for piece, param in zip(plan.slices, params, strict=True)]
@@ -83,7 +91,13 @@ class Bucket:
         if memory is None:
             plan = self.plan
             flat = self._allocate(plan.numel, plan.dtype, plan.device)
-            memory = self._memory = BucketMemory(flat, flat[: plan.grad_numel], flat[plan.grad_numel :])
+            memory = self._memory = BucketMemory(
+                flat,
+                flat[: plan.grad_numel],
+                flat[plan.grad_numel :],
+                flat[plan.grad_numel : plan.weight_start],
+                flat[plan.weight_start :],
+            )
             for state in self.states:
                 spec = state.piece.spec
                 state.view = flat.as_strided(spec.shape, spec.stride, state.piece.start)
@@ -160,7 +174,7 @@ class Bucket:
         memory = self.memory
         if self._presence != TAKES_PART:
             memory.flat.zero_()
-            self._flags.write_presence(memory.tail, self._presence)
+            self._flags.write_presence(memory.flags, self._presence)
             return memory, 1.0
         self.require_untouched()
         is_complete = self.is_complete
@@ -169,9 +183,11 @@ class Bucket:
         if self.sleepers or not is_complete:
             sparse = [state.ready and state.sparse for state in self.states]
             wake = [sleeper.asleep and sleeper.needed for sleeper in self.sleepers]
-            self._flags.write(memory.tail, used, sparse, wake)
+            self._flags.write(memory.flags, used, sparse, wake)
         else:
-            self._flags.write_usual(memory.tail)
+            self._flags.write_usual(memory.flags)
+        if self.weights is not None:
+            self.weights.write(memory.weights)
         self._version = memory.flat._version
         return memory, scale_left
 
@@ -200,6 +216,11 @@ class Bucket:
     def unguard(self) -> None:
         """Lets the user change the gradients again, since their averages are returned."""
         self._version = None
+
+    def correct(self, count: ParticipantCount, describe: Callable[[int], str]) -> None:
+        """Reads the weights of all ranks, if this bucket has them; see `Weights.read`."""
+        if self.weights is not None:
+            self.weights.read(self.memory.weights, count, describe)
 
     def drop(self, kept: Sequence[GradientState]) -> None:
         """Sets the gradients to None, except those in ``kept``, and frees the buffer. The next gradient allocates it.
@@ -293,13 +314,13 @@ class Bucket:
 
         On a GPU this waits for the device, unless this rank is ``alone``, so call it only where it is needed.
         """
-        flags = self._flags.read(self.memory.tail, alone=alone)
+        flags = self._flags.read(self.memory.flags, alone=alone)
         return [(state, *used_and_sparse) for state, used_and_sparse in zip(self.states, flags, strict=True)]
 
     def read_wake(self, *, alone: bool) -> list[bool]:
         """Returns which of the `sleepers` some rank needs. Call it after the all-reduce; waits like `read_flags`."""
-        return self._flags.read_wake(self.memory.tail, alone=alone)
+        return self._flags.read_wake(self.memory.flags, alone=alone)
 
     def count(self, size: int) -> ParticipantCount:
         """Returns how many of ``size`` ranks took part. Read it only after the flags are summed over all ranks."""
-        return ParticipantCount(presence_of(self.plan, self.memory.tail), size)
+        return ParticipantCount(presence_of(self.plan, self.memory.flags), size)

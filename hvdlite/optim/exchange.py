@@ -226,6 +226,12 @@ class Exchange(ABC):
                 "state_dict"
             )
 
+    def check_state(self, state: Mapping[str, Any], numels: Mapping[str, int]) -> None:  # noqa: B027 - most keep none
+        """Raises ValueError if a checkpoint's state is that of another model. `load_state_dict` follows.
+
+        ``numels`` has the real numbers of each parameter, by name.
+        """
+
     def consolidate(self, plans: Sequence[BucketPlan], links: Links) -> dict[str, Any]:
         """Returns a state that any number of ranks can load, made of all ranks' states: see `consolidate_state_dict`.
 

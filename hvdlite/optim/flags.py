@@ -3,10 +3,11 @@ Flags at the end of a bucket's flat buffer: which parameters were used, and how 
 
     per slice: used, sparse │ ranks not in the divisor │ participants, per block of ranks │ sleeping buckets: needed
 
-`bucket` writes and reads them; `plan` says at which offsets they are. A rank writes 1 or 0 into each. They are summed
-with the gradients, and then hold the number of ranks that wrote 1. Only one of these numbers must be exact: how many
-ranks take part. Of the others it matters whether they are 0. To be exact in any dtype of a bucket, that number is
-split: each element counts one block of at most `RANKS_PER_COUNT` ranks. So no extra collective is needed.
+(Behind them the first bucket has the elements of `weights`.) `bucket` writes and reads them; `plan` says at which
+offsets they are. A rank writes 1 or 0 into each. They are summed with the gradients, and then hold the number of ranks
+that wrote 1. Only one of these numbers must be exact: how many ranks take part. Of the others it matters whether they
+are 0. To be exact in any dtype of a bucket, that number is split: each element counts one block of at most
+`RANKS_PER_COUNT` ranks. So no extra collective is needed.
 
 Reading the flags on a GPU waits for the device, except on a rank that is alone. Writing them waits too, if they differ
 from those of the step before.
@@ -94,7 +95,8 @@ class Flags:
     def read_wake(self, tail: Tensor, *, alone: bool) -> list[bool]:
         """Returns which sleeping buckets some rank needs; ``alone`` as in `read`."""
         flags = self._written if alone else tail.abs().tolist()
-        return [value > 0 for value in flags[self._plan.wake_start - self._plan.grad_numel :]]
+        start = self._plan.wake_start - self._plan.grad_numel
+        return [value > 0 for value in flags[start : start + self._plan.wake_slots]]
 
 
 def presence_of(plan: BucketPlan, tail: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ so it must always be the same on every rank. The lists therefore change only by 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from .flags import RankAndSize
 from .gradient_state import GradientState
 from .plan import BucketPlan, Description, ParamSpec, plan_buckets
 from .unbucketed_gradients import GatheredHome, InPlaceHome, require_same
+from .weights import Weights
 
 
 class Layout:
@@ -36,11 +38,12 @@ class Layout:
         memory: Memory,
         stays: bool,
         aligned: bool,
+        weights: Weights,
     ) -> None:
         """``scale_of`` returns the factor that gradients of a dtype are multiplied by before they are sent.
 
         ``memory`` allocates a bucket's buffer at its first gradient. With ``stays`` gradients stay in ``param.grad``,
-        and there are no buckets. ``aligned`` is as in `plan_buckets`.
+        and there are no buckets. ``aligned`` is as in `plan_buckets`. ``weights`` are sent with the first bucket.
         """
         self.buckets: list[Bucket] = []
         self.sparse: list[GatheredHome] = []
@@ -54,6 +57,7 @@ class Layout:
         self._densify = densify
         self._memory = memory
         self._aligned = aligned
+        self._weights = weights
 
     def add(
         self, params: dict[str, Tensor], groups: Iterable[Iterable[str]]
@@ -76,10 +80,15 @@ class Layout:
             ]
             self._enter(states)
         else:
+            first = bool(plans) and not self.buckets
+            if first:
+                plans = (replace(plans[0], weight_slots=self._weights.slots), *plans[1:])
             buckets = [self._make_bucket(plan, [params[piece.spec.name] for piece in plan.slices]) for plan in plans]
             if buckets:
                 # The plan of the first bucket has the wake slots.
                 buckets[0].sleepers = [bucket for bucket in buckets if bucket.asleep]
+            if first:
+                buckets[0].weights = self._weights
             self.buckets += buckets
         return [(spec.name, spec.describe()) for spec in specs], plans
 
@@ -87,6 +96,14 @@ class Layout:
         """Starts a step in every bucket."""
         for bucket in self.buckets:
             bucket.expect()
+
+    def correct(self, factor: float) -> None:
+        """Multiplies the gradients that are in no bucket: sparse ones, or all of a single rank."""
+        states = self.states.values() if self._staying is not None else [home.state for home in self.sparse]
+        with torch.no_grad():
+            for state in states:
+                if state.param.grad is not None:
+                    state.param.grad.mul_(factor)
 
     def give_up(self) -> None:
         """Lets the user change gradients in this step, because its averages will be dropped."""
@@ -130,7 +147,7 @@ class Layout:
         kept = [state.param for state in bucket.states if state not in states]
         plan = bucket.plan.without({state.name for state in states})
         smaller = self._make_bucket(plan, kept)
-        smaller.sleepers = bucket.sleepers
+        smaller.sleepers, smaller.weights = bucket.sleepers, bucket.weights
         # A bucket without slices is kept for the flags in its tail.
         self.buckets[index] = smaller
         for state in states:

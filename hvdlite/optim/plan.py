@@ -70,7 +70,8 @@ class BucketPlan:
     The tail holds counts that all ranks need, and would otherwise sum in a second collective: for every slice the
     number of ranks that used the parameter, and of those with a sparse gradient for it; the number of ranks that sit
     out this step and do not count (see `join`); the number that take part, in ``count_slots`` elements; and, in the
-    first bucket only, for each of ``wake_slots`` sleeping buckets the number of ranks that need it.
+    first bucket only, for each of ``wake_slots`` sleeping buckets the number of ranks that need it, and the ranks'
+    numbers of samples (see `weights`), in ``weight_slots`` elements.
 
     A bucket of parameters that were frozen when it was planned sleeps: it takes no memory and is not sent until some
     rank has unfrozen one of them.
@@ -83,6 +84,7 @@ class BucketPlan:
     wake_slots: int = 0
     aligned: bool = True
     count_slots: int = 1
+    weight_slots: int = 0
 
     @property
     def grad_numel(self) -> int:
@@ -92,7 +94,7 @@ class BucketPlan:
     @property
     def numel(self) -> int:
         """The number of elements of the whole buffer."""
-        return self.wake_start + self.wake_slots
+        return self.weight_start + self.weight_slots
 
     @property
     def presence_start(self) -> int:
@@ -103,6 +105,11 @@ class BucketPlan:
     def wake_start(self) -> int:
         """The offset in the buffer at which the flags of sleeping buckets begin."""
         return self.presence_start + 1 + self.count_slots
+
+    @property
+    def weight_start(self) -> int:
+        """The offset in the buffer at which the ranks' numbers of samples begin."""
+        return self.wake_start + self.wake_slots
 
     @property
     def nbytes(self) -> int:

@@ -29,7 +29,7 @@ from ..comm.engine import HasMemory
 from ..comm.group import Group
 from ..control.generation import Generation
 from ..control.reducer_registry import Progress
-from ..errors import CommunicationError, GradientError, NotInitializedError, PeerLostError
+from ..errors import CommunicationError, GradientError, MismatchError, NotInitializedError, PeerLostError
 from ..faults import point
 from ..log import log
 from ..ops.failures import raise_together
@@ -49,6 +49,7 @@ from .plan import Description
 from .settings import Settings
 from .sparse_gather import SparseParameters
 from .step_deltas import StepDeltas
+from .weights import Weights
 
 
 class Phase(enum.Enum):
@@ -145,6 +146,7 @@ class Reducer(GradientHooks):
         self._links: Links | None = None
         # Whether the current step is the first, which plans buckets and allocates memory before the engine is open.
         self._is_provisional = False
+        self.weights = Weights(self._inner)
         self._lay_out()
         self._deltas: StepDeltas | None = None
         if self.exchange.after_step:
@@ -161,6 +163,7 @@ class Reducer(GradientHooks):
             memory=self._take_memory,
             stays=self.exchange.after_step or settings.leaves_gradients(size),
             aligned=self.exchange.aligned,
+            weights=self.weights,
         )
         self._queue = BucketQueue(self.exchange, self._trace, self._check, size)
         self._sparse = SparseParameters(settings, self._layout, size)
@@ -317,12 +320,25 @@ class Reducer(GradientHooks):
 
     # -- inside backward
 
+    def weigh(self, n: int) -> float:
+        """Adds n to this rank's weight in this step. Returns what the loss must be multiplied by; see `weights`."""
+        if not self._collecting:
+            self.follow_world()
+        return self.weights.add(n)
+
+    def _begin_backward(self, backward: int) -> None:
+        super()._begin_backward(backward)
+        self.weights.begin_backward()
+
     def _on_gradient(self, param: Tensor) -> None:
         # Autograd has one thread per device, so several may call this at once.
         with self._lock:
             # This runs for every parameter in every pass, so it does as little as possible.
             if self._is_closed:
                 # The hooks are removed soon (see `abandon`), and no step will use this gradient.
+                return
+            if param.grad is None:
+                # Autograd calls hooks also where a function's backward has returned None.
                 return
             if self._deltas is not None:
                 self._count_pass(param)
@@ -417,7 +433,7 @@ class Reducer(GradientHooks):
         point("voted")
 
     def _complete_among_those_left(self, finish: Callable[[], None], survival: Survival, kept: KeptGradients) -> None:
-        phase, backwards = self._phase, set(self._backwards)
+        phase, backwards, weights = self._phase, set(self._backwards), self.weights.state
         while True:
             is_complete = False
             try:
@@ -428,12 +444,13 @@ class Reducer(GradientHooks):
                 self._connected().all.all_reduce(vote, f"the end of a step ({self._trace.optimizer})").wait()
             except CommunicationError as error:
                 has_averages = survival.go_on(error, self._number) and is_complete
-                phase_now = self._phase
+                phase_now, weights_now = self._phase, self.weights.state
                 self.follow_world()
                 self._backwards |= backwards
                 if has_averages:
-                    self._phase = phase_now
+                    self._phase, self.weights.state = phase_now, weights_now
                     return
+                self.weights.state = weights
                 self._begin_again(phase, kept)
             else:
                 return
@@ -469,6 +486,7 @@ class Reducer(GradientHooks):
                     self._finish_buckets(update, arrived)
         finally:
             self._end_step()
+            self.weights.end_step()
         if self._phase is Phase.IDLE:
             self._phase = Phase.AVERAGED
 
@@ -477,6 +495,13 @@ class Reducer(GradientHooks):
         point("synchronize")
         failure: Exception | None = None
         for bucket in self._queue.finish_all(links):
+            assert self._queue.count is not None, "it comes with the first bucket"
+            try:
+                bucket.correct(self._queue.count, links.all.describe_rank)
+            except MismatchError as error:
+                failure = error
+            if self.weights.correction != 1.0:
+                bucket.memory.gradients.mul_(self.weights.correction)
             gathered = self._sparse.settle(bucket)
             if update is not None and failure is None and self._queue.failure is None:
                 try:
@@ -492,6 +517,10 @@ class Reducer(GradientHooks):
         if self.exchange.tells_failures:
             raise_together(links.all, self._queue.failure, f"the averaging of gradients ({self._trace.optimizer})")
         self._sparse.average(links.all, self._trace.optimizer, self._queue.count)
+        if self._inner.size == 1 and not self._layout.buckets:
+            self.weights.read_alone()
+        if self.weights.correction != 1.0:
+            self._layout.correct(self.weights.correction)
         if failure is not None:
             raise failure
         point("vote")
@@ -558,6 +587,8 @@ class Reducer(GradientHooks):
 
     def load_exchange_state(self, state: Mapping[str, Any]) -> None:
         """Loads what `exchange_state` returned, or an empty dict."""
+        specs = [each.piece.spec for each in self._layout.states.values()]
+        self.exchange.check_state(state, {each.name: each.numel * (1 + each.dtype.is_complex) for each in specs})
         self._consolidated = {}
         self.exchange.load_state_dict(state)
 
@@ -694,6 +725,7 @@ class Reducer(GradientHooks):
         if self._kept is not None:
             self._kept.begin()
         self._queue.end()
+        self.weights.drop()
         self._sparse.forget()
         self._layout.forget()
         if self._is_provisional and self._links is not None:

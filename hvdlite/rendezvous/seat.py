@@ -24,7 +24,9 @@ class Newcomers(IntEnum):
     WELCOME = 0
     IF_NEEDED = 1
     """Only if there are fewer than --min-np without them: its step is then begun again."""
-    NEVER = 2
+    AFTERWARDS = 2
+    """In the generation after that, for which they must be there if there are fewer than --min-np without them."""
+    NEVER = 3
     """Its program could not give them the state of its training."""
 
 

@@ -69,6 +69,11 @@ class Registry:
         memberships = [process_set.membership() for process_set in self._sets.values()]
         return [membership.group for membership in memberships if membership.group is not None]
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a set besides that of all ranks."""
+        return bool(self._sets)
+
     def close(self) -> None:
         """Removes all sets and closes their groups, without waiting for other ranks."""
         for set_id in list(self._sets):

@@ -99,10 +99,20 @@ class Follower(Protocol):
 class Survival:
     """This process's part in it, over all its worlds. The main thread's, as `init` and `step` are."""
 
-    def __init__(self, enter_again: Callable[[], None], revoke: Callable[[str], None]) -> None:
-        """``enter_again`` leaves the world and enters the next; ``revoke`` ends all waits of the current one."""
+    def __init__(
+        self,
+        enter_again: Callable[[], None],
+        revoke: Callable[[str], None],
+        has_sets: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """``enter_again`` leaves the world and enters the next; ``revoke`` ends all waits of the current one.
+
+        ``has_sets`` returns whether the current world has process sets, which need all of --min-np.
+        """
         self._enter_again = enter_again
         self._revoke = revoke
+        self._has_sets = has_sets
+        self._needs_min_np = False
         self._passed: dict[int, int] = {}
         self._is_in_step = False
         self._settlement = Settlement({}, must_restore=False)
@@ -123,7 +133,9 @@ class Survival:
         """Whether the next world may have ranks that were in none before."""
         if not self._is_in_step:
             return Newcomers.WELCOME
-        return Newcomers.NEVER if self._on_change is None else Newcomers.IF_NEEDED
+        if self._on_change is None:
+            return Newcomers.NEVER
+        return Newcomers.IF_NEEDED if self._needs_min_np else Newcomers.AFTERWARDS
 
     # -- a world's begin and end
 
@@ -203,6 +215,7 @@ class Survival:
             raise error
         log.warning("survive: a rank was lost within a step, and the others go on: %s", error)
         self._is_in_step, self._number = True, number
+        self._needs_min_np = self._has_sets()
         try:
             point("leave")
             self._enter_again()

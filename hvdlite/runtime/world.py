@@ -140,7 +140,7 @@ def _init(
         )
     _start_hang_reporter(environment.stall_warning_s if environment.stall_check else None)
     # The state of a process, like what `_process` keeps.
-    survival = _process.keep("survival", None, lambda: Survival(enter_again, revoke))
+    survival = _process.keep("survival", None, lambda: Survival(enter_again, revoke, _has_sets))
     _process.newcomers = survival.newcomers
     attempts, size = 0, 0
     while True:
@@ -293,6 +293,10 @@ def enter_again() -> None:
     """Leave the world, and `init` as it was called the last time."""
     shutdown()
     init(**_process.init_arguments)
+
+
+def _has_sets() -> bool:
+    return _world is not None and _world.sets.has_any
 
 
 def revoke(reason: str) -> None:

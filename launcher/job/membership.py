@@ -289,7 +289,8 @@ class Membership:
         if len(candidates) < self._least():
             yield from self._wait_for_more(wait, now_s)
         else:
-            yield from self._publish(candidates)
+            # Where these are to come later, they only have to be there.
+            yield from self._publish(leaving if newcomers is Newcomers.AFTERWARDS else candidates)
             if not self._is_over:
                 # Those that could not come into this one come into the next.
                 yield from self._notify(self._members(), self._joiners())

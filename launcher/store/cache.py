@@ -166,7 +166,7 @@ class Cache:
             case [worker, after, newcomers] if newcomers in list(Newcomers):
                 self._send(InitStarted(worker, after, Newcomers(newcomers)))
             case _:
-                raise ProtocolError("what a worker says of newcomers is 0, 1 or 2")
+                raise ProtocolError("what a worker says of newcomers is 0, 1, 2 or 3")
 
     def _say_alive(self, parts: list[bytes]) -> None:
         worker, number, waited_ms = self._numbers(parts[:3], least=3, most=3)

@@ -172,7 +172,7 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
         },
     ),
     Beat: (8, {}),
-    InitStarted: (9, {**_OF_INIT, "newcomers": lambda value: Newcomers(_number(0, 2)(value))}),
+    InitStarted: (9, {**_OF_INIT, "newcomers": lambda value: Newcomers(_number(0, 3)(value))}),
     InitDone: (10, _OF_INIT),
     InitFailed: (14, _OF_INIT),
     Alive: (

@@ -6,6 +6,7 @@ workers whose gradients were in it when all had it.
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -23,7 +24,7 @@ import os, signal, sys
 import torch
 import hvdlite as hvd
 
-hvd.init()
+hvd.init(process_sets=[hvd.ProcessSet([0, 1])] if "SETS" in os.environ else None)
 worker = int(os.environ["HVDLITE_WORKER"])
 deaths = {tuple(each.split(":")) for each in os.environ.get("DIE", "").split(",")}
 number = -1
@@ -124,12 +125,18 @@ def batch(worker: int, step: int, of_pass: int = 0) -> torch.Tensor:
 
 def by_one_process(died: str, size: int = 3, passes: int = 1, lr=lambda alive: 0.1) -> list[torch.Tensor]:
     """The parameters after training in one process, where each step has the batches of those whose gradients count."""
-    model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    deaths = deaths_of(died)
+    deaths, steps = deaths_of(died), []
     for step in range(STEPS):
         gone = {worker for worker, at, point in deaths if at < step or (at == step and point not in IS_IN)}
-        alive = [worker for worker in range(size) if worker not in gone]
+        steps.append([worker for worker in range(size) if worker not in gone])
+    return on_batches_of(steps, passes, lr)
+
+
+def on_batches_of(steps: list[list[int]], passes: int = 1, lr=lambda alive: 0.1) -> list[torch.Tensor]:
+    """The parameters after training in one process, where ``steps`` has the workers whose batches are in each step."""
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step, alive in enumerate(steps):
         optimizer.param_groups[0]["lr"] = lr(len(alive))
         optimizer.zero_grad()
         for worker in alive:
@@ -475,6 +482,55 @@ def test_a_replacement_joins_at_a_commit_with_the_state_of_the_others(launch, tm
     first, *others = survivors.values()
     assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
     assert "going back to the last commit" not in err
+
+
+COUNTS_BATCHES = """
+import hvdlite.elastic
+
+model = made()
+optimizer = wrapped(model)
+state = hvd.elastic.TorchState(model=model, optimizer=optimizer, batch=0)
+computed = 0
+
+
+@hvd.elastic.run
+def train(state):
+    global number, computed
+    while state.batch < 9:
+        number = state.batch
+        optimizer.zero_grad()
+        model(batch(number)).square().mean().backward()
+        computed += 1
+        optimizer.step()
+        state.batch += 1
+        state.commit()
+
+
+train(state)
+print("computed", worker, computed, flush=True)
+trained(model)
+"""
+
+
+def test_below_min_np_the_others_keep_their_gradients_until_replacements_are_there_to_join_after_the_step(
+    launch, tmp_path
+):
+    flags = ("--min-np", "3", "--on-failure", "replace")
+    survivors, out, err = survivors_of(launch, tmp_path, COUNTS_BATCHES, "0:4:hook,1:4:reduce", flags=flags)
+    assert survivors.keys() == {2, 3, 4}
+    assert "waiting 600 s (--elastic-timeout) for at least 3 workers (--min-np): so far 3 workers" in err
+    # The step has the average of the one that is left, computed once; the others train from the next on.
+    assert_all_have(on_batches_of([[0, 1, 2]] * 4 + [[2]] + [[2, 3, 4]] * 4), survivors)
+    assert sorted(re.findall("computed (.*)", out)) == ["2 9", "3 4", "4 4"]
+
+
+def test_below_min_np_the_step_is_begun_again_with_replacements_where_process_sets_need_them(launch, tmp_path):
+    flags = ("--min-np", "3", "--on-failure", "replace")
+    env = {"SETS": "1"}
+    survivors, out, _ = survivors_of(launch, tmp_path, COUNTS_BATCHES, "1:4:reduce", flags=flags, env=env)
+    assert survivors.keys() == {0, 2, 3}
+    assert_all_have(on_batches_of([[0, 1, 2]] * 4 + [[0, 2, 3]] * 5), survivors)
+    assert sorted(re.findall("computed (.*)", out)) == ["0 10", "2 10", "3 5"]
 
 
 OWN_COLLECTIVE = """

@@ -186,8 +186,9 @@ def test_it_sees_gradients_alone_and_counts_travel_beside_them():
         shapes = [(2,), (2, 3), (3,), (3, 4)]
         assert optimizer._reducer.exchange.seen == [(names, 23, shapes, True)]
         assert optimizer._reducer.exchange.counts == [2]
-        # After them comes the comparison of parameters.
-        assert [numel for _, numel in group.engine.calls][:2] == [2 * 4 + 2, 23]
+        # The flags, and five elements for the number of samples of each rank. After them comes the comparison of
+        # parameters.
+        assert [numel for _, numel in group.engine.calls][:2] == [2 * 4 + 2 + 2 * 5, 23]
         assert model[0].bias.grad is None
         assert model[1].bias.grad.tolist() == [0.5, 0.5]
         assert model[1].weight.grad.unique().tolist() == [1.0]

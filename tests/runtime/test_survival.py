@@ -21,7 +21,7 @@ from hvdlite.runtime.survival import Report, Settlement, Survival, settle
 SIZE, MOST_DEATHS = 3, 2
 REPORTS, REDUCE, VOTE, LEFT, DEAD = "reports", "reduce", "vote", "left", "dead"
 # What of a Survival is no state, and is given anew.
-GIVEN = {"_enter_again", "_revoke", "_listener", "_on_change"}
+GIVEN = {"_enter_again", "_revoke", "_has_sets", "_listener", "_on_change"}
 
 
 @pytest.fixture(autouse=True)
@@ -359,7 +359,9 @@ def test_newcomers_are_welcome_outside_a_step_and_within_one_only_to_programs_th
     with survival.calling(lambda _: None):
         assert survival.newcomers is Newcomers.WELCOME
         survival.go_on(PeerLostError("lost"), 0)
-    assert asked == [Newcomers.NEVER, Newcomers.IF_NEEDED]
+        survival._has_sets = lambda: True
+        survival.go_on(PeerLostError("lost"), 0)
+    assert asked == [Newcomers.NEVER, Newcomers.AFTERWARDS, Newcomers.IF_NEEDED]
     assert survival.newcomers is Newcomers.WELCOME
 
 

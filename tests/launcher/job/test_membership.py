@@ -144,7 +144,7 @@ def test_a_replacement_that_asks_before_the_survivors_do_is_in_their_next_genera
     assert job.ask(1).generations[-1] == [1, 2]
 
 
-@pytest.mark.parametrize("newcomers", [Newcomers.IF_NEEDED, Newcomers.NEVER])
+@pytest.mark.parametrize("newcomers", [Newcomers.IF_NEEDED, Newcomers.AFTERWARDS, Newcomers.NEVER])
 def test_survivors_in_a_step_get_no_newcomers_who_are_told_of_at_once_in_the_next_generation(newcomers):
     job = running({"a": 3}).kill(0).ask(3)
     assert job.ask(1).ask(2, newcomers=newcomers).generations[-1] == [1, 2]
@@ -156,6 +156,21 @@ def test_survivors_in_a_step_get_newcomers_below_min_np_if_their_program_can_giv
     job = running({"a": 2}, min_np=2).kill(0).ask(1, newcomers=Newcomers.IF_NEEDED)
     assert job.generations == [[0, 1]]
     assert job.ask(2).generations[-1] == [1, 2]
+
+
+def test_survivors_in_a_step_finish_it_alone_below_min_np_once_enough_newcomers_are_there_to_join_them():
+    job = running({"a": 4}, min_np=4).kill(0).kill(2).ask(1, 3, newcomers=Newcomers.AFTERWARDS)
+    assert job.ask(4).generations == [[0, 1, 2, 3]]
+    assert job.ask(5).generations[-1] == [1, 3]
+    assert job.last[-1] == Notify(added=True, removed=False)
+    assert job.ask(1, 3).generations[-1] == [1, 3, 4, 5]
+
+
+def test_survivors_in_a_step_wait_for_newcomers_no_longer_than_the_elastic_timeout():
+    job = running({"a": 2}, min_np=2, on_failure=OnFailure.SHRINK, elastic_timeout_s=60).kill(0)
+    job.ask(1, newcomers=Newcomers.AFTERWARDS)
+    assert job.wait(59).over is None
+    assert "waited 60 s (--elastic-timeout) for at least 2 workers (--min-np)" in job.wait(1).over.why
 
 
 def test_survivors_whose_program_can_give_no_state_wait_below_min_np_until_the_elastic_timeout():

@@ -176,6 +176,7 @@ RIGHT[16] = {**START, "in_python": False, "as_horovod": False, "slots": 1, "work
 RIGHT[30] = {"worker": 0, "number": 0, "facts": "{}"}
 RIGHT[31] = {"number": 0}
 RIGHT[25] = {"workers": {"0": {}}}
+RIGHT[26] = {"worker": 0, "number": 0, "waited_s": 0.0, "addresses": ["::1"], "silent_s": {"::2": 1.0}}
 RIGHT[9] = {"worker": 0, "after": None, "newcomers": 0}
 HUGE = 10**4000
 WRONG = {
@@ -188,7 +189,10 @@ WRONG = {
     "peak_memory": [-1, HUGE, "1", True],
     "number": [-1, HUGE, "1", True],
     "facts": ["\0", "\ud800", 1],
-    "newcomers": [None, -1, 3, HUGE, "1", True],
+    "newcomers": [None, -1, 4, HUGE, "1", True],
+    "waited_s": [None, -1.0, 1, "1"],
+    "addresses": [None, ["host"]],
+    "silent_s": [[], {"host": 1.0}, {"::1": "1"}],
     "after": [-1, HUGE, "1", True],
     "address": ["", "host", "1.2.3", "10.0.0.1; id", 7],
     "machine": ["\ud800", 1],

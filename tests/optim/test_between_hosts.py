@@ -1,0 +1,139 @@
+"""What all forms between hosts have in common: sparse gradients, other ranks in a new world, equal parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks, set_of
+from torch import Tensor, nn
+from worlds import run_generations
+
+import hvdlite as hvd
+from hvdlite.comm.group import Group
+
+FORMS = {
+    "int8": hvd.Compression.int8,
+    "int4": hvd.Compression.int4,
+    "topk": hvd.Compression.topk(0.1),
+    "powersgd": hvd.Compression.powersgd(2, 0, 1.5),
+}
+each_form = pytest.mark.parametrize("name", FORMS)
+
+
+def gradient(rank: int, step: int, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+@each_form
+@pytest.mark.parametrize("size", [2, 3])
+def test_sparse_gradients_go_round_it(name, size):
+    def rank(group: Group) -> list[Tensor]:
+        # Alone in its bucket, which is then empty.
+        words = nn.Embedding(30, 20, sparse=True)
+        words.weight.data.zero_()
+        dense = nn.Parameter(torch.zeros(30, 20))
+        named = [("words", words.weight), ("dense", dense)]
+        inner = torch.optim.SGD([param for _, param in named], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(
+            inner, named, compression=FORMS[name], process_set=set_of(group), bucket_cap_mb=0.001
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            picked = words(torch.tensor([group.rank, 5]))
+            (picked.sum() + (dense * gradient(group.rank, step, (30, 20))).sum()).backward()
+            optimizer.step()
+        return [words.weight.detach(), dense.detach()]
+
+    first, *others = run_ranks(size, rank)
+    expected = torch.zeros(30, 20)
+    expected[5] = -3.0
+    for number in range(size):
+        expected[number] = -3.0 / size
+    assert torch.allclose(first[0], expected)
+    for other in others:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, other, strict=True))
+
+
+def kept_of(optimizer: hvd.DistributedOptimizer) -> Tensor:
+    """All that a rank has kept of a gradient of 40 × 30."""
+    state = optimizer.state_dict().get("hvdlite", {}).get("exchange", {})
+    total = torch.zeros(1200)
+    for start, _, values in state.get("residuals", {}).get("p0", {}).values():
+        total[start : start + len(values)] += values
+    return total.view(40, 30)
+
+
+@each_form
+@pytest.mark.parametrize("sizes", [[2, 3], [3, 2], [2, 1, 2]])
+def test_other_ranks_in_a_new_world_go_on_with_what_those_that_stay_have_kept(name, sizes):
+    def rank(generations: Iterator[int]) -> Any:
+        param, optimizer, found = nn.Parameter(torch.zeros(40, 30)), None, []
+        for generation in generations:
+            hvd.broadcast_parameters({"p0": param.data}, root_rank=0)
+            if optimizer is None:
+                inner = torch.optim.SGD([param], lr=1.0)
+                optimizer = hvd.DistributedOptimizer(inner, [("p0", param)], compression=FORMS[name])
+            before = param.detach().clone(), kept_of(optimizer)
+            for step in range(3):
+                optimizer.zero_grad()
+                param.grad = gradient(hvd.rank(), 10 * generation + step, (40, 30))
+                optimizer.step()
+            found.append((generation, *before, param.detach().clone(), kept_of(optimizer)))
+        return found
+
+    ranks = run_generations(sizes, rank)
+    for generation, size in enumerate(sizes):
+        own = [next(each for each in found if each[0] == generation) for found in ranks[:size]]
+        for each in own:
+            assert torch.equal(each[3], own[0][3])
+        # What has not come into the parameters, of these ranks' gradients and of what they had kept before, is kept.
+        given = sum(gradient(number, 10 * generation + step, (40, 30)) for number in range(size) for step in range(3))
+        before, after = sum(each[2] for each in own), sum(each[4] for each in own)
+        assert torch.allclose((own[0][1] - own[0][3]) * size + after, given + before, atol=1e-3)
+
+
+@each_form
+def test_a_single_rank_can_load_the_state_of_several_and_keeps_it(name):
+    saved: list[Any] = []
+
+    def rank(group: Group) -> None:
+        param = nn.Parameter(torch.zeros(40, 30))
+        inner = torch.optim.SGD([param], lr=1.0)
+        optimizer = hvd.DistributedOptimizer(inner, [("p0", param)], compression=FORMS[name], process_set=set_of(group))
+        if saved:
+            optimizer.load_state_dict(saved[0])
+        before = kept_of(optimizer)
+        param.grad = gradient(group.rank, 0, (40, 30))
+        optimizer.step()
+        if group.size == 1:
+            assert torch.equal(param, -gradient(0, 0, (40, 30)))
+            assert before.any()
+            assert torch.equal(kept_of(optimizer), before)
+        optimizer.consolidate_state_dict()
+        if group.rank == 0:
+            saved.append(optimizer.state_dict())
+
+    run_ranks(3, rank)
+    run_ranks(1, rank)
+
+
+@each_form
+@pytest.mark.parametrize(("other", "words"), [("p9", "no such parameter"), ("p0", "one of 12 numbers")])
+def test_a_state_of_another_model_is_refused(name, other, words):
+    def rank(group: Group) -> None:
+        def wrap(called: str, *shape: int) -> tuple[nn.Parameter, hvd.DistributedOptimizer]:
+            param = nn.Parameter(torch.zeros(shape))
+            named = [(called, param)]
+            inner = torch.optim.SGD([param], lr=1.0)
+            return param, hvd.DistributedOptimizer(inner, named, compression=FORMS[name], process_set=set_of(group))
+
+        param, optimizer = wrap("p0", 40, 30)
+        param.grad = gradient(group.rank, 0, (40, 30))
+        optimizer.step()
+        with pytest.raises(ValueError, match=f"for 'p0', up to its number .* the optimizer has {words}"):
+            wrap(other, 3, 4)[1].load_state_dict(optimizer.state_dict())
+
+    run_ranks(2, rank)
