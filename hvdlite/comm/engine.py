@@ -91,6 +91,10 @@ class HasMemory(Protocol):
         """Returns a flat CPU tensor of zeros in the engine's memory, or None if that is full."""
         ...
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a flat CPU tensor is in the engine's memory, so that the engine reduces it in place."""
+        ...
+
 
 @runtime_checkable
 class OnePassEngine(Protocol):

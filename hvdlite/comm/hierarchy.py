@@ -80,6 +80,9 @@ class HierarchicalEngine:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return self._scatter.empty(numel, dtype) if isinstance(self._scatter, HasMemory) else None
 
+    def holds(self, tensor: Tensor) -> bool:
+        return isinstance(self._scatter, HasMemory) and self._scatter.holds(tensor)
+
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
         (tensor,) = tensors
         self._state.require_open()

@@ -90,17 +90,27 @@ class Bucket:
         memory = self._memory
         if memory is None:
             plan = self.plan
-            flat = self._allocate(plan.numel, plan.dtype, plan.device)
-            memory = self._memory = BucketMemory(
-                flat,
-                flat[: plan.grad_numel],
-                flat[plan.grad_numel :],
-                flat[plan.grad_numel : plan.weight_start],
-                flat[plan.weight_start :],
-            )
-            for state in self.states:
-                spec = state.piece.spec
-                state.view = flat.as_strided(spec.shape, spec.stride, state.piece.start)
+            memory = self.use(self._allocate(plan.numel, plan.dtype, plan.device))
+        return memory
+
+    @property
+    def flat(self) -> Tensor | None:
+        """The flat buffer, if it is allocated."""
+        return None if self._memory is None else self._memory.flat
+
+    def use(self, flat: Tensor) -> BucketMemory:
+        """Makes this the buffer: new memory, or that of an earlier bucket with the same plan."""
+        plan = self.plan
+        memory = self._memory = BucketMemory(
+            flat,
+            flat[: plan.grad_numel],
+            flat[plan.grad_numel :],
+            flat[plan.grad_numel : plan.weight_start],
+            flat[plan.weight_start :],
+        )
+        for state in self.states:
+            spec = state.piece.spec
+            state.view = flat.as_strided(spec.shape, spec.stride, state.piece.start)
         return memory
 
     def expect(self) -> None:

@@ -61,15 +61,26 @@ class GradientHooks(ABC):
         # Autograd's numbers of the backward passes since the last step, including those under `only_accumulating`.
         self._backwards: set[int] = set()
 
-    def _join(self, group: Group, generation: Generation, check_parameters: bool | int, submit: Submit | None) -> None:
-        """Sets the ranks to communicate with. Their communicator is opened later, by `connect`."""
+    def _join(
+        self,
+        group: Group,
+        generation: Generation,
+        check_parameters: bool | int,
+        submit: Submit | None,
+        *,
+        is_in_step: bool = False,
+    ) -> None:
+        """Sets the ranks to communicate with. Their communicator is opened later, by `connect`.
+
+        ``is_in_step``: all of them come from the same step, which they finish first.
+        """
         self._submit = submit
         self.size = group.size
         self._ranks = group
         self._reducers = generation.reducers
         self._clock = generation.watch.clock
         self._trace = StepTrace(generation.recorder)
-        self._check = ParameterCheck(group, check_parameters)
+        self._check = ParameterCheck(group, check_parameters, spares_first=is_in_step)
         # The optimizer's own communicator between the same ranks, opened by `connect`.
         self._opening: Opening | None = None
         self._group: Group | None = None

@@ -92,6 +92,22 @@ class Layout:
             self.buckets += buckets
         return [(spec.name, spec.describe()) for spec in specs], plans
 
+    def buffers(self) -> list[tuple[BucketPlan, Tensor]]:
+        """Returns the flat buffers that are allocated, with their plans."""
+        return [(bucket.plan, bucket.flat) for bucket in self.buckets if bucket.flat is not None]
+
+    def take_over(self, buffers: Iterable[tuple[BucketPlan, Tensor]], is_usable: Callable[[Tensor], bool]) -> None:
+        """Uses buffers of an earlier layout, where they are usable, for the buckets that have the same gradients.
+
+        The flags behind the gradients are fewer where there are fewer ranks.
+        """
+        flats = {(plan.slices, plan.dtype, plan.device): flat for plan, flat in buffers if is_usable(flat)}
+        for bucket in self.buckets:
+            plan = bucket.plan
+            flat = flats.get((plan.slices, plan.dtype, plan.device))
+            if flat is not None and flat.numel() >= plan.numel:
+                bucket.use(flat[: plan.numel])
+
     def expect(self) -> None:
         """Starts a step in every bucket."""
         for bucket in self.buckets:

@@ -50,7 +50,9 @@ _COUNT_BYTES = 16
 _ANCHOR, _VELOCITY, _RESIDUAL = "anchor", "velocity", "residual of "
 
 
-def outer_steps_of(settings: Settings, ranks: Group, trace: StepTrace, *, compares: bool) -> OuterSteps | None:
+def outer_steps_of(
+    settings: Settings, ranks: Group, trace: StepTrace, *, compares: bool, is_later: bool
+) -> OuterSteps | None:
     """Returns the outer steps of an optimizer, or None where there are none: without ``outer=``, or on a single host.
 
     The arguments are those of `OuterSteps`.
@@ -64,22 +66,34 @@ def outer_steps_of(settings: Settings, ranks: Group, trace: StepTrace, *, compar
                 settings.outer,
             )
         return None
-    return OuterSteps(settings.outer.rule(), ranks, trace, cap_bytes=settings.cap_bytes, compares=compares)
+    rule, cap_bytes = settings.outer.rule(), settings.cap_bytes
+    return OuterSteps(rule, ranks, trace, cap_bytes=cap_bytes, compares=compares, is_later=is_later)
 
 
 class OuterSteps:
     """The outer steps of one optimizer, in one world of several hosts."""
 
-    def __init__(self, rule: OuterRule, ranks: Group, trace: StepTrace, *, cap_bytes: int, compares: bool) -> None:
+    def __init__(
+        self,
+        rule: OuterRule,
+        ranks: Group,
+        trace: StepTrace,
+        *,
+        cap_bytes: int,
+        compares: bool,
+        is_later: bool,
+    ) -> None:
         """``ranks`` are on several hosts. ``trace`` names the optimizer.
 
-        ``compares``: at the first step, require that all hosts begin with equal parameters.
+        ``compares``: at the first step, require that all hosts begin with equal parameters. ``is_later``: this rank had
+        the optimizer in an earlier world. Then all ranks begin an interval with rank 0's parameters instead.
         """
         self._rule = rule
         self._ranks = ranks
         self._trace = trace
         self._cap_bytes = cap_bytes
         self._compares = compares
+        self._is_later = is_later
         groups = host_groups_of(ranks.rank, ranks.hosts)
         within = (ranks.rank,) if groups is None else groups.within
         self.inner = RankAndSize(within.index(ranks.rank), len(within))
@@ -150,31 +164,38 @@ class OuterSteps:
             for bucket in self._buckets:
                 bucket.begin()
         if not self._has_begun:
-            self._require_same(is_loaded)
+            self._begin_together(is_loaded)
             self._has_begun = True
 
-    def _require_same(self, is_loaded: bool) -> None:
-        """Raises MismatchError on every rank if ranks have different counts of steps, or hosts different anchors."""
+    def _begin_together(self, is_loaded: bool) -> None:
+        """Raises MismatchError on every rank if ranks have different counts of steps, or hosts different anchors.
+
+        If some rank comes from an earlier world, all begin anew with rank 0's parameters instead.
+        """
         group, local = self._opened().all, self.inner.size
         named = [entry for bucket in self._buckets for entry in bucket.by_name(bucket.start, bucket.known_anchor)]
         prints = fingerprints([values for _, (_, values) in named]) if self._compares else []
         names = [name for name, _ in named]
         what = f"comparing the anchors ({self._trace.optimizer})"
-        own = [self._steps if is_loaded else -1, self.inner.rank, dict(zip(names, prints, strict=False))]
+        own_prints = dict(zip(names, prints, strict=False))
+        own = [self._steps if is_loaded else -1, self.inner.rank, own_prints, self._is_later]
         everyone = group.all_gather_json(own, what)
-        steps = [step for step, _, _ in everyone]
+        if any(is_later for *_, is_later in everyone):
+            self._begin_anew(group)
+            return
+        steps = [step for step, *_ in everyone]
         if len(set(steps)) > 1:
             words = ["no loaded state" if step < 0 else f"step {step}" for step in steps]
             raise MismatchError(self._words_of_steps(group, words))
         firsts: dict[int, tuple[int, dict[str, str]]] = {}
-        for rank, (_, local_rank, found) in enumerate(everyone):
+        for rank, (_, local_rank, found, _) in enumerate(everyone):
             first, expected = firsts.setdefault(local_rank, (rank, found))
             differing = [name for name, each in expected.items() if found.get(name) != each]
             if differing:
                 raise MismatchError(
                     f"outer={self._rule.words}: {self._kind(is_loaded)} {differing[0]!r} differs between "
                     f"{group.describe_rank(first)} and {group.describe_rank(rank)}, and hosts must begin with the "
-                    f"same ({len(differing)} of {len(named)} differ{'' if local == 1 else ' in these ranks parts'}). "
+                    f"same ({len(differing)} of {len(named)} differ{'' if local == 1 else ' in their parts'}). "
                     + (
                         "Load on every rank its own checkpoint, all of the same step"
                         if is_loaded
@@ -182,6 +203,16 @@ class OuterSteps:
                         "every rank"
                     )
                 )
+
+    def _begin_anew(self, group: Group) -> None:
+        """Gives all ranks the parameters of rank 0, and begins an interval with them."""
+        self.load_state_dict({})
+        with torch.no_grad():
+            for bucket in self._buckets:
+                flat = as_real(flat_of(list(bucket.params.values())))
+                group.broadcast(flat, 0, f"the parameters {first_of(list(bucket.params))} in a new world").wait()
+                bucket.write(flat)
+                bucket.begin()
 
     @staticmethod
     def _kind(is_loaded: bool) -> str:
@@ -381,6 +412,9 @@ class OuterSteps:
         Raises ValueError for a state of other arguments or another model. Waits for no other rank.
         """
         self._consolidated = {}
+        if state and self._is_later and state["ranks"] not in (None, [self._hosts, self.inner.size]):
+            log.info("outer=%s: the state is of other hosts, in an earlier world: an interval begins", self._rule.words)
+            state = {}
         if not state:
             self._in_flight.clear()
             self._steps = 0

@@ -42,9 +42,13 @@ class ParameterCheck:
     comparison is due.
     """
 
-    def __init__(self, ranks: Group, when: bool | int) -> None:
-        """``when``: True for the first step only, N for the first step and every N-th after it, False for none."""
+    def __init__(self, ranks: Group, when: bool | int, *, spares_first: bool = False) -> None:
+        """``when``: True for the first step only, N for the first step and every N-th after it, False for none.
+
+        ``spares_first``: each comparison is a step later. Equal on all ranks.
+        """
         self._is_on = when is not False and ranks.size > 1
+        self._first = int(spares_first)
         self._every = 0 if isinstance(when, bool) else when
         self._params: list[tuple[str, Tensor]] = []
         # The number of steps before the next comparison; None if none is due any more.
@@ -55,10 +59,10 @@ class ParameterCheck:
         self._extremes: Tensor | None = None
 
     def add(self, params: Iterable[tuple[str, Tensor]]) -> None:
-        """Adds parameters, and makes a comparison of all of them due in the next step. Every rank must call it."""
+        """Adds parameters, and makes a comparison of all of them due. Every rank must call it."""
         self._params += params
         if self._is_on and self._params:
-            self._steps_left = 0
+            self._steps_left = self._first
 
     def begin(self, *, takes_part: bool) -> None:
         """Computes the fingerprints if a comparison is due. Call it before the step changes parameters.
@@ -140,15 +144,15 @@ def fingerprints(params: Sequence[Tensor]) -> list[str]:
     """
     sums: dict[torch.device, list[Tensor]] = {}
     counts: list[tuple[torch.device, int]] = []
-    keys: dict[torch.device, Tensor] = {}
+    scratches: dict[torch.device, _Scratch] = {}
     for param in params:
         if not is_sendable(param):
             counts.append((param.device, 0))
             continue
         device = param.device
-        if device not in keys:
-            keys[device] = _mixed(torch.arange(1, _CHUNK_WORDS + 1, device=device) * _PLACES)
-        of_chunks = [_mixed(chunk + keys[device][: chunk.numel()]).sum() for chunk in _chunks_of(plain_tensor(param))]
+        if device not in scratches:
+            scratches[device] = _Scratch(device)
+        of_chunks = [scratches[device].hash_of(chunk) for chunk in _chunks_of(plain_tensor(param))]
         sums.setdefault(device, []).extend(of_chunks)
         counts.append((device, len(of_chunks)))
     read = {device: iter(torch.stack(each).tolist()) for device, each in sums.items() if each}
@@ -173,8 +177,21 @@ def _chunks_of(tensor: Tensor) -> Iterable[Tensor]:
             yield (chunk.clone() if chunk.storage_offset() % _WORD_BYTES else chunk).view(torch.int64)
 
 
-def _mixed(words: Tensor) -> Tensor:
-    """Hashes each word, in place, so that every bit depends on all of its bits. Products wrap around."""
-    words.mul_(_FIRST).bitwise_xor_(words >> 32)
-    words.mul_(_SECOND).bitwise_xor_(words >> 29)
-    return words
+class _Scratch:
+    """Hashes chunks on one device, in memory that is used for all of them: fresh pages would cost more than hashing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._words = torch.arange(1, _CHUNK_WORDS + 1, device=device)
+        self._shifted = torch.empty_like(self._words)
+        self._keys = self._mix(self._words.mul_(_PLACES)).clone()
+
+    def hash_of(self, chunk: Tensor) -> Tensor:
+        words = torch.add(chunk, self._keys[: chunk.numel()], out=self._words[: chunk.numel()])
+        return self._mix(words).sum()
+
+    def _mix(self, words: Tensor) -> Tensor:
+        """Hashes each word, in place, so that every bit depends on all of its bits. Products wrap around."""
+        shifted = self._shifted[: words.numel()]
+        words.mul_(_FIRST).bitwise_xor_(torch.bitwise_right_shift(words, 32, out=shifted))
+        words.mul_(_SECOND).bitwise_xor_(torch.bitwise_right_shift(words, 29, out=shifted))
+        return words

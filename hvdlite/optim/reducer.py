@@ -45,7 +45,7 @@ from .kept_gradients import KeptGradients
 from .layout import Layout
 from .opening import Arguments, Opened, Opening, Submit, Tune
 from .outer_steps import outer_steps_of
-from .plan import Description
+from .plan import BucketPlan, Description
 from .settings import Settings
 from .sparse_gather import SparseParameters
 from .step_deltas import StepDeltas
@@ -121,6 +121,8 @@ class Reducer(GradientHooks):
         self._tuned_for: tuple[str, ...] | None = None
         # The arguments of each `add_params`: parameters by name, and the names that share a bucket.
         self._added: list[tuple[dict[str, Tensor], list[list[str]]]] = []
+        # In how many worlds it has been so far.
+        self._worlds = 0
         self._plan(connection)
         self._phase = Phase.IDLE
         # What `consolidate` has made for this rank's next checkpoint, until the next step.
@@ -134,7 +136,14 @@ class Reducer(GradientHooks):
         """Creates the exchange and an empty layout, for the connection's settings and ranks."""
         settings, group = connection.settings, connection.group
         self.settings = settings
-        self.outer = outer_steps_of(settings, group, self._trace, compares=connection.check_parameters is not False)
+        self.outer = outer_steps_of(
+            settings,
+            group,
+            self._trace,
+            compares=connection.check_parameters is not False,
+            is_later=self._worlds > 0,
+        )
+        self._worlds += 1
         # The ranks that average gradients in every step.
         self._inner = RankAndSize(group.rank, group.size) if self.outer is None else self.outer.inner
         self.exchange = exchange_of(settings, self._inner.size)
@@ -168,10 +177,11 @@ class Reducer(GradientHooks):
         self._queue = BucketQueue(self.exchange, self._trace, self._check, size)
         self._sparse = SparseParameters(settings, self._layout, size)
 
-    def follow_world(self) -> None:
+    def follow_world(self, buffers: Iterable[tuple[BucketPlan, Tensor]] = ()) -> None:
         """Connects to the current world, if the old one has been shut down. Waits for no other rank.
 
-        Gradients that were being averaged in the old world are dropped. The state of the exchange is kept.
+        Gradients that were being averaged in the old world are dropped. The state of the exchange is kept. The new
+        buckets use these ``buffers`` of the old ones, if their memory was kept.
         """
         if self._world is None or not self._world.is_closed:
             return
@@ -188,7 +198,13 @@ class Reducer(GradientHooks):
             self._spoilt_by, self._is_closed = None, False
         self._backwards.clear()
         before, exchanged = type(self.exchange), self.exchange.state_dict()
-        self._join(connection.group, connection.generation, connection.check_parameters, connection.submit)
+        self._join(
+            connection.group,
+            connection.generation,
+            connection.check_parameters,
+            connection.submit,
+            is_in_step=connection.survival is not None and connection.survival.all_are_in_step,
+        )
         # Keep the cap that autotune has chosen.
         self._plan(replace(connection, settings=replace(connection.settings, cap_bytes=self.settings.cap_bytes)))
         # A rank that was outside the process set may be in it now, with the settings of the others.
@@ -198,16 +214,22 @@ class Reducer(GradientHooks):
             self.exchange.load_state_dict(exchanged)
         for params, groups in self._added:
             self._take_in(params, groups)
+        if isinstance(engine := connection.group.engine, HasMemory):
+            # The new engine holds them only if it is safe to use them again: see `shm.kept_memory`.
+            self._layout.take_over(buffers, engine.holds)
 
     def outer_state(self) -> dict[str, Any]:
         """Returns this rank's part of the state of the outer steps; empty if there are none."""
         return {} if self.outer is None else self.outer.state_dict()
 
     def load_outer_state(self, state: Mapping[str, Any]) -> None:
-        """Loads what `outer_state` returned, or begins a new interval if it is empty."""
+        """Loads what `outer_state` returned, or begins a new interval if it is empty.
+
+        Raises ValueError if there are no outer steps, unless hosts have been lost since the first world.
+        """
         if self.outer is not None:
             self.outer.load_state_dict(state)
-        elif state:
+        elif state and self._worlds == 1:
             reason = "all ranks are on one host" if self.settings.outer is not None else "the optimizer has no outer="
             raise ValueError(
                 f"the checkpoint has the state of outer={state['outer']}, and {reason}: make the optimizer as it was, "
@@ -308,9 +330,10 @@ class Reducer(GradientHooks):
             self._lay_out()
             for params, groups in self._added:
                 self._layout.add(params, groups)
-        elif self._links is not None and isinstance(self._links.all.engine, HasMemory):
+        elif self._links is not None and isinstance(engine := self._links.all.engine, HasMemory):
             for bucket in self._layout.buckets:
-                bucket.renew()
+                if bucket.flat is not None and not engine.holds(bucket.flat):
+                    bucket.renew()
 
     def _connected(self) -> Links:
         """Returns the links to the other ranks. The first call opens them: see `connect`."""
@@ -435,7 +458,7 @@ class Reducer(GradientHooks):
     def _complete_among_those_left(self, finish: Callable[[], None], survival: Survival, kept: KeptGradients) -> None:
         phase, backwards, weights = self._phase, set(self._backwards), self.weights.state
         while True:
-            is_complete = False
+            is_complete, buffers = False, self._layout.buffers()
             try:
                 self._require_whole()
                 finish()
@@ -445,7 +468,7 @@ class Reducer(GradientHooks):
             except CommunicationError as error:
                 has_averages = survival.go_on(error, self._number) and is_complete
                 phase_now, weights_now = self._phase, self.weights.state
-                self.follow_world()
+                self.follow_world(buffers)
                 self._backwards |= backwards
                 if has_averages:
                     self._phase, self.weights.state = phase_now, weights_now

@@ -48,6 +48,7 @@ from ..rendezvous.rank_info import RankInfo, agree_on_secret, exchange_rank_info
 from ..rendezvous.seat import Newcomers, Seat, wait_for_seat
 from ..rendezvous.secret import given_secret
 from ..rendezvous.store_client import StoreClient, StoreRequest
+from ..shm.kept_memory import KeptMemory
 from ..shm.shm_factory import ShmEngineFactory
 from ..signing import Signer
 from ..timeline import session as timeline
@@ -145,7 +146,7 @@ def _enter(
 def _alone(environment: Environment, process: ProcessState, undo: contextlib.ExitStack) -> World:
     placement = Placement(rank=0, size=1, node="", host=socket.gethostname(), local_rank=0)
     ranks = _exchange_infos(placement, HashStore(), None, InitTimeout(timedelta(seconds=1)), environment, process)
-    return _world_of(placement, SingleRankFactory(), ranks, environment, undo, leave=lambda: None)
+    return _world_of(placement, SingleRankFactory(), ranks, environment, process, undo, leave=lambda: None)
 
 
 def _connect_given(
@@ -209,6 +210,9 @@ def _connect_elastic(
     undo.callback(launcher.client.close)
     failed_attempts, failed_size = 0, 0
     while True:
+        if (memory := process.kept("shared memory")) is not None:
+            # Once all have asked for a rank, others may use memory again that this process has written to.
+            memory.wait_until_quiet()
         launcher.tell(StoreRequest.INIT_STARTED, init_timeout.timeout, process.generation, process.newcomers)
         seat = wait_for_seat(launcher.client, worker.number, process.generation)
         process.generation, process.seat = seat.generation, seat
@@ -325,7 +329,7 @@ def _connect_all(
         ) from error
     engine_factory = TorchEngineFactory(backend, ranks.connecting, (default, connections))
     leave = partial(_leave, client, connections)
-    return _world_of(placement, engine_factory, ranks, environment, undo, leave, seat)
+    return _world_of(placement, engine_factory, ranks, environment, process, undo, leave, seat)
 
 
 def _open_store(
@@ -379,7 +383,7 @@ def _adopt(
     store = PrefixStore(f"hvdlite.init{process.next_init_in(dist.group.WORLD)}", _get_default_store())
     ranks = _exchange_infos(placement, store, None, init_timeout, environment, process)
     return _world_of(
-        placement, TorchEngineFactory(backend, ranks.connecting), ranks, environment, undo, leave=lambda: None
+        placement, TorchEngineFactory(backend, ranks.connecting), ranks, environment, process, undo, leave=lambda: None
     )
 
 
@@ -425,6 +429,7 @@ def _world_of(
     engine_factory: EngineFactory,
     ranks: _Ranks,
     environment: Environment,
+    process: ProcessState,
     undo: contextlib.ExitStack,
     leave: Callable[[], None],
     seat: Seat | None = None,
@@ -448,12 +453,18 @@ def _world_of(
     for name in ("HVDLITE_CHECK", "HVDLITE_SHM"):
         _require_same_switch(name, infos, group)
     nodes = [placement.node for placement in placements]
+    # Equal on all ranks, because rank 0's setting counts.
+    survives = infos[0].settings["survive"] and seat is not None
+    kept = None
+    if survives:
+        kept = process.keep("shared memory", None, KeptMemory, KeptMemory.close)
+        kept.begin([info.pid for info in infos if info.placement.node == placement.node])
     within = None
     if environment.shm and topology.local_size == len(placements) > 1:
-        group = _over_shared_memory(group, generation, engine_factory, connecting)
+        group = _over_shared_memory(group, generation, engine_factory, connecting, kept)
         undo.callback(group.close)
     elif environment.shm and topology.local_size > 1:
-        within = _between_neighbours(placement, nodes, engine_factory, connecting)
+        within = _between_neighbours(placement, nodes, engine_factory, connecting, kept)
     # Rank 0's setting counts, because its measurements decide too.
     hierarchical = infos[0].settings["hierarchical"]
     gpu = _own_gpu(group, topology) if hierarchical is None else None
@@ -462,7 +473,7 @@ def _world_of(
     environment = replace(
         environment,
         check_parameters=infos[0].settings["check_parameters"],
-        survive=infos[0].settings["survive"] and seat is not None,
+        survive=survives,
     )
     if placement.rank == 0:
         backend = engine_factory.backend if isinstance(engine_factory, TorchEngineFactory) else ""
@@ -490,13 +501,17 @@ def _require_same_switch(name: str, infos: Sequence[RankInfo], group: Group) -> 
 
 
 def _over_shared_memory(
-    group: Group, generation: Generation, engine_factory: EngineFactory, ranks: ConnectingRanks
+    group: Group,
+    generation: Generation,
+    engine_factory: EngineFactory,
+    ranks: ConnectingRanks,
+    kept: KeptMemory | None,
 ) -> Group:
     """Closes the group and returns one of the same ranks over shared memory; all ranks must be on one host.
 
     ``engine_factory`` makes the engines for tensors and collectives that shared memory does not support.
     """
-    on_host = ShmEngineFactory(ranks, engine_factory, for_gpus=torch.cuda.is_available())
+    on_host = ShmEngineFactory(ranks, engine_factory, for_gpus=torch.cuda.is_available(), kept=kept)
     signer = group.signer.derive("shared memory")
     shared = Group(on_host, group.rank, group.size, group.hosts, signer=signer, watch=generation.watch)
     group.close()
@@ -504,13 +519,18 @@ def _over_shared_memory(
 
 
 def _between_neighbours(
-    placement: Placement, nodes: Sequence[str], engine_factory: EngineFactory, ranks: ConnectingRanks
+    placement: Placement,
+    nodes: Sequence[str],
+    engine_factory: EngineFactory,
+    ranks: ConnectingRanks,
+    kept: KeptMemory | None,
 ) -> EngineFactory:
     """Makes engines over shared memory between the ranks of this host; ``nodes`` has the node of every rank."""
     group_ranks = [rank for rank, node in enumerate(nodes) if node == placement.node]
     group_rank, token = group_ranks.index(placement.rank), f"host of rank {group_ranks[0]}"
     others = engine_factory.among(group_ranks, group_rank, token)
-    return ShmEngineFactory(ranks.among(group_ranks, group_rank, token), others, for_gpus=torch.cuda.is_available())
+    neighbours = ranks.among(group_ranks, group_rank, token)
+    return ShmEngineFactory(neighbours, others, for_gpus=torch.cuda.is_available(), kept=kept)
 
 
 def _own_gpu(group: Group, topology: Topology) -> torch.device | None:

@@ -51,11 +51,13 @@ class Settlement(NamedTuple):
     """What all ranks conclude from their reports.
 
     ``passed``: by an optimizer's number, how many votes the rank has passed that has passed most. ``must_restore``:
-    some ranks wait for the averages of a step, and others have given it up.
+    some ranks wait for the averages of a step, and others have given it up. ``all_are_in_step``: all ranks wait for
+    them, and none is new.
     """
 
     passed: dict[int, int]
     must_restore: bool
+    all_are_in_step: bool = False
 
 
 def settle(reports: Sequence[Report]) -> Settlement:
@@ -65,7 +67,8 @@ def settle(reports: Sequence[Report]) -> Settlement:
         for number, steps in report.passed.items():
             passed[number] = max(steps, passed.get(number, 0))
     ways = {report.is_in_step for report in reports if not report.is_new}
-    return Settlement(passed, must_restore=len(ways) > 1)
+    all_are_in_step = all(report.is_in_step and not report.is_new for report in reports)
+    return Settlement(passed, must_restore=len(ways) > 1, all_are_in_step=all_are_in_step)
 
 
 class Note(NamedTuple):
@@ -255,6 +258,11 @@ class Survival:
             yield
         finally:
             self._on_change = earlier
+
+    @property
+    def all_are_in_step(self) -> bool:
+        """Whether all ranks of this world came to it from the same step, and none was in no world before."""
+        return self._settlement.all_are_in_step
 
     @property
     def must_restore(self) -> bool:

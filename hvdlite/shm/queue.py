@@ -168,6 +168,11 @@ class Queue:
                 self._let_go()
         self.run_callbacks()
 
+    def wait_until_idle(self) -> None:
+        """Wait until no thread carries out an operation any more. Call it after `close`."""
+        with self._carrying:
+            pass
+
     def run_callbacks(self) -> None:
         """Set the futures of ended works, which runs their callbacks; these may begin operations, and wait for them."""
         while self._ended:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .arithmetic import BLOCK_BYTES, Arithmetic
 from .control_block import DONE, POSTED, REDUCED, RESIDENT, DataLocation
+from .segment import populate
 from .shm_operation import CHUNK_BYTES, EngineContext, ShmOperation, Steps, share_of
 
 _REMEMBERED = 512
@@ -48,6 +49,8 @@ class Blocks:
                 self._context.bytes_of(group_rank, where)[where.within : where.within + nbytes].view(dtype)
                 for group_rank, where in enumerate(places)
             ]
+            for whole in wholes:
+                populate(whole[share[0] : share[1]])
             blocks = self._made[key] = list(_blocks(wholes, *share))
         return blocks
 

@@ -15,11 +15,12 @@ import contextlib
 import ctypes
 import mmap
 import os
+import secrets
 import threading
 import weakref
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 DIRECTORY = "/dev/shm"
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 _PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -34,6 +36,7 @@ _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -52,10 +55,14 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The process and file descriptor through which other processes of the same user can open a file."""
+    """The process and file descriptor through which other processes of the same user can open a file.
+
+    ``token`` tells the file from one that a later process with the same pid has.
+    """
 
     pid: int
     fd: int
+    token: int = 0
 
 
 class Segment:
@@ -67,7 +74,7 @@ class Segment:
             self._fd = os.open(DIRECTORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise NoMemoryError(f"{DIRECTORY}: {error.strerror}") from error
-        self.address = Address(os.getpid(), self._fd)
+        self.address = Address(os.getpid(), self._fd, secrets.randbits(63))
         self._size = 0
         # Set by the engine once it has warned that there is not enough memory.
         self.is_short = False
@@ -110,6 +117,10 @@ class Segment:
             weakref.finalize(piece.memory, self._give_back, known).atexit = False
         return piece
 
+    def take_slots(self, nbytes: int) -> Piece | None:
+        """Returns memory that is kept for an engine's staging slots; None if there is none (see `kept_memory`)."""
+        return None
+
     def find(self, tensor: Tensor) -> tuple[int, int, int] | None:
         """Returns the piece (offset, bytes) that a contiguous tensor is in, and its position there; None if in none."""
         pieces, pointer = self._pieces, tensor.data_ptr()
@@ -120,10 +131,11 @@ class Segment:
         within = pointer - start
         return (offset, nbytes, within) if within + tensor.numel() * tensor.element_size() <= nbytes else None
 
-    def see(self, address: Address, offset: int, nbytes: int) -> Piece:
+    def see(self, address: Address, offset: int, nbytes: int, *, populates: bool = True) -> Piece:
         """Map a piece of a rank's file, at the address and offset that the rank has sent.
 
-        Raises a NoMemoryError if the file cannot be opened, is another user's, or is too short.
+        Unless it ``populates`` all pages at once, `populate` does so for those that are used. Raises a NoMemoryError
+        if the file cannot be opened, is another user's, or is too short.
         """
         with self._held():
             fd = self._fds.get(address)
@@ -142,7 +154,13 @@ class Segment:
                 raise NoMemoryError(
                     f"the file {address.fd} of process {address.pid} is shorter than that process announced"
                 )
-            return _map(fd, offset, nbytes, unmaps=True)
+            return _map(fd, offset, nbytes, unmaps=True, populates=populates)
+
+    def forget(self, is_gone: Callable[[int], bool]) -> None:
+        """Close the files of other processes that are gone, by their pids. Existing mappings stay."""
+        with self._held():
+            for address in [each for each in self._fds if each != self.address and is_gone(each.pid)]:
+                os.close(self._fds.pop(address))
 
     def close(self) -> None:
         """Close the files: nothing more can be allocated or mapped. Existing mappings stay."""
@@ -194,11 +212,17 @@ def _close_all(fds: dict[Address, int]) -> None:
             os.close(fds.popitem()[1])
 
 
-def _map(fd: int, offset: int, length: int, *, unmaps: bool) -> Piece:
+def populate(part: Tensor) -> None:
+    """Map all pages of a part of a piece at once. Before Linux 5.14 it does nothing: they are mapped at first use."""
+    start = part.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    _libc.madvise(start, part.data_ptr() + part.nbytes - start, _POPULATE_WRITE)
+
+
+def _map(fd: int, offset: int, length: int, *, unmaps: bool, populates: bool = True) -> Piece:
     """Map a piece of a file; it ``unmaps`` itself when nothing refers to it any more, or the caller has to do it."""
     # MAP_POPULATE, since page faults one by one would take longer than the first use itself. Not Python's mmap, which
     # keeps a file descriptor open for each piece of each rank.
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    flags = mmap.MAP_SHARED | (getattr(mmap, "MAP_POPULATE", 0) if populates else 0)
     address = _libc.mmap(None, length, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
     if address == _MAP_FAILED:
         number = ctypes.get_errno()

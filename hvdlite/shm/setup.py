@@ -6,7 +6,8 @@ token, maps the other ranks' control blocks and slots, waits until all ranks hav
 `EngineContext`.
 
 Control block and slots are in a file apart from the rank's segment, which all ranks keep mapped. So a rank may close
-its engine when it is done, and the others can still read what it has written.
+its engine when it is done, and the others can still read what it has written. Slots that outlive the engine
+(`kept_memory`) are in the segment.
 
 A rank that has no shared memory publishes its error, so that all ranks raise it.
 """
@@ -34,7 +35,6 @@ from .peers import Peers
 from .segment import Address, NoMemoryError, Piece, Segment
 from .shm_operation import SLOTS_BYTES, EngineContext
 
-_OWN_BYTES = CONTROL_BLOCK_BYTES + SLOTS_BYTES
 _READING = timedelta(seconds=5)
 _MOST_INFO_BYTES = 65536
 
@@ -88,12 +88,16 @@ def exchange_control_blocks(
 
 
 def _make_context(own: _Own, rank: int, infos: list[dict[str, Any]], timeout: timedelta) -> EngineContext:
-    pieces = [own.piece if group_rank == rank else own.map_other(each) for group_rank, each in enumerate(infos)]
+    pieces = [(own.block, own.slots) if at == rank else own.map_other(each) for at, each in enumerate(infos)]
     peers = Peers(
-        rank, [ControlBlock(piece) for piece in pieces], [each["pid"] for each in infos], timeout.total_seconds()
+        rank, [ControlBlock(block) for block, _ in pieces], [each["pid"] for each in infos], timeout.total_seconds()
     )
-    addresses = [Address(each["pid"], each["fd"]) for each in infos]
-    return EngineContext(peers, own.segment, addresses, [piece.tensor[CONTROL_BLOCK_BYTES:] for piece in pieces])
+    segments, slots = [_segment_of(each) for each in infos], [slots.tensor for _, slots in pieces]
+    return EngineContext(peers, own.segment, segments, slots)
+
+
+def _segment_of(info: dict[str, Any]) -> Address:
+    return Address(info["pid"], info["fd"], info["segment"])
 
 
 class _Own:
@@ -103,31 +107,39 @@ class _Own:
         """Raises a NoMemoryError if there is not enough memory."""
         self.segment = segment
         self._file = Segment()
-        self.piece = self._file.allocate(_OWN_BYTES, is_permanent=True)
-        token = ControlBlock(self.piece).token = secrets.randbits(63)
+        self.block = self._file.allocate(CONTROL_BLOCK_BYTES, is_permanent=True)
+        kept = segment.take_slots(SLOTS_BYTES)
+        self.slots = self._file.allocate(SLOTS_BYTES, is_permanent=True) if kept is None else kept
+        token = ControlBlock(self.block).token = secrets.randbits(63)
         self.info: dict[str, Any] = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "fd": segment.address.fd,
+            "segment": segment.address.token,
             "file": self._file.address.fd,
             "token": token,
+            "slots": self.slots.offset,
+            "are_slots_kept": kept is not None,
         }
 
     def close(self) -> None:
         """Close the file; its mappings stay."""
         self._file.close()
 
-    def map_other(self, info: dict[str, Any]) -> Piece:
+    def map_other(self, info: dict[str, Any]) -> tuple[Piece, Piece]:
         """Map another rank's control block and slots."""
         elsewhere = f"process {info['pid']} of {info['host']} is on another host, or in another container"
+        file = Address(info["pid"], info["file"], info["token"])
         try:
-            piece = self._file.see(Address(info["pid"], info["file"]), 0, _OWN_BYTES)
+            block = self._file.see(file, 0, CONTROL_BLOCK_BYTES)
         except (NoMemoryError, OSError) as error:
             raise NoMemoryError(f"{elsewhere} ({error})") from error
         # A process of another machine or container may have this process id and such a file, too.
-        if ControlBlock(piece).token != info["token"]:
+        if ControlBlock(block).token != info["token"]:
             raise NoMemoryError(elsewhere)
-        return piece
+        if info["are_slots_kept"]:
+            return block, self.segment.see(_segment_of(info), info["slots"], SLOTS_BYTES)
+        return block, self._file.see(file, info["slots"], SLOTS_BYTES)
 
 
 def _make_own(segment: Segment | NoMemoryError) -> _Own | NoMemoryError:
@@ -152,7 +164,10 @@ def _exchange(
             f"setting up shared memory failed on rank {rank} of {size}: {_words_of_absence(store, keys)}: look for "
             f"that rank's own error ({error})"
         ) from error
-    return [_read(store.get(key), what, group_rank, rank, signer) for group_rank, key in enumerate(keys)]
+    # Stores on files have no multi_get.
+    is_extended: bool = store.has_extended_api()  # type: ignore[attr-defined]  # missing in torch's stubs
+    values = store.multi_get(keys) if is_extended else [store.get(key) for key in keys]
+    return [_read(value, what, group_rank, rank, signer) for group_rank, value in enumerate(values)]
 
 
 def _read(value: bytes, what: str, group_rank: int, rank: int, signer: Signer) -> dict[str, Any]:

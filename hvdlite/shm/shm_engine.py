@@ -78,6 +78,9 @@ class ShmEngine:
                 )  # fmt: skip
             return None
 
+    def holds(self, tensor: Tensor) -> bool:
+        return self._context.segment.find(tensor) is not None
+
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> ShmWork:
         (tensor,) = tensors
         return self._allreduce(tensor, tensor, opts)
@@ -217,6 +220,11 @@ class ShmEngine:
         peers = self._context.peers
         peers.leave(LEFT)
         peers.close()
+
+    def wait_until_quiet(self) -> None:
+        """Wait until no thread of this process writes to other ranks' memory any more. Call it after `close`."""
+        if os.getpid() == self._pid:
+            self._queue.wait_until_idle()
 
     def _submit(
         self,

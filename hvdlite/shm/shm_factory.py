@@ -21,6 +21,7 @@ from ..comm.gloo import ConnectingRanks
 from ..comm.hierarchy import HostEngine
 from ..log import log
 from .board import Board
+from .kept_memory import KeptMemory
 from .segment import NoMemoryError, Segment
 from .setup import exchange_control_blocks, open_segment
 from .shm_engine import ShmEngine
@@ -39,6 +40,9 @@ class DeviceEngine:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return self.cpu.empty(numel, dtype)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self.cpu.holds(tensor)
 
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions, /) -> EngineWork:
         return self._of(tensors[0]).allreduce(tensors, opts)
@@ -83,14 +87,18 @@ class DeviceEngine:
 class ShmEngineFactory:
     """Opens engines between ranks of one host; if one rank lacks shared memory, all ranks get torch's engines."""
 
-    def __init__(self, ranks: ConnectingRanks, torchs: EngineFactory, *, for_gpus: bool) -> None:
+    def __init__(
+        self, ranks: ConnectingRanks, torchs: EngineFactory, *, for_gpus: bool, kept: KeptMemory | None = None
+    ) -> None:
         """``torchs`` opens torch's engines between the same ranks, as a fallback.
 
-        ``for_gpus``: each engine gets one of these beside it, for GPU tensors.
+        ``for_gpus``: each engine gets one of these beside it, for GPU tensors. ``kept`` is memory that outlives these
+        engines; None where it ends with the last of them.
         """
         self._ranks = ranks
         self._torchs = torchs
         self._for_gpus = for_gpus
+        self._kept = kept
         self._opened = itertools.count()
         # Exists only while there are engines, so that no file stays open longer.
         self._segment: Segment | NoMemoryError | None = None
@@ -100,7 +108,7 @@ class ShmEngineFactory:
     def open(self) -> Engine:
         label, ranks = f"shm{next(self._opened)}", self._ranks
         if self._segment is None:
-            self._segment = _segment_or_error()
+            self._segment = _segment_or_error(self._kept)
         try:
             store, signer = PrefixStore(label, ranks.store), ranks.signer.derive(label)
             context = exchange_control_blocks(store, ranks.rank, ranks.size, self._segment, ranks.init_timeout, signer)
@@ -132,19 +140,23 @@ class ShmEngineFactory:
 
     def _close_shm(self, engine: ShmEngine) -> None:
         engine.close()
+        if self._kept is not None:
+            self._kept.add_closed(engine.wait_until_quiet)
         self._engines.discard(engine)
         self._close_unused()
 
     def _close_unused(self) -> None:
         if not self._engines and isinstance(self._segment, Segment):
-            self._segment.close()
+            if self._kept is None:
+                self._segment.close()
             self._segment = None
 
     def among(self, group_ranks: Sequence[int], group_rank: int, token: str, /) -> EngineFactory:
         if len(group_ranks) == 1:
             return SingleRankFactory()
         ranks = self._ranks.among(group_ranks, group_rank, token)
-        return ShmEngineFactory(ranks, self._torchs.among(group_ranks, group_rank, token), for_gpus=self._for_gpus)
+        torchs = self._torchs.among(group_ranks, group_rank, token)
+        return ShmEngineFactory(ranks, torchs, for_gpus=self._for_gpus, kept=self._kept)
 
     def _warn(self, error: NoMemoryError) -> None:
         if self._ranks.rank == 0 and not self._has_warned:
@@ -156,8 +168,8 @@ class ShmEngineFactory:
             )
 
 
-def _segment_or_error() -> Segment | NoMemoryError:
+def _segment_or_error(kept: KeptMemory | None) -> Segment | NoMemoryError:
     try:
-        return open_segment()
+        return open_segment() if kept is None else kept.segment()
     except NoMemoryError as error:
         return error

@@ -62,7 +62,9 @@ class EngineContext:
         key = (group_rank, where.offset)
         piece = self._seen.get(key)
         if piece is None:
-            piece = self._seen[key] = self.segment.see(self._addresses[group_rank], where.offset, where.nbytes)
+            # Not all pages: a rank uses its share of them, and unmapping the others would delay the end of its process.
+            address = self._addresses[group_rank]
+            piece = self._seen[key] = self.segment.see(address, where.offset, where.nbytes, populates=False)
         return piece.tensor
 
     def payload_elements(self, place: int, dtype: torch.dtype, numel: int) -> list[Tensor]:

@@ -266,6 +266,54 @@ assert run(names, hosts=["localhost:1", "127.0.0.1:1"], output_filename={str(tmp
     assert (tmp_path / "rank.1" / "stdout").read_text() == "shown\n"
 
 
+SURVIVES = """
+import os, signal
+import torch
+import hvdlite as hvd
+
+def batch(worker, step):
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + worker), dtype=torch.float64)
+
+def made():
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2).double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+def train():
+    hvd.init()
+    worker = int(os.environ["HVDLITE_WORKER"])
+    model, optimizer = made()
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    for step in range(4):
+        optimizer.zero_grad()
+        model(batch(worker, step)).square().mean().backward()
+        if (worker, step) == (1, 2):
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+    return worker, [param.tolist() for param in model.parameters()]
+
+if __name__ == "__main__":
+    model, optimizer = made()
+    for step in range(4):
+        optimizer.zero_grad()
+        alive = [0, 1, 2] if step < 2 else [0, 2]
+        for worker in alive:
+            (model(batch(worker, step)).square().mean() / len(alive)).backward()
+        optimizer.step()
+    for flags in ({"survive": True, "min_np": 1, "on_failure": "shrink"}, {"config_file": "job.yaml"}):
+        results = hvd.run(train, np=3, **flags)
+        assert [worker for worker, _ in results] == [0, 2], results
+        for _, params in results:
+            for mine, expected in zip(params, model.parameters(), strict=True):
+                torch.testing.assert_close(torch.tensor(mine, dtype=torch.float64), expected, rtol=1e-12, atol=1e-12)
+"""
+
+
+def test_a_function_whose_job_survives_returns_what_the_ranks_that_are_left_have_trained(passes, tmp_path):
+    (tmp_path / "job.yaml").write_text("survive: true\nmin-np: 1\non-failure: shrink\n")
+    passes(SURVIVES, cwd=tmp_path)
+
+
 def test_wrong_flags_are_a_value_error(passes):
     passes(
         """

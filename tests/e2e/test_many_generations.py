@@ -169,14 +169,16 @@ ALL_STAY = with_torch(STAY, "process_sets=[hvd.ProcessSet([0])]")
 FORMS: dict[str, tuple[str, int, dict[str, str]]] = {
     "all stay": (ALL_STAY, 2, {}),
     "all stay, over gloo": (ALL_STAY, 2, {"HVDLITE_SHM": "0"}),
+    "all stay, with memory that is kept": (ALL_STAY, 2, {"HVDLITE_SURVIVE": "1"}),
     "one is replaced": (with_torch(REPLACED), 1, {}),
     "one is replaced, without torch": (WITHOUT_TORCH, 2, {}),
 }
 
 
-@pytest.mark.parametrize(
-    "form", chosen([*FORMS], ["all stay", "all stay, over gloo", "one is replaced, without torch"])
-)
+USUAL_FORMS = [form for form in FORMS if form != "one is replaced"]
+
+
+@pytest.mark.parametrize("form", chosen([*FORMS], USUAL_FORMS))
 def test_nothing_piles_up_over_the_generations_of_a_job(launch, tmp_path, form):
     program, least, env = FORMS[form]
     with (tmp_path / "stderr").open("wb") as stderr:

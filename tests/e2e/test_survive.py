@@ -607,3 +607,41 @@ def test_a_bug_on_all_ranks_ends_the_job_with_its_traceback(launch, tmp_path):
     assert code == 1
     assert "ZeroDivisionError" in err.decode()
     job.assert_gone()
+
+
+# Each step tells how much shared memory has been mapped since the one before, apart from the control blocks.
+COUNTS_MEMORY = """
+from hvdlite.shm import segment
+from hvdlite.shm.control_block import CONTROL_BLOCK_BYTES
+
+mapped, usual = [], segment._map
+
+
+def counting(fd, offset, length, **more):
+    mapped.append(length)
+    return usual(fd, offset, length, **more)
+
+
+segment._map = counting
+model = made()
+optimizer = wrapped(model)
+for number in range(6):
+    optimizer.zero_grad()
+    model(batch(number)).square().mean().backward()
+    optimizer.step()
+    print("mapped", worker, number, [each for each in mapped if each > CONTROL_BLOCK_BYTES + 4096], flush=True)
+    places = [param.grad.data_ptr() for param in model.parameters()]
+    print("places", worker, number, hash(tuple(places)), flush=True)
+    mapped.clear()
+trained(model)
+"""
+
+
+def test_the_ranks_that_are_left_use_the_memory_that_they_have(launch, tmp_path):
+    _, out, _ = survivors_of(launch, tmp_path, COUNTS_MEMORY, "1:3:reduce", size=4)
+    lines = re.findall(r"(mapped|places) (\d+) (\d+) (.*)", out)
+    told = {(kind, int(worker), int(number)): rest for kind, worker, number, rest in lines}
+    for worker in (0, 2, 3):
+        assert told["mapped", worker, 0] != "[]"
+        assert [told["mapped", worker, number] for number in (3, 4)] == ["[]", "[]"]
+        assert len({told["places", worker, number] for number in (2, 3, 4, 5)}) == 1

@@ -18,7 +18,7 @@ from worlds import PLAIN, attempt_worlds, run_worlds
 import hvdlite as hvd
 from hvdlite.comm.group import Group
 from hvdlite.errors import MismatchError
-from hvdlite.optim.parameter_check import fingerprints
+from hvdlite.optim.parameter_check import ParameterCheck, fingerprints
 from hvdlite.runtime.world import current_world
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.uint8, torch.bool)
@@ -530,3 +530,24 @@ def test_ranks_over_a_process_set_without_a_world_are_compared():
 
     assert all(isinstance(error, MismatchError) for error in attempt_ranks(2, rank))
     assert run_ranks(1, rank) == [None]
+
+
+@pytest.mark.parametrize("spares_first", [False, True])
+def test_ranks_that_finish_a_step_after_a_loss_compare_in_the_next_one(spares_first: bool) -> None:
+    """Until then the others have waited long enough."""
+
+    def on_rank(group: Group) -> list[bool]:
+        check = ParameterCheck(group, True, spares_first=spares_first)
+        check.add([("weight", torch.full((3,), float(group.rank)))])
+        differs = []
+        for _ in range(2):
+            check.begin(takes_part=True)
+            check.send(group)
+            try:
+                check.finish(group)
+                differs.append(False)
+            except MismatchError:
+                differs.append(True)
+        return differs
+
+    assert run_ranks(2, on_rank) == [[not spares_first, True]] * 2

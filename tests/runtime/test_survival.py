@@ -301,7 +301,19 @@ def entering(survival, reports, size=2, newcomers=0):
 
 def test_the_most_votes_that_a_rank_has_passed_count_for_each_optimizer():
     reports = [Report(False, True, {0: 3, 1: 2}), Report(False, True, {0: 2, 1: 2, 4: 1})]
-    assert settle(reports) == Settlement({0: 3, 1: 2, 4: 1}, must_restore=False)
+    assert settle(reports) == Settlement({0: 3, 1: 2, 4: 1}, must_restore=False, all_are_in_step=True)
+
+
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        ([Report(False, True, {}), Report(False, True, {})], True),
+        ([Report(False, True, {}), Report(False, False, {})], False),
+        ([Report(False, True, {}), Report(True, False, {})], False),
+    ],
+)
+def test_all_ranks_know_whether_all_of_them_come_from_the_same_step(reports, expected):
+    assert settle(reports).all_are_in_step is expected
 
 
 def test_newcomers_adopt_the_counts_of_the_others():

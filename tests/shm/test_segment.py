@@ -250,6 +250,29 @@ def test_a_piece_costs_no_file_descriptor() -> None:
     run_engines(2, on_rank)
 
 
+def rss_bytes(pointer: int) -> int:
+    """Returns how much of this process's mapping at an address is in its page tables."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.startswith(f"{pointer:x}-"):
+            return next(int(each.split()[1]) * 1024 for each in lines if each.startswith("Rss:"))
+    raise AssertionError("there is no such mapping")
+
+
+def test_a_rank_maps_only_its_share_of_what_others_reduce_in_place() -> None:
+    """The pages of all ranks in each of them would make its process's end slower, for which the others may wait."""
+
+    def on_rank(engine: ShmEngine) -> None:
+        tensor = engine.empty(MIB, torch.float32)
+        assert tensor is not None
+        begin_all_reduce(engine, tensor.fill_(1.0)).wait()
+        assert tensor.eq(2).all()
+        seen = {group_rank: piece for (group_rank, _), piece in engine._context._seen.items()}
+        assert rss_bytes(seen[1 - engine.rank].tensor.data_ptr()) == 2 * MIB
+
+    run_engines(2, on_rank)
+
+
 @pytest.mark.parametrize("stays", [True, False])
 def test_what_others_look_at_stays_when_its_rank_has_done_with_it(stays):
     mine, others = Segment(), Segment()

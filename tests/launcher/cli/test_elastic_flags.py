@@ -224,6 +224,16 @@ def test_a_config_file_says_the_same_as_the_flags(tmp_path, monkeypatch):
     assert parse(config_words(str(file), Parser())) == parse(flags)
 
 
+def test_survive_in_a_config_file_says_the_same_as_the_flag(tmp_path):
+    file = tmp_path / "job.yaml"
+    file.write_text("np: 3\nmin-np: 1\nsurvive: true\nhang-timeout: 20\n")
+    from_file = job("--config-file", str(file))
+    assert from_file == job("-np", "3", "--min-np", "1", "--survive", "--hang-timeout", "20")
+    assert from_file.environment.here["HVDLITE_SURVIVE"] == "1"
+    file.write_text("np: 3\nmin-np: 1\nsurvive: false\n")
+    assert job("--config-file", str(file)) == job("-np", "3", "--min-np", "1")
+
+
 def test_hosts_on_the_command_line_replace_the_files_script(tmp_path):
     file = tmp_path / "job.yaml"
     file.write_text("min-np: 1\nhost-discovery-script: echo a\n")
