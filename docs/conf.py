@@ -18,5 +18,6 @@ autodoc_member_order = "bysource"
 html_theme = "furo"
 html_title = "hvdlite"
 exclude_patterns = ["_build"]
+html_extra_path = ["llms.txt"]
 copybutton_prompt_text = r"^\$ "
 copybutton_prompt_is_regexp = True

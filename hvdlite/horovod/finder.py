@@ -24,7 +24,8 @@ CHILDREN_PATH = str(Path(__file__).with_name("path"))
 
 _PROGRAM = "use hvdlite-run --horovod -np 4 python train.py"
 _OTHER_FRAMEWORKS = ("tensorflow", "keras", "_keras", "mxnet")
-_OTHER_LAUNCHERS = ("spark", "ray", "data")
+_OF_ELASTIC_RAY = ("elastic", "elastic_v2", "ElasticRayExecutor")
+_OTHER_LAUNCHERS = ("spark", "data")
 
 
 def install() -> None:
@@ -123,6 +124,10 @@ def _refusal(fullname: str) -> str | None:
         return f"{fullname}: it is a function, not a module: from horovod import run"
     if parts and parts[0] in _OTHER_FRAMEWORKS:
         return f"{fullname}: hvdlite supports only PyTorch: use horovod.torch"
+    if parts[:1] == ["ray"] and len(parts) > 1 and parts[1] in _OF_ELASTIC_RAY:
+        return (
+            f"{fullname}: hvdlite's RayExecutor has a fixed number of ranks: use hvdlite-run --min-np, or horovod.run()"
+        )
     if parts and parts[0] in _OTHER_LAUNCHERS:
         return (
             f"{fullname}: hvdlite does not support {parts[0]}: start PyTorch programs with hvdlite-run or horovod.run()"

@@ -1,8 +1,10 @@
 """
-`LauncherStore`: hvdlite-run's store as a `torch.distributed.Store`, through which ranks find each other.
+`LauncherStore`: the store through which ranks find each other, as a `torch.distributed.Store`.
+
+It is hvdlite-run's, or another one that takes the same requests, such as `hvdlite.ray`'s.
 
 gloo and NCCL call its methods from threads of their own, other modules of hvdlite from the caller's. Each method sends
-a request by `store_client.StoreClient`. `runtime.bootstrap` and `round_trips` create it.
+a request, by `store_client.StoreClient` under hvdlite-run. `runtime.bootstrap` and `round_trips` create it.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from .store_client import StoreClient, StoreRequest
+from .given_place import StoreConnection
+from .store_client import StoreRequest
 
 # Keeps all instances alive: C++ holds only the C++ part of an instance, and fails once Python has collected the
 # Python part with the methods. A process makes one for each store, see `process_state`.
@@ -23,12 +26,12 @@ _CHECK_S = 1.0
 
 
 class LauncherStore(Store):
-    """A `torch.distributed.Store` that sends requests to hvdlite-run.
+    """A `torch.distributed.Store` that sends requests to hvdlite-run, or to another store that takes them.
 
     C++ looks its methods up by name. Errors are torch's: `DistStoreError` (a timeout too) and `DistNetworkError`.
     """
 
-    def __init__(self, client: StoreClient, timeout: timedelta) -> None:
+    def __init__(self, client: StoreConnection, timeout: timedelta) -> None:
         super().__init__()
         self.set_timeout(timeout)
         self._client = client

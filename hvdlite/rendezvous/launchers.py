@@ -111,6 +111,9 @@ TORCHRUN = Launcher(
     port="MASTER_PORT",
     others="another launcher that sets RANK and WORLD_SIZE",
 )
+# Where RANK counts nodes, one of these is the number of processes of each; "auto" and "gpu" are torchrun's words.
+_PROCESSES_OF_A_NODE = ("LOCAL_WORLD_SIZE", "NPROC_PER_NODE", "PET_NPROC_PER_NODE")
+
 LAUNCHERS = (
     OURS,
     # Before MPI and Slurm: torchrun may run within their jobs.
@@ -205,6 +208,8 @@ def read_placement(environ: Mapping[str, str], seat: Seat | None = None) -> Plac
                 "in an elastic job (hvdlite-run --min-np) a worker has no rank before hvd.init(): call it first"
             )
         environ = {**environ, ELASTIC.rank: str(seat.rank), ELASTIC.size: str(seat.size)}
+    if launcher is TORCHRUN:
+        _refuse_ranks_of_nodes(environ)
     placement = _read_placement_of(launcher, environ)
     if launcher.gives_store_address:
         return placement
@@ -234,6 +239,25 @@ def refuse_horovod_rank(environ: Mapping[str, str]) -> None:
             "give no address at which the ranks can connect: start the program with hvdlite-run, or set RANK, "
             "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every rank; unset HOROVOD_SIZE for a single process"
         )
+
+
+def _refuse_ranks_of_nodes(environ: Mapping[str, str]) -> None:
+    """Raises a LaunchEnvironmentError if RANK and WORLD_SIZE count nodes that are to run several processes each.
+
+    Alibaba PAI and Kubeflow's PyTorchJob set them so, for torchrun's --node-rank and --nnodes, and no LOCAL_RANK.
+    """
+    if "LOCAL_RANK" in environ:
+        return
+    for name in _PROCESSES_OF_A_NODE:
+        count = environ.get(name, "")
+        if count and count != "1":
+            raise LaunchEnvironmentError(
+                f"RANK={environ['RANK']} and WORLD_SIZE={environ['WORLD_SIZE']} seem to count nodes, as on Alibaba PAI "
+                f"or in Kubeflow's PyTorchJob: {name}={count} says how many processes each is to run, and LOCAL_RANK "
+                "is not set. Start the program with torchrun --nnodes $WORLD_SIZE --node-rank $RANK --nproc-per-node "
+                f"${name} --master-addr $MASTER_ADDR --master-port $MASTER_PORT; or unset {name} if each node is one "
+                "rank"
+            )
 
 
 def _find_launcher(environ: Mapping[str, str]) -> Launcher | None:

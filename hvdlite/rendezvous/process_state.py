@@ -13,6 +13,7 @@ launcher's store. `ProcessState` has what outlives a world and depends on these 
 - the thread that answers hvdlite-run in an elastic job: kept until the process ends.
 - the shared memory of a rank whose steps survive the loss of others (`shm.kept_memory`): kept until the process ends.
 - the connection to the launcher's PMI: kept while PMI_FD is the same.
+- the place that a program has given to this process, in place of a launcher.
 - the last generation of an elastic job in which it was given a rank, the arguments of the last `hvd.init`, and whether
   the program has called `hvd.elastic.run`.
 - the connections to ranks on other hosts, for that thread: dropped when the world ends.
@@ -35,6 +36,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from .given_place import GivenPlace
 from .responder import Links
 from .seat import Newcomers, Seat
 
@@ -64,6 +66,8 @@ class ProcessState:
         """Whether the program has entered a function of `hvd.elastic.run`, and so can go on in another world."""
         self.newcomers = Newcomers.WELCOME
         """What this process says of workers that were in no generation, when it asks for the next."""
+        self.given_place: GivenPlace | None = None
+        """The rank that `take_place` has given to this process; None where a launcher's variables say it."""
         self.init_arguments: dict[str, Any] = {}
         """The arguments of the last `hvd.init`, with which `hvd.elastic.run` calls it again."""
 

@@ -38,6 +38,7 @@ from ..errors import CommunicationError, LaunchEnvironmentError, MismatchError
 from ..faults import arm, point
 from ..log import log, open_log
 from ..rendezvous.fault_questions import FaultQuestions
+from ..rendezvous.given_place import GivenPlace, StoreConnection
 from ..rendezvous.host_address import LOOPBACK, interface_of, no_connection_between
 from ..rendezvous.launcher_store import LauncherStore
 from ..rendezvous.launchers import ElasticWorker, read_elastic_worker, read_placement, refuse_horovod_rank
@@ -128,6 +129,8 @@ def _enter(
         if environment.survive:
             raise LaunchEnvironmentError(_CANNOT_SURVIVE)
         return _adopt(init_timeout, environment, process, undo)
+    if process.given_place is not None:
+        return _connect_given(process.given_place, init_timeout, environment, process, undo)
     worker = read_elastic_worker(os.environ)
     if worker is not None:
         return _connect_elastic(worker, init_timeout, environment, process, undo)
@@ -144,6 +147,22 @@ def _alone(environment: Environment, process: ProcessState, undo: contextlib.Exi
     placement = Placement(rank=0, size=1, node="", host=socket.gethostname(), local_rank=0)
     ranks = _exchange_infos(placement, HashStore(), None, InitTimeout(timedelta(seconds=1)), environment, process)
     return _world_of(placement, SingleRankFactory(), ranks, environment, process, undo, leave=lambda: None)
+
+
+def _connect_given(
+    place: GivenPlace,
+    init_timeout: InitTimeout,
+    environment: Environment,
+    process: ProcessState,
+    undo: contextlib.ExitStack,
+) -> World:
+    if environment.survive:
+        raise LaunchEnvironmentError(_CANNOT_SURVIVE)
+    if place.placement.size == 1:
+        return _alone(environment, process, undo)
+    if place.address is not None:
+        process.choose_interface(interface_of(place.address))
+    return _connect_all(place.placement, place.store, None, init_timeout, environment, process, undo)
 
 
 def _connect(
@@ -270,7 +289,7 @@ def _store_client(url: str, process: ProcessState) -> StoreClient:
 
 def _connect_all(
     placement: Placement,
-    client: StoreClient | None,
+    client: StoreConnection | None,
     seat: Seat | None,
     init_timeout: InitTimeout,
     environment: Environment,
@@ -314,7 +333,7 @@ def _connect_all(
 
 
 def _open_store(
-    placement: Placement, client: StoreClient | None, seat: Seat | None, process: ProcessState, timeout: timedelta
+    placement: Placement, client: StoreConnection | None, seat: Seat | None, process: ProcessState, timeout: timedelta
 ) -> tuple[Store, bytes | None]:
     """Returns the store that all ranks share, and the secret from the launcher's exchange, or None.
 
@@ -351,7 +370,7 @@ def _adopt(
     # Keep the program's backend for CUDA tensors (with gloo, two ranks can share a GPU); CPU tensors need gloo.
     cuda = next((item.partition(":")[2] for item in configured.split(",") if item.startswith("cuda:")), None)
     backend = f"cpu:gloo,cuda:{cuda}" if cuda not in (None, "undefined") else "gloo"
-    given = read_placement(os.environ)
+    given = read_placement(os.environ) if process.given_place is None else process.given_place.placement
     host = socket.gethostname()
     placement = Placement(
         rank=dist.get_rank(),
@@ -530,7 +549,7 @@ def _own_gpu(group: Group, topology: Topology) -> torch.device | None:
     return own if None not in numbers and len(set(numbers)) == group.size else None
 
 
-def _leave(client: StoreClient | None, connections: Connections) -> None:
+def _leave(client: StoreConnection | None, connections: Connections) -> None:
     connections.shut_down()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -26,6 +26,7 @@ from ..comm import deferred_close
 from ..environment import READ_BY_INIT, Environment, launcher_variable, read_environment
 from ..errors import CommunicationError, LaunchEnvironmentError, NotInitializedError, describe_interrupt
 from ..log import log
+from ..rendezvous.given_place import GivenPlace
 from ..rendezvous.key_listener import KeyListener
 from ..rendezvous.launchers import read_elastic_worker
 from ..rendezvous.process_state import ProcessState
@@ -245,6 +246,16 @@ def _environment_with(hierarchical: bool | None, check_parameters: object, survi
     if survive is not None:
         environment = replace(environment, survive=survive)
     return environment
+
+
+def take_place(place: GivenPlace) -> None:
+    """Make the next `init` connect as the rank of ``place``, whatever a launcher's variables say.
+
+    For code that starts ranks in another way (`hvdlite.ray`). A LaunchEnvironmentError if `init` was called before.
+    """
+    if _world is not None:
+        raise LaunchEnvironmentError("this process is a rank already: call hvd.shutdown() first")
+    _process.given_place = place
 
 
 def last_seat() -> Seat | None:

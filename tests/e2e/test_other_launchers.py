@@ -108,6 +108,14 @@ def test_three_ranks_of_a_launcher_train_as_one_process_does(command, body, weig
     assert not any(word in err for word in COMPLAINTS), err
 
 
+def test_torchrun_in_the_environment_of_sparks_torchdistributor_has_its_own_ranks(weights, tmp_path):
+    # TorchDistributor sets these in each barrier task, of which it counts the numbers, and starts torchrun there.
+    of_task = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "PYSPARK_TORCH_DISTRIBUTOR_RDZV_ID": "run"}
+    of_task |= {"RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
+    code, out, err = run(TORCHRUN, tmp_path, TRAIN, **of_task)
+    assert (code, out) == (0, ONE_HOST + weights), err
+
+
 @pytest.mark.parametrize(
     "command", chosen([TORCHRUN, OPENMPI, MPICH], few=[OPENMPI]), ids=lambda command: Path(command[0]).name
 )

@@ -46,8 +46,11 @@ MODULES = {
     "horovod.torch.sync_batch_norm": ["SyncBatchNorm"],
 }  # fmt: skip
 
+# Those that need another package; tests/integrations imports them.
+OPTIONAL_MODULES = {"horovod.ray": ["RayExecutor"], "horovod.ray.runner": ["RayExecutor"]}
+
 NOT_THERE_MODULES = [
-    "horovod.data", "horovod.keras", "horovod.mxnet", "horovod.ray", "horovod.spark", "horovod.tensorflow",
+    "horovod.data", "horovod.keras", "horovod.mxnet", "horovod.spark", "horovod.tensorflow",
 ]  # fmt: skip
 
 OPTIMIZER_ARGUMENTS = """

@@ -1,9 +1,9 @@
 """Trains small models with Lightning in all ways that `hvdlite.lightning` supports, one after the other in one process.
 
-    python lightning_programs.py hvdlite|one RESULTS
+    python lightning_programs.py hvdlite|ddp|one RESULTS
 
 Each rank writes what each scenario returns to RESULTS.RANK. ``one`` trains on the whole batch in one process, to which
-the others are compared.
+the others are compared; ``ddp`` uses Lightning's own DDP on the ranks that `hvd.init` has connected.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def trainer(strategy_arguments: dict[str, Any] | None = None, **arguments: Any) 
         if strategy_arguments is not None:
             given = {"strategy": HvdliteStrategy(**strategy_arguments)}
     else:
-        given = {"devices": 1}
+        given = {"strategy": "ddp", "devices": SIZE} if KIND == "ddp" else {"devices": 1}
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
     return lightning.Trainer(**{"max_epochs": 2, "enable_checkpointing": False, **quiet, **given, **arguments})
 
@@ -234,9 +234,11 @@ SCENARIOS = {
     "collectives": collectives,
 }
 
+OF_DDP = ("plain", "accumulated", "clipped by norm", "resumed")
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", module="lightning")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     hvd.init()
-    results = {name: SCENARIOS[name]() for name in SCENARIOS}
+    results = {name: SCENARIOS[name]() for name in (OF_DDP if KIND == "ddp" else SCENARIOS)}
     torch.save(results, f"{RESULTS}.{hvd.rank()}")

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).with_name("lightning_programs.py")
 Results = list[dict[str, Any]]
 
+OF_DDP = ["plain", "accumulated", "clipped by norm", "resumed"]
 EQUAL_TO_ONE_PROCESS = [
     "plain",
     "accumulated",
@@ -69,6 +70,16 @@ def test_ranks_together_train_the_weights_of_one_process_on_the_whole_batch(trai
     (one,) = trained("one", 1)
     for rank in trained("hvdlite", 2):
         assert_equal(rank[scenario]["weights"], one[scenario]["weights"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scenario", OF_DDP)
+def test_lightnings_own_ddp_on_hvdlites_ranks_trains_the_weights_of_one_process(trained, scenario):
+    (one,) = trained("one", 1)
+    for rank in trained("ddp", 2):
+        assert_equal(rank[scenario]["weights"], one[scenario]["weights"], rtol=1e-4, atol=1e-6)
+        assert rank["plain"]["sizes"] == 2
+        for kind in ("metrics", "tested"):
+            assert rank["plain"][kind] == pytest.approx(one["plain"][kind], rel=1e-4)
 
 
 def test_all_ranks_end_with_the_same_bits(trained):

@@ -117,3 +117,11 @@ def test_the_manual_has_every_page_in_its_contents():
     index = (ROOT / "docs" / "index.md").read_text()
     pages = {page.stem for page in (ROOT / "docs").glob("*.md")} - {"index"}
     assert {line for line in index.splitlines() if line in pages} == pages
+
+
+def test_llms_txt_lists_every_page_under_its_title_in_the_order_of_the_index():
+    listed = re.findall(r"(?m)^- \[(.+)\]\((.+)\.html\): \w", (ROOT / "docs" / "llms.txt").read_text())
+    contents = re.findall(r"```{toctree}\n.*?\n\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), flags=re.DOTALL)
+    pages = " ".join(contents).split()
+    titles = [(ROOT / "docs" / f"{page}.md").read_text().splitlines()[0].removeprefix("# ") for page in pages]
+    assert listed == list(zip(titles, pages, strict=True))

@@ -37,7 +37,7 @@ STATE_OF = {name: state for name, state, _ in rows()}
 OF_RUN = {f"run({name})" for name in horovod.RUN_ARGUMENTS}
 OF_OPTIMIZER = {f"DistributedOptimizer({name})" for name in horovod.OPTIMIZER_ARGUMENTS}
 METHODS = {f"DistributedOptimizer.{name}" for name in horovod.OPTIMIZER_METHODS}
-MODULES = {*horovod.MODULES, *horovod.NOT_THERE_MODULES}
+MODULES = {*horovod.MODULES, *horovod.OPTIONAL_MODULES, *horovod.NOT_THERE_MODULES}
 
 
 def test_every_name_of_horovods_has_one_row_and_no_row_is_of_another():

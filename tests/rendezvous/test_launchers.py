@@ -171,6 +171,33 @@ def test_torchrun_tells_rank_and_node():
     )
 
 
+PAI = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+
+
+@pytest.mark.parametrize("name", ["NPROC_PER_NODE", "PET_NPROC_PER_NODE", "LOCAL_WORLD_SIZE"])
+@pytest.mark.parametrize("count", ["8", "auto"])
+def test_ranks_that_count_nodes_of_several_processes_are_refused_with_the_command_to_use(name, count):
+    said = f"RANK=1 and WORLD_SIZE=2 seem to count nodes, .*{name}={count} .*torchrun .*--nproc-per-node .{name} "
+    with pytest.raises(hvd.LaunchEnvironmentError, match=said):
+        read_placement(PAI | {name: count})
+    assert read_placement(PAI | {name: count, "LOCAL_RANK": "1"}).rank == 1
+
+
+@pytest.mark.parametrize("environ", [PAI, PAI | {"NPROC_PER_NODE": "1"}, PAI | {"NPROC_PER_NODE": ""}])
+def test_ranks_that_count_nodes_of_one_process_are_ranks(environ):
+    placement = read_placement(environ)
+    assert (placement.rank, placement.size, placement.local_rank) == (1, 2, None)
+
+
+def test_azure_mls_jobs_tell_ranks_by_mpirun_or_as_torchrun_does():
+    # Of type "mpi", with the address that Azure ML sets beside mpirun's variables; and of type "pytorch".
+    of_mpi = read_placement(OPENMPI | {"MASTER_ADDR": "10.0.0.4", "MASTER_PORT": "6105", "AZUREML_RUN_ID": "r"})
+    assert (of_mpi.rank, of_mpi.size, of_mpi.local_rank, of_mpi.launcher) == (2, 3, 0, None)
+    places = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"}
+    of_pytorch = read_placement(places | {"MASTER_ADDR": "10.0.0.4", "MASTER_PORT": "6105"})
+    assert (of_pytorch.rank, of_pytorch.size, of_pytorch.local_rank) == (3, 4, 1)
+
+
 def test_hvdlite_run_inside_another_launchers_job_wins():
     assert read_placement(TORCHRUN | WORKER).rank == 1
 
