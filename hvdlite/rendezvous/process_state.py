@@ -55,6 +55,8 @@ class ProcessState:
         """Its rank in that generation."""
         self.steps: Counter[str] = Counter()
         """The steps that its optimizers took in the worlds that it has left, by their names."""
+        self.samples: int | None = None
+        """The samples that it has processed; None if its program does not tell."""
         self.is_elastic = False
         """Whether the program has entered a function of `hvd.elastic.run`, and so can go on in another world."""
         self.newcomers = Newcomers.WELCOME
