@@ -274,7 +274,16 @@ class Connections:
         Without this, destroying a group waits for its operations in progress, up to their timeout if another rank never
         joins them.
         """
-        # A forked child inherits the connections, but only its parent may shut them down.
+        for connection in self.sockets():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self.inodes.clear()
+
+    def sockets(self) -> Iterator[socket.socket]:
+        """Yields each connected socket, which is open until the next is asked for; none in a forked child.
+
+        A child inherits the connections, but only its parent may change them.
+        """
         is_own = self.inodes and self._pid == os.getpid()
         for name in os.listdir("/proc/self/fd") if is_own else ():
             with contextlib.suppress(OSError):
@@ -282,8 +291,7 @@ class Connections:
                     with socket.socket(fileno=os.dup(int(name))) as connection:
                         # Another thread may have closed that one meanwhile, and opened another.
                         if os.fstat(connection.fileno()).st_ino in self.inodes:
-                            connection.shutdown(socket.SHUT_RDWR)
-        self.inodes.clear()
+                            yield connection
 
 
 def _time_out(group: Any, others: Sequence[int]) -> None:

@@ -24,6 +24,7 @@ from .custom import CustomCompression
 from .horovod_compressors import BF16Compressor, FP16Compressor, NoneCompressor
 from .horovod_compressors import Compressor as HorovodCompressor
 from .kernels import scale_cast
+from .low_rank import LowRank
 
 
 @runtime_checkable
@@ -46,7 +47,7 @@ class Compressor(Protocol):
 
 
 # The types of compression that users may pass; one in Horovod's style as a class or an instance.
-AnyCompression: TypeAlias = Compressor | HorovodCompressor | type[HorovodCompressor] | Codec
+AnyCompression: TypeAlias = Compressor | HorovodCompressor | type[HorovodCompressor] | Codec | LowRank
 
 
 class NoCompression:
@@ -109,7 +110,7 @@ def is_narrow(dtype: torch.dtype) -> bool:
 class Compression:
     """The built-in compressions. Any object with the two methods of `Compressor` is one too, and any `Codec`.
 
-    ``int8`` and ``int4`` are for the gradients of a `DistributedOptimizer`, between hosts with slow links.
+    ``int8``, ``int4`` and `powersgd` are for the gradients of a `DistributedOptimizer`, between hosts with slow links.
     """
 
     none = NoCompression()
@@ -117,6 +118,16 @@ class Compression:
     bf16 = CastCompression(torch.bfloat16, "Compression.bf16")
     int8 = Int8()
     int4 = Int4()
+
+    @staticmethod
+    def powersgd(rank: int = 4, start_step: int = 1000, min_ratio: float = 2.0) -> LowRank:
+        """Returns PowerSGD (arXiv 1905.13727): gradients of matrices are sent as products of two thin ones.
+
+        ``rank`` is the number of columns of both. The first ``start_step`` steps, which decide more than later ones,
+        are not compressed. Gradients of one dimension are never, and neither are those that this would make less than
+        ``min_ratio`` times shorter. What the product does not hold is added to the next step's gradients.
+        """
+        return LowRank(rank, start_step, min_ratio)
 
 
 # A compression after `check_compression`.
@@ -136,7 +147,7 @@ def check_compression(compression: object) -> ResolvedCompression:
         return Compression.fp16
     if compression is BF16Compressor:
         return Compression.bf16
-    if isinstance(compression, Codec):
+    if isinstance(compression, (Codec, LowRank)):
         raise ValueError(
             f"compression={compression!r} makes wires that cannot be summed: it is for the gradients of an "
             "hvd.DistributedOptimizer; use hvd.Compression.fp16 or .bf16 here"

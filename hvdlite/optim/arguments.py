@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..comm.reduce_op import Adasum, Average, ReduceOp, Sum
 from ..compression.casts import Compression, ResolvedCompression, check_compression
 from ..compression.codecs import Codec
+from ..compression.low_rank import LowRank
 from ..environment import Environment
 from ..errors import WrongTypeError
 from ..log import log
@@ -68,15 +69,17 @@ def check_predivide(factor: object, op: ReduceOp) -> float:
     return number
 
 
-def check_codec(compression: object, op: ReduceOp) -> tuple[ResolvedCompression, Codec | None]:
+def check_codec(compression: object, op: ReduceOp) -> tuple[ResolvedCompression, Codec | LowRank | None]:
     """Returns the compression, or none and the codec that was given in its place; ValueError for that with Adasum."""
-    if not isinstance(compression, Codec):
+    if not isinstance(compression, (Codec, LowRank)):
         return check_compression(compression), None
     if op == Adasum:
         raise ValueError(
             f"compression={compression!r} does not work with op=hvd.Adasum, which needs all ranks' steps as they are: "
             "use hvd.Compression.fp16, or another op"
         )
+    if isinstance(compression, LowRank):
+        return Compression.none, compression
     if not isinstance(compression.block, int) or compression.block < 1 or compression.nbytes(compression.block) % 4:
         raise ValueError(
             f"compression={compression!r}: its block must be a positive number of elements whose nbytes is a multiple "
@@ -102,6 +105,26 @@ def check_step_on_arrival(wanted: object, op: ReduceOp) -> bool:
             "leave out one of them"
         )
     return wanted
+
+
+def check_max_norm(max_norm: object, op: ReduceOp, *, step_on_arrival: bool) -> float | None:
+    """Returns the argument as a float, or None. Raises ValueError where the norm of the averages is known too late."""
+    if max_norm is None:
+        return None
+    number = None if isinstance(max_norm, bool) else real_number(max_norm)
+    if number is None or not number > 0:
+        raise ValueError(f"max_norm={shown(max_norm)} is not a positive number, such as 1.0: pass one, or leave it out")
+    if op == Adasum:
+        raise ValueError(
+            f"max_norm={number} does not work with op=hvd.Adasum, which combines what each rank's step has changed, so "
+            "there are no averages to clip: leave out one of them"
+        )
+    if step_on_arrival:
+        raise ValueError(
+            f"max_norm={number} does not work with step_on_arrival=True, which steps before the norm of all averages "
+            "is known: leave out one of them"
+        )
+    return number
 
 
 def check_survivable(settings: Settings, *, has_all_ranks: bool, params: Iterable[Tensor]) -> None:
@@ -135,7 +158,7 @@ def check_cap(bucket_cap_mb: float | None, threshold_bytes: int | None, default_
 
 
 def check_exchange(
-    exchange: object, op: ReduceOp, compression: ResolvedCompression | Codec, predivide: float
+    exchange: object, op: ReduceOp, compression: ResolvedCompression | Codec | LowRank, predivide: float
 ) -> Callable[[], Exchange] | None:
     """Returns the user's factory of exchanges, or None if there is none.
 
@@ -169,7 +192,7 @@ def check_autotune(
     op: ReduceOp,
     environment: Environment,
     exchange: Callable[[], Exchange] | None = None,
-    codec: Codec | None = None,
+    codec: Codec | LowRank | None = None,
 ) -> bool:
     """Returns whether autotune is to choose the bucket cap.
 

@@ -19,11 +19,15 @@ from torch import Tensor
 
 from ..errors import GradientError
 from .arguments import check_trained, names_of_added_group
+from .clipping import NormClipper
 from .horovod_attributes import HorovodsAttributes
 from .reducer import Reducer
 from .step_by_bucket import StepByBucket
 
-# The key of the exchange's state in a state_dict.
+# The key of hvdlite's own state in a state_dict: a dict with a part for each owner. PyTorch's optimizers ignore it.
+_KEY = "hvdlite"
+
+# The part of the exchange; and its key in checkpoints that were written before there were parts.
 _EXCHANGE = "exchange"
 
 # Warn after this many steps with a single backward pass: fewer may be an accident.
@@ -53,6 +57,8 @@ class AveragingOptimizer(HorovodsAttributes):
         self._by_bucket: StepByBucket | None = None
         if reducer.settings.step_on_arrival:
             self._by_bucket = StepByBucket(self._optimizer, reducer)
+        max_norm = reducer.settings.max_norm
+        self._clipper = None if max_norm is None else NormClipper(max_norm)
         self._named = list(named)
         self._named_groups = groups
         self._skipping = False
@@ -93,6 +99,15 @@ class AveragingOptimizer(HorovodsAttributes):
         self._reducer.synchronize()
         # With Adasum, `synchronize` did nothing.
         self._synchronized = not self._reducer.steps_first
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The global norm of the last step's gradients, before ``max_norm`` clipped them: a scalar on their device.
+
+        It is equal on all ranks. None before the first step, and without ``max_norm``. A step that GradScaler skips
+        leaves it as it was.
+        """
+        return None if self._clipper is None else self._clipper.norm
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -192,33 +207,50 @@ class AveragingOptimizer(HorovodsAttributes):
         return average_after
 
     def _prepare_step(self) -> None:
+        clipper = self._clipper
         if not self._skipping:
-            self._reducer.synchronize()
+            self._reducer.synchronize(arrived=None if clipper is None else clipper.measure)
         elif self._reducer.has_arrivals:
             raise GradientError(
                 "step() was called in skip_synchronize() while gradients are being averaged: call synchronize() "
                 "before step(), or call step() without skip_synchronize()"
             )
         self._reducer.require_sound()
+        # Here and not in `synchronize`: before its step GradScaler has to unscale the gradients, and look for inf.
+        if clipper is not None:
+            clipper.clip([param for _, param in self._named])
 
     # -- what belongs to the wrapped optimizer
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the wrapped optimizer's state dict, so that checkpoints do not depend on the wrapping.
 
-        If the exchange keeps state, this rank's part of it is added under the key ``"exchange"``.
+        What this rank's exchange or compression keeps is added under the key ``"hvdlite"``, which PyTorch's optimizers
+        ignore. It differs by rank: see `consolidate_state_dict`.
         """
-        state, exchanged = super().state_dict(), self._reducer.exchange.state_dict()
-        return {**state, _EXCHANGE: exchanged} if exchanged else state
+        state, parts = super().state_dict(), {_EXCHANGE: self._reducer.exchange_state()}
+        kept = {owner: part for owner, part in parts.items() if part}
+        return {**state, _KEY: kept} if kept else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the wrapped optimizer's state and this rank's state of the exchange.
+        """Loads the wrapped optimizer's state, and what this rank's exchange or compression keeps.
 
-        Call it on every rank, or on one and then `broadcast_optimizer_state`, which does not send the exchange's
-        state. If ``state_dict`` has none for the exchange, the exchange starts with empty state.
+        Call it on every rank, or on one and then `broadcast_optimizer_state`, which does not send the latter. If
+        ``state_dict`` has nothing under the key ``"hvdlite"``, the exchange starts with empty state.
         """
-        self._reducer.exchange.load_state_dict(state_dict.get(_EXCHANGE, {}))
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != _EXCHANGE})
+        kept = state_dict.get(_KEY, {_EXCHANGE: state_dict.get(_EXCHANGE, {})})
+        self._reducer.load_exchange_state(kept.get(_EXCHANGE, {}))
+        super().load_state_dict({key: value for key, value in state_dict.items() if key not in (_KEY, _EXCHANGE)})
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Makes the next ``state_dict()`` of global rank ``to`` one that any number of ranks can load.
+
+        Every rank must call it, between two steps; it waits for all. What the compression has kept of gradients on
+        each rank is replaced in that state by its mean, so that it enters the next average where every rank loads the
+        same file. Training goes on as without it, and after the next step ``state_dict()`` is local again. Raises
+        ValueError for an exchange of your own that keeps a state, and has no `Exchange.consolidate`.
+        """
+        self._reducer.consolidate(to)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -222,9 +222,21 @@ class Exchange(ABC):
         if state:
             raise ValueError(
                 f"the checkpoint has the state of an exchange, for {next(iter(state))!r} and others, and {self!r} "
-                "keeps none: make the optimizer with the same exchange=, or delete the key 'exchange' from the "
+                "keeps none: make the optimizer with the same exchange=, or delete the key 'hvdlite' from the "
                 "state_dict"
             )
+
+    def consolidate(self, plans: Sequence[BucketPlan], links: Links) -> dict[str, Any]:
+        """Returns a state that any number of ranks can load, made of all ranks' states: see `consolidate_state_dict`.
+
+        Every rank calls it, between two steps, with the same buckets and its links to the others.
+        """
+        if type(self).state_dict is not Exchange.state_dict:
+            raise ValueError(
+                f"consolidate_state_dict: {self!r} has a state on each rank, and no method consolidate(plans, links) "
+                "that makes one of them: write one, or save state_dict() on every rank"
+            )
+        return {}
 
     def scale_before(self, dtype: torch.dtype, size: int) -> float:
         """Returns the factor that gradients of this dtype are multiplied by before `begin`, with ``size`` ranks."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from ..comm.reduce_op import Adasum
+from ..compression.low_rank import LowRank
 from .builtin_exchanges import AllReduce, CompressedAllReduce, SingleRank, StepAdasum
 from .encoded import EncodedExchange
 from .exchange import Exchange
+from .low_rank_exchange import LowRankExchange
 from .settings import Settings
 
 
-def exchange_of(settings: Settings, size: int) -> Exchange:
+def exchange_of(settings: Settings, size: int) -> Exchange:  # noqa: PLR0911 - one for each kind
     """Creates an optimizer's exchange over ``size`` ranks. Raises TypeError if a user's factory returns no Exchange."""
     if settings.exchange is not None:
         exchange = settings.exchange()
@@ -22,6 +24,8 @@ def exchange_of(settings: Settings, size: int) -> Exchange:
         return CompressedAllReduce(settings)
     if settings.leaves_gradients(size):
         return SingleRank()
-    if settings.codec is not None:
-        return EncodedExchange(settings, settings.codec)
-    return AllReduce(settings)
+    if settings.codec is None:
+        return AllReduce(settings)
+    if isinstance(settings.codec, LowRank):
+        return LowRankExchange(settings, settings.codec)
+    return EncodedExchange(settings, settings.codec)

@@ -27,6 +27,7 @@ from .arguments import (
     check_codec,
     check_exchange,
     check_groups,
+    check_max_norm,
     check_named_parameters,
     check_op,
     check_optimizer,
@@ -67,10 +68,10 @@ class DistributedOptimizer(AveragingOptimizer):
     ``compression``: the format in which gradients are sent, see `Compression`. Parameters and optimizer state keep
     their dtype. Your own compression gets only gradients: a whole bucket if it is a `Compressor`, or each gradient in
     its shape if it is in Horovod's style. The wires that it makes are summed and divided. They are sent in ``step()``,
-    not during backward. An error in it is raised on every rank. ``hvd.Compression.int8`` and ``.int4``, or a `Codec` of
-    your own, are for slow links: they are used between hosts only, and what rounding takes from a gradient is added to
-    the next. ``state_dict()`` has that under the key ``"exchange"``. It differs by rank, so save and load it on every
-    rank.
+    not during backward. An error in it is raised on every rank. ``hvd.Compression.int8``, ``.int4``, ``.powersgd()``
+    or a `Codec` of your own are for slow links: they are used between hosts only, and what they take from a gradient is
+    added to the next. ``state_dict()`` has that under the key ``"hvdlite"``. It differs by rank: save and load it on
+    every rank, or call `consolidate_state_dict` first.
 
     ``backward_passes_per_step``: the number of backward passes that add to a gradient before it is averaged. They are
     summed, not averaged, as in Horovod. An earlier ``step()``, for example at the end of an epoch, averages the
@@ -114,8 +115,14 @@ class DistributedOptimizer(AveragingOptimizer):
     ``exchange``: your own way to combine gradients, in place of an all-reduce: a class derived from `Exchange`, or a
     function without arguments that returns an instance. It replaces ``op``, ``compression``,
     ``gradient_predivide_factor`` and ``autotune``, which must be left out. ``state_dict()`` has its state under the key
-    ``"exchange"``. That state differs by rank, so save and load it on every rank. Sparse gradients are gathered, unless
+    ``"hvdlite"``. That state differs by rank, so save and load it on every rank. Sparse gradients are gathered, unless
     ``sparse_as_dense``.
+
+    ``max_norm``: clip the averages in ``step()`` by their global 2-norm, with the bits of
+    `torch.nn.utils.clip_grad_norm_` over the parameters in the order of ``named_parameters``: also for inf and NaN, and
+    for sparse gradients. The norm before clipping is `grad_norm`. A GradScaler has unscaled the gradients by then. It
+    costs no collective. On a CPU gradients are measured while others are still being sent, and are not multiplied if
+    the norm is small enough. It does not work with Adasum or ``step_on_arrival``.
 
     An average is bit-identical on all ranks, and from run to run.
     """
@@ -137,6 +144,7 @@ class DistributedOptimizer(AveragingOptimizer):
         autotune: bool = False,
         step_on_arrival: bool = False,
         exchange: Callable[[], Exchange] | None = None,
+        max_norm: float | None = None,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
@@ -157,6 +165,7 @@ class DistributedOptimizer(AveragingOptimizer):
             check_step_on_arrival(step_on_arrival, op),
             exchange,
             codec,
+            check_max_norm(max_norm, op, step_on_arrival=step_on_arrival),
         )
         if is_initialized() and current_world().survival is not None:
             params = [param for entry in optimizer.param_groups for param in entry["params"]]
@@ -234,7 +243,7 @@ def _compare_and_tune(
         values = (*settings.signature(exchange), passes, groups, tunes)
         words = (
             f"({'compression' if settings.exchange is None else 'exchange'}, op, predivide, bucket cap in bytes, "
-            "sparse_as_dense, step_on_arrival, passes per step, groups, autotune)"
+            "sparse_as_dense, step_on_arrival, max_norm, passes per step, groups, autotune)"
         )
         if not tunes:
             return Arguments(values, words), None

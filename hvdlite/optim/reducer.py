@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from ..faults import point
 from ..log import log
 from ..ops.failures import raise_together
 from ..runtime.survival import Survival
+from ..values import shown, whole_number
 from .exchange import Exchange, Links
 from .exchange_choice import exchange_of
 from .flags import RankAndSize
@@ -79,6 +81,9 @@ class Connection:
 # The arguments that the ranks compare, and autotune's function that chooses the cap, or None.
 Described = tuple[Arguments, Callable[[Group], int] | None]
 
+# Called with parameters whose averages have arrived.
+Arrived = Callable[[list[Tensor]], None]
+
 # The phases in which a step is in progress. A global, since it is read for every gradient.
 _UNDER_WAY = (Phase.COLLECTING, Phase.SPOILT)
 
@@ -116,6 +121,8 @@ class Reducer(GradientHooks):
         self._added: list[tuple[dict[str, Tensor], list[list[str]]]] = []
         self._plan(connection)
         self._phase = Phase.IDLE
+        # What `consolidate` has made for this rank's next checkpoint, until the next step.
+        self._consolidated: dict[str, Any] = {}
         # Held while a hook handles a gradient. Reentrant, since the same thread may run another backward pass inside.
         self._lock = threading.RLock()
 
@@ -341,11 +348,12 @@ class Reducer(GradientHooks):
 
     # -- between backward and step
 
-    def synchronize(self, update: Callable[[list[Tensor]], None] | None = None) -> None:
+    def synchronize(self, update: Arrived | None = None, arrived: Arrived | None = None) -> None:
         """Waits for all ranks, and leaves the averages in ``param.grad``. Does nothing if that is done already.
 
         ``update`` is called with some parameters as soon as their averages arrive, while others are still being sent.
-        Afterwards these gradients are set to None. It is not called for sparse gradients, nor if there are no buckets.
+        Afterwards these gradients are set to None. ``arrived`` is called likewise, and the gradients stay. Neither is
+        called for sparse gradients, nor if there are no buckets.
 
         A parameter that no rank used keeps ``grad = None``. One that some ranks used is averaged over all ranks, and
         the others count as zero. After too many backward passes this still waits, but the gradients are unusable: see
@@ -357,7 +365,7 @@ class Reducer(GradientHooks):
             self._require_not_closed()
             if self._phase not in (Phase.AVERAGED, Phase.DROPPED):
                 with self._clock.waiting():
-                    self._complete(partial(self._synchronize, update))
+                    self._complete(partial(self._synchronize, update, arrived))
 
     def _complete(self, finish: Callable[[], None]) -> None:
         """Calls ``finish``, which ends the step with all ranks; where one is lost, again with those that are left.
@@ -415,7 +423,7 @@ class Reducer(GradientHooks):
         if phase is Phase.SPOILT:
             self._layout.give_up()
 
-    def _synchronize(self, update: Callable[[list[Tensor]], None] | None) -> None:
+    def _synchronize(self, update: Arrived | None = None, arrived: Arrived | None = None) -> None:
         if self._phase is Phase.IDLE:
             self._begin_step()
         # Buckets that are not full are launched here and not at the end of backward. In between, ranks may wait for
@@ -423,20 +431,20 @@ class Reducer(GradientHooks):
         try:
             with self._trace.synchronizing():
                 if self._phase is Phase.SPOILT:
-                    self._finish_buckets(None)
+                    self._finish_buckets()
                 elif self._is_provisional and (changed := self._layout.allow_change()) is not None:
                     # In any other step the buckets would be sent by now. Send them, so that no other rank hangs.
-                    self._finish_buckets(None)
+                    self._finish_buckets()
                     raise changed
                 else:
                     self._layout.require_same()
-                    self._finish_buckets(update)
+                    self._finish_buckets(update, arrived)
         finally:
             self._end_step()
         if self._phase is Phase.IDLE:
             self._phase = Phase.AVERAGED
 
-    def _finish_buckets(self, update: Callable[[list[Tensor]], None] | None) -> None:
+    def _finish_buckets(self, update: Arrived | None = None, arrived: Arrived | None = None) -> None:
         links = self._connected()
         point("synchronize")
         failure: Exception | None = None
@@ -451,6 +459,8 @@ class Reducer(GradientHooks):
                     failure = error
                 else:
                     bucket.drop(gathered)
+            elif arrived is not None:
+                arrived([state.param for state in bucket.states if state not in gathered])
         if self.exchange.tells_failures:
             raise_together(links.all, self._queue.failure, f"the averaging of gradients ({self._trace.optimizer})")
         self._sparse.average(links.all, self._trace.optimizer, self._queue.count)
@@ -512,6 +522,28 @@ class Reducer(GradientHooks):
         phase = self._phase.value
         return Progress(self._trace.optimizer, self._trace.step, phase, buckets, buckets - len(waiting), missing)
 
+    # -- the exchange's state
+
+    def exchange_state(self) -> dict[str, Any]:
+        """Returns the exchange's state for a checkpoint: this rank's, or after `consolidate` that of all ranks."""
+        return self._consolidated or self.exchange.state_dict()
+
+    def load_exchange_state(self, state: Mapping[str, Any]) -> None:
+        """Loads what `exchange_state` returned, or an empty dict."""
+        self._consolidated = {}
+        self.exchange.load_state_dict(state)
+
+    def consolidate(self, to: int) -> None:
+        """Makes `exchange_state` on global rank ``to`` that of all ranks, until the next step. It waits for all."""
+        self.require_nothing_pending("optimizer.consolidate_state_dict() was called", "call step() first")
+        links = self._connected()
+        group, named = links.all, whole_number(to)
+        if named not in group.ranks:
+            ranks = ", ".join(map(str, group.ranks))
+            raise ValueError(f"consolidate_state_dict: to={shown(to)} is not one of the optimizer's ranks: {ranks}")
+        state = self.exchange.consolidate([bucket.plan for bucket in self._layout.buckets], links)
+        self._consolidated = state if group.ranks[group.rank] == named else {}
+
     # -- the step
 
     def agree_to_step(self, grad_scale: Tensor | None, found_inf: Tensor | None) -> bool:
@@ -566,7 +598,7 @@ class Reducer(GradientHooks):
             return is_stepping
         if self.has_arrivals:
             # Even if this reducer is closed by now: other ranks are in that step.
-            self._synchronize(None)
+            self._synchronize()
             self._stepped()
             return True
         self._begin_step()
@@ -574,7 +606,7 @@ class Reducer(GradientHooks):
         for bucket in self._layout.buckets:
             bucket.sit_out(average_of_active)
         try:
-            self._finish_buckets(None)
+            self._finish_buckets()
             assert self._queue.count is not None, "something has come back"
             active = self._queue.count.active
         finally:
@@ -593,6 +625,7 @@ class Reducer(GradientHooks):
     def _begin_step(self) -> None:
         self.follow_world()
         self._ranks.require_open("averaging gradients")
+        self._consolidated = {}
         self._is_provisional = self._links is None
         self._phase = Phase.COLLECTING
         self._layout.expect()

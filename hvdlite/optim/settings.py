@@ -19,6 +19,7 @@ from ..compression.casts import Compression, ResolvedCompression, is_narrow
 from ..compression.codecs import Codec
 from ..compression.custom import CustomCompression
 from ..compression.kernels import divide, divide_by, scale_by
+from ..compression.low_rank import LowRank
 from ..ops.reduction import Reduction
 from .exchange import Exchange
 from .flags import ParticipantCount
@@ -68,8 +69,10 @@ class Settings:
     step_on_arrival: bool = False
     # The user's factory of exchanges, if there is one.
     exchange: Callable[[], Exchange] | None = None
-    # The format between hosts, if it cannot be summed. Then there is no other compression.
-    codec: Codec | None = None
+    # What is sent between hosts, if it is not the gradients, cast or not. Then there is no other compression.
+    codec: Codec | LowRank | None = None
+    # The global norm to which gradients are clipped, or None.
+    max_norm: float | None = None
 
     def signature(self, exchange: Exchange) -> tuple[object, ...]:
         """Returns the values that ranks compare. ``exchange`` was made by these settings.
@@ -78,7 +81,7 @@ class Settings:
         """
         how = repr((self.codec or self.compression) if self.exchange is None else exchange)
         scaling = (self.op, self.gradient_predivide_factor)
-        return (how, *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival)
+        return (how, *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival, self.max_norm)
 
     @property
     def packs(self) -> bool:

@@ -14,6 +14,7 @@ launcher's store. `ProcessState` has what outlives a world and depends on these 
 - the connection to the launcher's PMI: kept while PMI_FD is the same.
 - the last generation of an elastic job in which it was given a rank, the arguments of the last `hvd.init`, and whether
   the program has called `hvd.elastic.run`.
+- the connections to ranks on other hosts, for that thread: dropped when the world ends.
 - GLOO_SOCKET_IFNAME, if hvdlite has set it: unset when the world ends.
 
 `runtime.world` has the one object, and passes it to `runtime.bootstrap`. State that is right in any world is elsewhere:
@@ -33,6 +34,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from .responder import Links
 from .seat import Newcomers, Seat
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -53,6 +55,8 @@ class ProcessState:
         """The last generation of an elastic job in which this process was given a rank; 0 if there is none."""
         self.seat: Seat | None = None
         """Its rank in that generation."""
+        self.links: Links | None = None
+        """The connections to ranks on other hosts in an elastic job; None between worlds."""
         self.steps: Counter[str] = Counter()
         """The steps that its optimizers took in the worlds that it has left, by their names."""
         self.samples: int | None = None
@@ -102,7 +106,8 @@ class ProcessState:
             os.environ[_INTERFACE] = self._own_interface = interface
 
     def world_left(self) -> None:
-        """Unsets GLOO_SOCKET_IFNAME if `choose_interface` has set it."""
+        """Unsets GLOO_SOCKET_IFNAME if `choose_interface` has set it, and forgets the world's connections."""
+        self.links = None
         interface, self._own_interface = self._own_interface, None
         if interface is not None and os.environ.get(_INTERFACE) == interface:
             del os.environ[_INTERFACE]

@@ -134,7 +134,9 @@ def _init(
         "survive": survive,
     }
     if (worker := read_elastic_worker(os.environ)) is not None:
-        _process.keep("responder", worker, lambda: respond(worker, _waited_s), KeyListener.close)
+        _process.keep(
+            "responder", worker, lambda: respond(worker, _waited_s, lambda: _process.links), KeyListener.close
+        )
     _start_hang_reporter(environment.stall_warning_s if environment.stall_check else None)
     # The state of a process, like what `_process` keeps.
     survival = _process.keep("survival", None, lambda: Survival(enter_again, revoke))

@@ -29,6 +29,7 @@ from ..wire.messages import (
     NotThereYet,
     Refused,
 )
+from .cut_links import CutLinks
 from .elastic_hosts import ElasticHosts
 from .ending import FAILURE_GRACE_S, Ending
 from .failure_message import Outcome, failure_message, name_workers
@@ -81,9 +82,12 @@ class ElasticJob:
         here: Callable[[], str],
         start_timeout_s: float,
         hang_timeout_s: float,
+        post: Callable[[Lost], None],
         chaos_of: Callable[[int], str] = lambda _: "",
     ) -> None:
-        """``hang_timeout_s``: see `Hangs`. ``chaos_of`` returns the faults of a worker that is started now.
+        """``hang_timeout_s``: see `Hangs` and `CutLinks`. ``post`` puts an event behind all others.
+
+        ``chaos_of`` returns the faults of a worker that is started now.
 
         ``here`` returns the label of the launcher's own machine, for an agent's refusal that names no host.
         """
@@ -93,7 +97,10 @@ class ElasticJob:
         self._roster = roster
         self._seats = Seats(store)
         self._hangs = Hangs(hang_timeout_s, store, ending.clock)
+        self._links = CutLinks(hang_timeout_s)
         self._hang_timeout_s = hang_timeout_s
+        self._given_up: set[str] = set()  # hosts that are to be lost, since others cannot reach them
+        self._post = post
         self._screen = screen
         self._signal_workers = signal_workers
         self._log = log
@@ -164,6 +171,9 @@ class ElasticJob:
 
     def on_alive(self, alive: Alive) -> None:
         self._hangs.answered(alive)
+        if alive.worker in self._living:
+            self._links.answered(alive)
+            self._give_up_hosts_that_are_cut_off()
 
     def on_exit(self, end: Exited) -> None:
         self._kill_at.pop(end.worker, None)
@@ -218,6 +228,7 @@ class ElasticJob:
             return
         if not self._hosts.knows(lost.host) or not self._decides():
             return
+        self._given_up.discard(lost.host)
         was_connected = self._hosts.lost(lost.host)
         workers = [number for number in self._roster.on_host(lost.host) if number in self._living]
         why = f"lost {lost.host}: {lost.why}" if was_connected else f"{lost.host}: {lost.why}"
@@ -380,6 +391,19 @@ class ElasticJob:
         # At once: a stopped process keeps SIGTERM for later, and a Python handler has no turn in one that hangs.
         self._end_workers(workers, why, signal.SIGKILL)
 
+    def _give_up_hosts_that_are_cut_off(self) -> None:
+        if self._published is None or not self._decides():
+            return
+        host_of = {each.worker: each.place.host for each in self._published.members if each.worker in self._living}
+        # While all compute, the network may come back. Until they are connected, they wait for each other.
+        if self._connected.issuperset(host_of) and not self._hangs.those_who_wait(self._seats.waiting):
+            return
+        for host, why in self._links.cut_off(host_of):
+            if host not in self._given_up:
+                self._given_up.add(host)
+                # `on_lost` hangs up on it, whereupon its agent kills all processes there.
+                self._post(Lost(host, why))
+
     def _end_workers(self, workers: Collection[int], why: str, signum: int = signal.SIGTERM) -> None:
         self._told_to_end.update(dict.fromkeys(workers, why))
         for worker in filter(self._is_member, workers):
@@ -407,6 +431,7 @@ class ElasticJob:
             if isinstance(end, Exited):
                 self._roster.remove(end.worker)
         self._published, self._late_at = generation, None
+        self._links.forget_all()
         self._names = {worker: self._name(worker) for worker in now}
         for kept in (self._ends, self._why_gone, self._connected):
             kept.clear()
@@ -456,6 +481,7 @@ class ElasticJob:
         self._living.discard(worker)
         self._seats.forget(worker)
         self._hangs.forget(worker)
+        self._links.forget(worker)
         self._kill_at.pop(worker, None)
 
     def _let_fail(self, why: str | None, *, is_limit: bool = False) -> None:

@@ -2,9 +2,10 @@
 
     store ── ping/<worker>/<n> ── a thread of the worker ── Alive ──► Hangs ──► workers to end
 
-Each worker is asked about four times within the limit, and its answer says how long it has waited for other ranks. Only
-a process that is stopped (SIGSTOP), or in which a C extension holds the interpreter's lock, cannot answer. It is ended
-once it has been silent for the whole limit, if another worker waits then: in a collective, or in hvd.init() for a rank.
+Each worker is asked at least four times within the limit, and its answer says how long it has waited for other ranks.
+Only a process that is stopped (SIGSTOP), or in which a C extension holds the interpreter's lock, cannot answer. It is
+ended once it has been silent for the whole limit, if another worker waits then: in a collective, or in hvd.init() for a
+rank.
 A worker that answers may take its time, for example for a validation on rank 0 alone.
 
 `elastic_job` calls it. It uses no connection, thread or clock.
@@ -19,7 +20,7 @@ from typing import Protocol
 from ..wire.messages import Alive
 
 _ASKED_PER_LIMIT = 4
-_LONGEST_PAUSE_S = 5.0
+_LONGEST_PAUSE_S = 2.5
 
 
 class Store(Protocol):
@@ -95,10 +96,11 @@ class Hangs:
             if asked.is_answered:
                 self._ask(worker, asked.number + 1, waits=asked.waits)
         silent = [worker for worker, asked in self._asked.items() if self._is_silent(asked, now_s)]
-        someone_waits = any(
-            worker not in silent and (asked.waits or worker in waiting) for worker, asked in self._asked.items()
-        )
-        return silent if someone_waits else []
+        return silent if any(worker not in silent for worker in self.those_who_wait(waiting)) else []
+
+    def those_who_wait(self, waiting: Collection[int]) -> list[int]:
+        """Returns the workers that waited for others by their last answers, and those of ``waiting``, as for `look`."""
+        return [worker for worker, asked in self._asked.items() if asked.waits or worker in waiting]
 
     def _is_silent(self, asked: _Asked, now_s: float) -> bool:
         return not asked.is_answered and now_s - asked.at_s >= self._limit_s

@@ -285,6 +285,7 @@ def _start_elastic(
         here=agents.label_here,
         start_timeout_s=job.start_timeout_s,
         hang_timeout_s=job.elastic.hang_timeout_s,
+        post=events.put,
         chaos_of=faults.variable_of,
     )
     if job.elastic.discovery is None:

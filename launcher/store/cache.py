@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ..errors import ProtocolError
+from ..wire.agent_frames import read_links
 from ..wire.messages import Alive, InitDone, InitFailed, InitStarted, Newcomers, Stalled
 from ..wire.store_messages import Answer, Ask, Drop, Dropped, Have, Revoke, StoreCommand, StoreEvent, Want
 from ..wire.worker_requests import DONE, FAILED, MAX_REQUEST_BYTES, StoreRequest, generation_of, pack, unpack
@@ -80,8 +81,7 @@ class Cache:
                     self._announce(_ANNOUNCED[operation], unpack(payload))
                     reply(DONE, b"")
                 case StoreRequest.ALIVE:
-                    worker, number, waited_ms = self._numbers(unpack(payload), least=3, most=3)
-                    self._send(Alive(worker, number, waited_ms / 1000))
+                    self._say_alive(unpack(payload))
                     reply(DONE, b"")
                 case StoreRequest.STALLED:
                     worker, waited_ms = self._numbers(unpack(payload), least=2, most=2)
@@ -167,6 +167,16 @@ class Cache:
                 self._send(InitStarted(worker, after, Newcomers(newcomers)))
             case _:
                 raise ProtocolError("what a worker says of newcomers is 0, 1 or 2")
+
+    def _say_alive(self, parts: list[bytes]) -> None:
+        worker, number, waited_ms = self._numbers(parts[:3], least=3, most=3)
+        match parts[3:]:
+            case []:
+                self._send(Alive(worker, number, waited_ms / 1000))
+            case [links]:
+                self._send(Alive(worker, number, waited_ms / 1000, *read_links(links)))
+            case _:
+                raise ProtocolError("an answer has at most four parts")
 
     def _numbers(self, parts: list[bytes], *, least: int, most: int) -> list[int]:
         """Returns the numbers that a worker has sent; the first is its own."""

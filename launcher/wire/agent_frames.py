@@ -124,6 +124,10 @@ def _each(check: Callable[[Any], Any]) -> Callable[[Any], tuple[Any, ...]]:
     return check_all
 
 
+def _silences(value: Any) -> dict[str, float]:
+    return {_address(other): _seconds(since_s) for other, since_s in value.items()}
+
+
 def _words(value: Any) -> tuple[str, ...]:
     first, *rest = _each(_str)(value)
     return (first, *rest)
@@ -171,7 +175,16 @@ _JSON: dict[type[Message], tuple[int, Mapping[str, Callable[[Any], Any]]]] = {
     InitStarted: (9, {**_OF_INIT, "newcomers": lambda value: Newcomers(_number(0, 2)(value))}),
     InitDone: (10, _OF_INIT),
     InitFailed: (14, _OF_INIT),
-    Alive: (26, {"worker": _worker, "number": _number(0, _MOST_QUESTIONS), "waited_s": _seconds}),
+    Alive: (
+        26,
+        {
+            "worker": _worker,
+            "number": _number(0, _MOST_QUESTIONS),
+            "waited_s": _seconds,
+            "addresses": _each(_address),
+            "silent_s": _silences,
+        },
+    ),
     Stalled: (27, {"worker": _worker, "waited_s": _seconds}),
     Reported: (28, {"worker": _worker, "number": _number(0, _MOST_QUESTIONS), "facts": _str}),
     TakeReport: (29, {"number": _number(0, _MOST_QUESTIONS)}),
@@ -207,6 +220,18 @@ FROM_LAUNCHER = frozenset({*_OF_LAUNCHER, _BEAT_KIND})
 """The kinds of frames that the launcher may send."""
 FROM_AGENT = _KINDS - _OF_LAUNCHER
 """The kinds of frames that an agent may send."""
+
+
+def read_links(data: bytes) -> tuple[tuple[str, ...], dict[str, float]]:
+    """Returns a worker's own addresses and its silent ones, for `Alive`, from what the worker sends.
+
+    Raises `ProtocolError` for anything else.
+    """
+    try:
+        addresses, silent_s = json.loads(data)
+        return _each(_address)(addresses), _silences(silent_s)
+    except _WRONG as error:
+        raise ProtocolError(f"what a worker says of its connections is wrong: {data[:40]!r}") from error
 
 
 def encode(message: Message) -> bytes:

@@ -16,7 +16,7 @@ left. The messages about the rendezvous store are in `store_messages`, and `agen
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
@@ -93,11 +93,15 @@ class Alive:
     """A worker's answer to question ``number`` of `job.hangs`.
 
     ``waited_s`` is for how long it has waited for other ranks, in what it waits for now; 0 if for nothing.
+    ``addresses`` are its own on connections to ranks on other hosts. ``silent_s`` says for how many seconds nothing has
+    come from other addresses, if that is long.
     """
 
     worker: int
     number: int
     waited_s: float
+    addresses: tuple[str, ...] = ()
+    silent_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ class StoreRequest(IntEnum):
     INIT_STARTED = 10  # number of the worker that has entered hvd.init() ── nothing
     INIT_DONE = 11  # number of the worker whose hvd.init() has succeeded ── nothing
     INIT_FAILED = 12  # number of the worker whose hvd.init() has raised an exception ── nothing
+    # Between hosts it has a fourth argument, JSON: [its addresses, {other address: seconds without an answer}].
     ALIVE = 13  # number of the worker, of the question (`job.hangs`), milliseconds that it has waited ── nothing
     STALLED = 14  # number of the worker, milliseconds that it has waited for other ranks ── nothing
 

@@ -63,6 +63,7 @@ class Played:
             here=lambda: "a",
             start_timeout_s=60,
             hang_timeout_s=0,
+            post=_nothing,
             chaos_of=faults.variable_of,
         )
         self.variables: dict[int, str] = faults.given

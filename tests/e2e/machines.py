@@ -255,6 +255,13 @@ class Switch:
         """Drops all packets from and to the machine from now on; its interface stays up, so it is not notified."""
         self._machine.run("ip", "link", "set", self._ports[machine.name], "nomaster")
 
+    def cut_between(self, *machines: Machine) -> None:
+        """Drops all packets between these machines from now on; the others still reach them, and they the others."""
+        for machine in machines:
+            self._machine.run(
+                "ip", "link", "set", "dev", self._ports[machine.name], "type", "bridge_slave", "isolated", "on"
+            )
+
     def restore(self, machine: Machine) -> None:
         self._machine.run("ip", "link", "set", self._ports[machine.name], "master", "br0")
 

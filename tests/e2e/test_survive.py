@@ -49,9 +49,9 @@ def with_points(optimizer):
     reducer = optimizer._reducer
     finish, complete = reducer._finish_buckets, reducer._complete
 
-    def finish_with_points(update):
+    def finish_with_points(*arguments):
         maybe_die("reduce")
-        finish(update)
+        finish(*arguments)
         maybe_die("vote")
 
     def complete_with_points(end):

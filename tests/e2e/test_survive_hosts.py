@@ -75,6 +75,42 @@ def test_workers_finish_the_step_in_which_the_other_host_is_lost(make_lan, launc
         assert_clean(lan, 30)
 
 
+# At its point a worker says so, and goes on when the test has made a file.
+GOES_ON = """
+import time
+
+
+def maybe_die(point):
+    if (str(worker), str(number), point) in deaths:
+        print("is at", point, flush=True)
+        while not os.path.exists(os.environ["GO_ON"]):
+            time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize(("slots", "lost"), [((2, 2), 1), ((1, 2), 0)])
+def test_workers_finish_the_step_in_which_the_network_to_the_other_host_is_cut(make_lan, launch, tmp_path, slots, lost):
+    lan = make_lan("b", "c")
+    results, go_on = tmp_path / "results", tmp_path / "go on"
+    results.mkdir()
+    hosts = ",".join(f"{host.spec}:{count}" for host, count in zip(lan.hosts, slots, strict=True))
+    flags = ("--survive", "--min-np", "1", "--on-failure", "shrink", "--hang-timeout", "12", "-H", hosts)
+    env = {"DIE": "1:4:reduce", "RESULTS": str(results), "GO_ON": str(go_on)}
+    job = launch(*flags, sys.executable, "-c", PROGRAM + GOES_ON + PLAIN, env=env, on=lan.desk)
+    line = job.process.stdout.readline()
+    assert b"is at reduce" in line, job.process.stderr.read().decode()
+    lan.cut_between(*lan.hosts)
+    go_on.touch()
+    survivors, err = survivors_of(job, tmp_path)
+    gone, other = lan.hosts[lost].spec, lan.hosts[1 - lost].spec
+    assert f"hvdlite-run: lost {gone}: the network between it and {other} is cut: nothing came over it for " in err
+    numbers = [range(slots[0]), range(slots[0], sum(slots))]
+    assert survivors.keys() == set(numbers[1 - lost])
+    died = ",".join(f"{worker}:4:reduce" for worker in numbers[lost])
+    assert_all_have(by_one_process(died, size=sum(slots)), survivors)
+    assert_clean(lan)
+
+
 @pytest.mark.parametrize("kind", ["agent", "host"])
 def test_chaos_loses_the_whole_host_of_a_worker(make_lan, launch, tmp_path, kind):
     lan, job = start(make_lan, launch, tmp_path, PLAIN, "", f"--chaos={kind}@vote:worker=2:step=4")

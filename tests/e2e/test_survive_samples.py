@@ -46,8 +46,8 @@ def maybe_die(point):
 finish = optimizer._reducer._finish_buckets
 
 
-def finish_with_points(update):
-    finish(update)
+def finish_with_points(*arguments):
+    finish(*arguments)
     maybe_die("vote")
 
 

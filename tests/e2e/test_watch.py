@@ -9,8 +9,11 @@ import re
 import select
 import signal
 import struct
+import subprocess
 import sys
 import termios
+import time
+from collections.abc import Callable
 
 import pytest
 from e2e.conftest import PATIENCE_S
@@ -39,11 +42,13 @@ while not stop:
     time.sleep(0.05)
 """
 CONTROL = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
-REDRAWN = rb"\x1b\[[0-9]+A\x1b\[J"
+# What is drawn in place stands between these two; it is erased by the third.
+DRAWN = re.compile(rb"\x1b\[\?7l((?:(?!\x1b\[\?7l).)*?)\x1b\[\?7h", re.DOTALL)
+ERASE = b"\x1b[J"
 
 
 class Terminal:
-    """A terminal of some size, and all that was written to it."""
+    """A terminal of some size, and the end of all that was written to it."""
 
     def __init__(self, columns: int, rows: int) -> None:
         self._own, self.line = pty.openpty()
@@ -53,18 +58,21 @@ class Terminal:
     def resize(self, columns: int, rows: int) -> None:
         fcntl.ioctl(self.line, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
-    def until(self, pattern: bytes) -> bytes:
-        """Reads until this has been written since the last call, and returns what was written, as far as it."""
-        while (match := re.search(pattern, self.written)) is None:
-            assert select.select([self._own], [], [], PATIENCE_S)[0], self.written[-2000:]
-            self.written += os.read(self._own, 65536)
-        seen, self.written = self.written[: match.end()], self.written[match.end() :]
-        return seen
+    def drawn(self) -> str:
+        """Returns what was drawn in place last."""
+        drawn = DRAWN.findall(self.written)
+        return CONTROL.sub(b"", drawn[-1]).decode().replace("\r\n", "\n") if drawn else ""
 
-    def rest(self) -> bytes:
-        while select.select([self._own], [], [], 0)[0]:
-            self.written += os.read(self._own, 65536)
-        return self.written
+    def until(self, condition: Callable[[], object]) -> None:
+        give_up_at = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert time.monotonic() < give_up_at, self.written[-2000:]
+            self.read(0.1)
+
+    def read(self, wait_s: float = 0.0) -> None:
+        while select.select([self._own], [], [], wait_s)[0]:
+            self.written = self.written[-100_000:] + os.read(self._own, 65536)
+            wait_s = 0.0
 
     def close(self) -> None:
         os.close(self._own)
@@ -92,71 +100,52 @@ def test_a_job_and_its_bar_are_shown_below_its_output_and_to_who_looks_at_it_and
     (tmp_path / "train.py").write_text(TRAINING)
     own, other = terminals(100, 24), terminals(80, 12)
     env = {"TERM": "xterm", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-    job = launch(
-        *("--watch", "-np", "2", sys.executable, "train.py"),
-        stdin=own.line,
-        stdout=own.line,
-        stderr=own.line,
-        cwd=tmp_path,
-        env=env,
-    )
-    own.until(rb"line 3\r\n")
-    own.until(rb"0:0\d:\d\d  2 ranks on 1 host  step \d+  [0-9.]+ steps/s")
-    assert re.search(
-        rb"rank 0 +\d+ .*\r\n.*rank 1 +\d+ .*\r\n\[0\]<stderr>:bar \d+\x1b\[\?7h", own.until(rb"bar \d+\x1b\[\?7h")
-    )
+    words = ("--watch", "-np", "2", sys.executable, "train.py")
+    job = launch(*words, stdin=own.line, stdout=own.line, stderr=own.line, cwd=tmp_path, env=env)
+    own.until(lambda: re.search(r"2 ranks on 1 host  step \d+  [0-9.]+ steps/s", own.drawn()))
+    own.until(lambda: re.search(r"rank 0 +\d+ .*\n└─ rank 1 +\d+ .*\n\[0\]<stderr>:bar \d+$", own.drawn()))
     viewer = launch("--watch", str(job.process.pid), stdin=other.line, stdout=other.line, stderr=other.line, env=env)
-    other.until(rb"2 ranks on 1 host  step \d+  [0-9.]+ steps/s")
-    other.until(rb"rank 1 +\d+")
-    own.resize(30, 10)
-    narrow = own.until(rb"\r\n\xe2\x94\x94\xe2\x94\x80 rank 1 +\d+ *\r\n")
-    drawn = re.split(REDRAWN, narrow)[-1]
-    assert max(len(CONTROL.sub(b"", row).decode()) for row in drawn.split(b"\r\n")) <= 30
+    other.until(lambda: own.read() or re.search(r"step \d+  [0-9.]+ steps/s(.*\n)+└─ rank 1 +\d+ ", other.drawn()))
+    own.resize(30, 16)
+    own.until(lambda: "rank 1" in own.drawn() and max(map(len, own.drawn().splitlines())) <= 30)
     (tmp_path / "stop").touch()
-    assert job.process.wait(PATIENCE_S) == 0
-    written = own.rest()
-    # The bar ends as a line of the output. The view is erased, and the terminal wraps lines again.
-    assert re.fullmatch(rb"\[0\]<stderr>:bar \d+\r\n", re.split(REDRAWN, written)[-1][-30:].rpartition(b"\x1b[J")[2])
-    assert written.rfind(b"\x1b[?7l") < written.rfind(b"\x1b[?7h")
-    assert b"\x1b[?25l" not in written  # the cursor is never hidden
-    assert viewer.process.wait(PATIENCE_S) == 0
-    assert f"hvdlite-run {job.process.pid} has ended" in other.rest().decode()
+    own.until(lambda: job.process.poll() is not None)
+    own.read()
+    other.until(lambda: viewer.process.poll() is not None)
+    other.read()
+    assert (job.process.returncode, viewer.process.returncode) == (0, 0)
+    # The bar ends as a line of the output, the view is erased, and the terminal wraps lines again.
+    last = own.written[own.written.rindex(b"2 ranks on 1 host") :]
+    assert re.search(rb"\[0\]<stderr>:bar \d+\r\n", last[last.index(ERASE) :])
+    assert b"\x1b[?7l" not in last[last.index(ERASE) :]
+    assert b"\x1b[?25l" not in own.written  # the cursor is never hidden
+    assert f"hvdlite-run {job.process.pid} has ended" in other.written.decode()
     job.assert_gone()
 
 
 def test_ctrl_c_ends_a_job_that_writes_without_a_pause_and_erases_the_view(launch, terminals):
-    terminal = terminals(80, 24)
-    job = launch(
-        *("--watch", "-np", "2", "yes", "a line"),
-        stdin=terminal.line,
-        stdout=terminal.line,
-        stderr=terminal.line,
-        env={"TERM": "xterm"},
-    )
-    terminal.until(rb"2 ranks on 1 host")
+    own = terminals(80, 24)
+    words = ("--watch", "-np", "2", "yes", "a line")
+    job = launch(*words, stdin=own.line, stdout=own.line, stderr=own.line, env={"TERM": "xterm"})
+    own.until(lambda: "2 ranks on 1 host" in own.drawn())
     job.process.send_signal(signal.SIGINT)
-    while job.process.poll() is None:
-        terminal.rest()
-        terminal.written = terminal.written[-100_000:]
+    own.until(lambda: job.process.poll() is not None)
+    own.read()
     assert job.process.returncode == 130
-    last = terminal.rest().rpartition(b"2 ranks on 1 host")[2]
-    assert re.search(REDRAWN, last)
+    assert ERASE in own.written.rpartition(b"\x1b[?7h")[2]
     job.assert_gone()
 
 
 @pytest.mark.parametrize("on_terminal", [True, False], ids=["dumb", "pipe"])
 def test_where_nothing_can_be_drawn_in_place_there_are_plain_lines(launch, terminals, on_terminal):
-    terminal = terminals(40, 24)
-    streams = {"stdout": terminal.line, "stderr": terminal.line} if on_terminal else {}
-    job = launch("--watch", "-np", "2", "sh", "-c", "read x", env={"TERM": "dumb"}, stdin=-1, **streams)
+    own = terminals(40, 24)
+    streams = {"stdout": own.line, "stderr": own.line} if on_terminal else {}
+    job = launch("--watch", "-np", "2", "sh", "-c", "read x", env={"TERM": "dumb"}, stdin=subprocess.PIPE, **streams)
     if on_terminal:
-        terminal.until(rb"hvdlite-run: 0:00:0\d: 2 ranks on 1 host\r\n")
+        own.until(lambda: re.search(rb"hvdlite-run: 0:00:\d\d: 2 ranks on 1 host\r\n", own.written))
     else:
-        line = job.process.stderr.readline()
-        assert re.fullmatch(rb"hvdlite-run: 0:00:0\d: 2 ranks on 1 host\n", line), line
-    job.process.stdin.close()
-    job.process.stdin = None
-    assert job.process.wait(PATIENCE_S) == 1
-    if on_terminal:
-        assert b"\x1b" not in terminal.rest()
+        assert re.fullmatch(rb"hvdlite-run: 0:00:\d\d: 2 ranks on 1 host\n", job.process.stderr.readline())
+    assert job.ended()[0] == 1  # the end of the input ends `read`
+    own.read()
+    assert b"\x1b" not in own.written
     job.assert_gone()

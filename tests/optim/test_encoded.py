@@ -40,6 +40,11 @@ def wrap(group: Group, params: list[nn.Parameter], codec: Any, **options: Any) -
     return hvd.DistributedOptimizer(inner, named, compression=codec, process_set=set_of(group), **options)
 
 
+def residuals_of(optimizer: hvd.DistributedOptimizer) -> Any:
+    """By name and kind: (first element, scale, values)."""
+    return optimizer.state_dict()["hvdlite"]["exchange"]["residuals"]
+
+
 def on(place: str, function: Callable[[Group], Any]) -> list[Any]:
     hosts = PLACES[place]
 
@@ -173,7 +178,7 @@ def test_on_one_host_gradients_are_those_of_no_compression(name):
             param.grad = gradient(group.rank, 0)
             optimizer.synchronize()
             found.append(param.grad)
-            assert "exchange" not in optimizer.state_dict()
+            assert "hvdlite" not in optimizer.state_dict()
         return found
 
     for encoded, plain in run_ranks(2, rank):
@@ -204,8 +209,8 @@ def test_a_gradient_that_no_rank_of_a_host_has_is_zero_and_keeps_its_residual(pl
         optimizer = wrap(group, [one, two], hvd.Compression.int4)
 
         def residual(name: str) -> Tensor | None:
-            of = optimizer.state_dict()["exchange"]["residuals"].get(name, {})
-            return of["own"][1] if "own" in of else None
+            of = residuals_of(optimizer).get(name, {})
+            return of["own"][2] if "own" in of else None
 
         one.grad, two.grad = gradient(group.rank, 0, 300), gradient(group.rank, 1, 300)
         optimizer.step()
@@ -238,9 +243,9 @@ def test_ten_steps_a_checkpoint_and_ten_more_equal_twenty(place, name):
         part = nn.Parameter(whole.detach().clone())
         again = wrap(group, [part], CODECS[name])
         saved = copy.deepcopy(straight.state_dict())
-        assert saved["exchange"]["residuals"]["p0"]["own"][1].any()
         again.load_state_dict(saved)
-        assert again.state_dict()["exchange"]["residuals"]["p0"].keys() == saved["exchange"]["residuals"]["p0"].keys()
+        assert residuals_of(straight)["p0"]["own"][2].any()
+        assert residuals_of(again)["p0"].keys() == residuals_of(straight)["p0"].keys()
         train(straight, whole, range(10, 20))
         train(again, part, range(10, 20))
         assert torch.equal(whole, part)
@@ -254,6 +259,110 @@ def test_ten_steps_a_checkpoint_and_ten_more_equal_twenty(place, name):
     on(place, rank)
 
 
+@both
+@everywhere
+def test_a_consolidated_state_resumes_at_any_number_of_ranks_and_changes_no_training(place, name):
+    saved: list[Any] = []
+    parts: list[Tensor] = []
+
+    def rank(group: Group) -> None:
+        models = [[nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(NUMEL))] for _ in range(2)]
+        optimizers = [wrap(group, model, CODECS[name]) for model in models]
+
+        def step(number: int) -> None:
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                for param in model:
+                    param.grad = gradient(group.rank, number, param.numel())
+                optimizer.step()
+
+        for number in range(3):
+            step(number)
+        local = copy.deepcopy(optimizers[0].state_dict())
+        parts.append(kept_of(optimizers[0], "p1"))
+        optimizers[0].consolidate_state_dict(to=1)
+        if group.rank == 1:
+            saved.append(copy.deepcopy(optimizers[0].state_dict()))
+        else:
+            assert_same(optimizers[0].state_dict(), local)
+        step(3)
+        for left, right in zip(*models, strict=True):
+            assert torch.equal(left, right)
+        # Now it is local again.
+        assert "mean" not in residuals_of(optimizers[0]).get("p1", {})
+
+    ranks = len(on(place, rank))
+    (kind, (start, scale, mean)), *others = saved[0]["hvdlite"]["exchange"]["residuals"]["p1"].items()
+    assert (kind, start, scale, len(mean), others) == ("mean", 0, 1.0, NUMEL, [])
+    assert torch.allclose(mean, torch.stack(parts).sum(0) / ranks, atol=1e-6)
+
+    def elsewhere(group: Group) -> tuple[Tensor, Tensor]:
+        model = [nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(NUMEL))]
+        optimizer = wrap(group, model, CODECS[name])
+        optimizer.load_state_dict(copy.deepcopy(saved[0]))
+        # Consolidated again it is the same.
+        optimizer.consolidate_state_dict()
+        if group.rank == 0:
+            assert torch.allclose(residuals_of(optimizer)["p1"]["mean"][2], mean, atol=1e-6)
+        for param in model:
+            param.grad = torch.zeros_like(param)
+        optimizer.synchronize()
+        assert model[1].grad is not None
+        return model[1].grad, kept_of(optimizer, "p1")
+
+    for other in PLACES:
+        shares = on(other, elsewhere)
+        total = shares[0][0] + torch.stack([kept for _, kept in shares]).sum(0) / len(shares)
+        assert torch.allclose(total, mean, atol=1e-6)
+
+
+def kept_of(optimizer: hvd.DistributedOptimizer, name: str) -> Tensor:
+    """All that a rank has kept of a gradient of NUMEL elements."""
+    total = torch.zeros(NUMEL)
+    for start, _, values in residuals_of(optimizer).get(name, {}).values():
+        total[start : start + len(values)] += values
+    return total
+
+
+def assert_same(left: Any, right: Any) -> None:
+    if isinstance(left, Tensor):
+        assert torch.equal(left, right)
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key, value in left.items():
+            assert_same(value, right[key])
+    elif isinstance(left, (list, tuple)):
+        for one, other in zip(left, right, strict=True):
+            assert_same(one, other)
+    else:
+        assert left == right
+
+
+def test_broadcast_optimizer_state_leaves_residuals_alone():
+    def rank(own: int) -> None:
+        param = nn.Parameter(torch.zeros(NUMEL))
+        inner = torch.optim.SGD([param], lr=1.0, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(inner, [("p0", param)], compression=hvd.Compression.int4)
+        param.grad = gradient(own, 0)
+        optimizer.step()
+        before = copy.deepcopy(residuals_of(optimizer))
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        assert_same(residuals_of(optimizer), before)
+        others = hvd.allgather(before["p0"]["own"][2].unsqueeze(0))
+        assert not torch.equal(others[0], others[1])
+
+    run_worlds(2, rank)
+
+
+def test_a_rank_that_is_not_the_optimizers_cannot_have_the_state():
+    def rank(group: Group) -> None:
+        optimizer = wrap(group, [nn.Parameter(torch.zeros(3))], hvd.Compression.int8)
+        with pytest.raises(ValueError, match=r"to=2 is not one of the optimizer's ranks: 0, 1"):
+            optimizer.consolidate_state_dict(to=2)
+
+    run_ranks(2, rank)
+
+
 def test_infinities_reach_every_rank_and_leave_no_trace():
     def rank(group: Group) -> None:
         param = nn.Parameter(torch.zeros(NUMEL))
@@ -265,7 +374,7 @@ def test_infinities_reach_every_rank_and_leave_no_trace():
                 param.grad[7] = float("inf")
             optimizer.synchronize()
             assert bool(param.grad.isfinite().all()) == (step != 1)
-        for _, values in optimizer.state_dict()["exchange"]["residuals"]["p0"].values():
+        for _, _, values in residuals_of(optimizer)["p0"].values():
             assert values.isfinite().all()
 
     for place in ("2 hosts", "3 hosts"):
@@ -308,9 +417,7 @@ def test_ones_own_codec_is_a_class_of_two_methods():
         optimizer = wrap(group, [param], Signs())
         param.grad = torch.tensor([3.0, -1.0, 0.5, -0.1, 2.0])
         optimizer.synchronize()
-        assert optimizer.state_dict()["exchange"]["residuals"]["p0"]["own"][1].tolist() == pytest.approx(
-            [2.0, 0.0, -0.5, 0.9, 1.0]
-        )
+        assert residuals_of(optimizer)["p0"]["own"][2].tolist() == pytest.approx([2.0, 0.0, -0.5, 0.9, 1.0])
         return param.grad
 
     for grad in on("2 hosts", rank):

@@ -124,19 +124,25 @@ def test_its_state_is_saved_by_parameter_name_and_training_goes_on_with_it(how):
     def by_state_dict(group: Group) -> None:
         model = make_model()
         optimizer = wrap(group, model, exchange=ScaledSigns)
-        assert "exchange" not in optimizer.state_dict()
+        assert "hvdlite" not in optimizer.state_dict()
         train(model, optimizer, group.rank, range(3))
         saved = copy.deepcopy(optimizer.state_dict())
-        assert sorted(saved["exchange"]) == sorted(name for name, _ in model.named_parameters())
+        assert sorted(saved["hvdlite"]["exchange"]) == sorted(name for name, _ in model.named_parameters())
         model_again = copy.deepcopy(model)
         again = wrap(group, model_again, exchange=ScaledSigns)
         again.load_state_dict(saved)
-        assert "exchange" in saved
+        assert "hvdlite" in saved
         train_on(optimizer, model, again, model_again, group.rank)
         # A plain optimizer, and one whose exchange starts without state.
         torch.optim.SGD(model.parameters(), lr=0.1).load_state_dict(saved)
-        again.load_state_dict({key: value for key, value in saved.items() if key != "exchange"})
-        assert "exchange" not in again.state_dict()
+        bare = {key: value for key, value in saved.items() if key != "hvdlite"}
+        again.load_state_dict(bare)
+        assert "hvdlite" not in again.state_dict()
+        # A checkpoint from before hvdlite's parts had a key in common.
+        again.load_state_dict({**bare, "exchange": saved["hvdlite"]["exchange"]})
+        assert again.state_dict()["hvdlite"].keys() == {"exchange"}
+        with pytest.raises(ValueError, match=r"ScaledSigns has a state on each rank, and no method consolidate"):
+            again.consolidate_state_dict()
 
     def by_pickle(rank: int) -> None:
         model = make_model()
@@ -158,7 +164,7 @@ def test_state_that_there_is_nobody_for_is_an_error():
         state = optimizer.state_dict()
         assert set(state) == {"state", "param_groups"}
         with pytest.raises(ValueError, match=r"the state of an exchange, for '0.weight' .*with the same exchange="):
-            optimizer.load_state_dict({**state, "exchange": {"0.weight": torch.zeros(3, 4)}})
+            optimizer.load_state_dict({**state, "hvdlite": {"exchange": {"0.weight": torch.zeros(3, 4)}}})
 
     run_ranks(1, rank)
 

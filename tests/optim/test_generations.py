@@ -114,7 +114,7 @@ def test_what_an_exchange_keeps_comes_along():
                     plain_sgd(list(model.parameters())), model.named_parameters(), exchange=Counts
                 )
             train(model, optimizer, x, y)
-        return optimizer.state_dict()["exchange"]
+        return optimizer.state_dict()["hvdlite"]["exchange"]
 
     first_rank, second_rank = run_generations([2, 1, 2], rank)
     assert set(first_rank.values()) == {6}

@@ -18,6 +18,7 @@ from hvdlite_launcher.plan.elastic_spec import OnFailure, Policy
 from hvdlite_launcher.report.reports import Reports
 from hvdlite_launcher.store.server import Store
 from hvdlite_launcher.wire.messages import (
+    Alive,
     Answered,
     DiscoveryFailed,
     Exited,
@@ -57,7 +58,7 @@ class Agent:
 class Played:
     """A run of the supervisor over a script, in which a function stands for what it looks at or does at that point."""
 
-    def __init__(self, *script, **policy) -> None:
+    def __init__(self, *script, hang_timeout_s: float = 0, **policy) -> None:
         self.now_s = 0.0
         self.connected: list[str] = []
         self.left: list[str] = []
@@ -85,7 +86,8 @@ class Played:
             log=lambda _: None,
             here=lambda: "a",
             start_timeout_s=START_TIMEOUT_S,
-            hang_timeout_s=0,
+            hang_timeout_s=hang_timeout_s,
+            post=lambda lost: self._script.insert(0, lost),
         )
         reports = Reports(
             ask=lambda _: None,
@@ -579,6 +581,44 @@ def test_a_worker_of_a_host_that_comes_before_the_first_generation_has_as_long_f
 def test_a_dismissed_worker_that_asks_again_is_told_again():
     played = Played(*begins(a=1, b=1), found(a=1), *asks(1, after=1), *asks(1, after=1))
     assert played.seat(1, 1) == {"dismissed": "b has been removed from the job"}
+
+
+# ------------------------------------------------------------- a network that is cut
+
+AT = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
+
+
+def alive(worker: int, host: str, *, silent=(), silent_s: float = 15.0, waited_s: float = 15.0) -> Alive:
+    return Alive(worker, 0, waited_s, (AT[host],), dict.fromkeys((AT[other] for other in silent), silent_s))
+
+
+def test_a_host_that_others_cannot_reach_is_given_up_once_and_the_others_go_on():
+    answers_of_all = [alive(0, "a", silent="b"), alive(2, "b", silent="a"), alive(1, "a", silent="b")]
+    script = [*begins(a=2, b=1), *answers_of_all, *asks(0, 1, after=1)]
+    played = Played(*script, hang_timeout_s=30)
+    assert played.left == ["b"]
+    (line,) = [line for line in played.said if line.startswith("lost b")]
+    assert line == (
+        "lost b: the network between it and a is cut: nothing came over it for 15 s, though hvdlite-run reaches both "
+        "ends"
+    )
+    assert played.ranks == {0: 0, 1: 1, 2: 2}
+    assert played.seat(0, 1)["size"] == 2
+
+
+def test_a_network_that_is_cut_for_less_than_half_the_hang_timeout_is_left_alone():
+    short = [alive(0, "a", silent="b", silent_s=14.9), alive(1, "b", silent="a", silent_s=14.9)]
+    assert Played(*begins(a=1, b=1), *short, hang_timeout_s=30).left == []
+
+
+def test_a_network_that_is_cut_while_all_compute_is_left_alone():
+    busy = [alive(0, "a", silent="b", waited_s=0), alive(1, "b", silent="a", waited_s=0)]
+    assert Played(*begins(a=1, b=1), *busy, hang_timeout_s=30).left == []
+
+
+def test_a_host_is_given_up_that_cannot_be_reached_while_ranks_connect():
+    busy = [alive(0, "a", silent="b", waited_s=0), alive(1, "b", silent="a", waited_s=0)]
+    assert Played(*begins(a=1, b=1)[:-1], *busy, hang_timeout_s=30).left == ["b"]
 
 
 # ------------------------------------------------------------------ what stays

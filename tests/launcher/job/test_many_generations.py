@@ -84,6 +84,7 @@ class Simulated:
             here=lambda: "a",
             start_timeout_s=60,
             hang_timeout_s=0,
+            post=_nothing,
         )
 
     # what the launcher uses

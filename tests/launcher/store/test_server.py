@@ -220,7 +220,25 @@ def test_a_worker_that_is_asked_whether_it_is_alive_answers_by_its_number():
     assert replies == [(DONE, b"")]
 
 
-@pytest.mark.parametrize("parts", [[b"8", b"3", b"1500"], [b"7", b"3"], [b"7", b"3", b"-1"], [b"7", b"3", b"1", b"1"]])
+def test_a_worker_on_several_hosts_says_which_connections_are_silent():
+    sent = []
+    links = b'[["10.0.0.1", "::1"], {"10.0.0.2": 15.5}]'
+    Cache(sent.append, workers={7}).request(StoreRequest.ALIVE, pack([b"7", b"3", b"0", links]), lambda *_: None)
+    assert sent == [Alive(7, 3, 0.0, ("10.0.0.1", "::1"), {"10.0.0.2": 15.5})]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b"8", b"3", b"1500"],
+        [b"7", b"3"],
+        [b"7", b"3", b"-1"],
+        [b"7", b"3", b"1", b"1"],
+        [b"7", b"3", b"1", b'[["node1"], {}]'],
+        [b"7", b"3", b"1", b'[[], {"::1": "long"}]'],
+        [b"7", b"3", b"1", b"[[], {}]", b"x"],
+    ],
+)
 def test_an_answer_that_is_none_is_refused(parts):
     sent, replies = [], []
     cache = Cache(sent.append, workers={7})

@@ -1,0 +1,457 @@
+"""PowerSGD between hosts: the averages of DDP's own hook, equal bits on all ranks, and what is kept of each step."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import counting, run_ranks, set_of
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as ddps
+
+import hvdlite as hvd
+from hvdlite.comm.group import Group
+from hvdlite.compression.low_rank import Product, orthonormal
+
+PLACES = {
+    "2 hosts": ["a", "b"],
+    "3 hosts": ["a", "b", "c"],
+    "4 hosts": ["a", "b", "c", "d"],
+    "2 hosts of 2": ["a", "a", "b", "b"],
+    "uneven": ["a", "a", "b"],
+}
+everywhere = pytest.mark.parametrize("place", PLACES)
+
+# Two matrices, a vector, a convolution's filters, a matrix that is too small, and a number.
+SHAPES = [(40, 30), (30,), (24, 4, 3, 3), (20, 25), (3, 4), ()]
+COMPRESSED = ["p0", "p2", "p3"]
+
+
+def on(place: str, function: Callable[[Group], Any], **options: Any) -> list[Any]:
+    hosts = PLACES[place]
+
+    def rank(group: Group) -> Any:
+        group.hosts = tuple(hosts)
+        return function(group)
+
+    return run_ranks(len(hosts), rank, **options)
+
+
+def gradient(rank: int, step: int, number: int, shape: tuple[int, ...] = ()) -> Tensor:
+    seed = 10000 * rank + 100 * step + number
+    return torch.randn(shape or SHAPES[number], generator=torch.Generator().manual_seed(seed))
+
+
+class Job:
+    """A rank's parameters and their optimizer, which has a bucket for each parameter if ``cap`` is 0."""
+
+    def __init__(
+        self, group: Group, *, cap: float | None = None, like: Job | None = None, dtype: Any = None, **options: Any
+    ) -> None:
+        self.rank = group.rank
+        self.params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+        if like is not None:
+            for param, other in zip(self.params, like.params, strict=True):
+                param.data.copy_(other.data)
+        form = hvd.Compression.powersgd(**{"rank": 2, "start_step": 0, "min_ratio": 1.5, **options})
+        named = [(f"p{number}", param) for number, param in enumerate(self.params)]
+        inner = torch.optim.SGD(self.params, lr=0.1, momentum=0.9)
+        self.optimizer = hvd.DistributedOptimizer(
+            inner, named, compression=form, process_set=set_of(group), bucket_cap_mb=cap
+        )
+
+    def average(self, step: int, without: tuple[int, ...] = ()) -> list[Tensor]:
+        """Returns the averages of a step's gradients, and takes the step."""
+        self.optimizer.zero_grad()
+        for number, param in enumerate(self.params):
+            if number not in without:
+                param.grad = gradient(self.rank, step, number).to(param.dtype)
+        self.optimizer.synchronize()
+        averages = [None if param.grad is None else param.grad.clone() for param in self.params]
+        with self.optimizer.skip_synchronize():
+            self.optimizer.step()
+        return averages
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state_dict()["hvdlite"]["exchange"]
+
+    def kept(self, name: str) -> Tensor:
+        """What this rank has kept of a gradient."""
+        shape = SHAPES[int(name[1:])]
+        total = torch.zeros(shape).view(-1)
+        for start, _, values in self.state["residuals"].get(name, {}).values():
+            total[start : start + len(values)] += values
+        return total.view(shape)
+
+
+@everywhere
+@pytest.mark.parametrize("cap", [None, 0.001])
+def test_all_ranks_get_equal_bits_and_what_was_not_sent_is_kept(place, cap):
+    def rank(group: Group) -> Any:
+        job = Job(group, cap=cap)
+        return [(job.average(step), {name: job.kept(name) for name in COMPRESSED}) for step in range(5)]
+
+    ranks = on(place, rank)
+    size = len(ranks)
+    sums = {name: torch.zeros(SHAPES[int(name[1:])]) for name in COMPRESSED}
+    for step in range(5):
+        averages, _ = ranks[0][step]
+        for other in ranks[1:]:
+            for mine, theirs in zip(averages, other[step][0], strict=True):
+                assert torch.equal(mine, theirs)
+        for number, average in enumerate(averages):
+            total = sum(gradient(each, step, number) for each in range(size))
+            name = f"p{number}"
+            if name not in COMPRESSED:
+                assert torch.allclose(average, total / size, atol=1e-6)
+                continue
+            assert torch.linalg.matrix_rank(average.view(average.shape[0], -1)) == 2
+            sums[name] += total - average * size
+            assert torch.allclose(sums[name], sum(each[step][1][name] for each in ranks), atol=1e-4)
+
+
+class FakeBucket:
+    """A bucket of DDP's, for its hook."""
+
+    def __init__(self, grads: list[Tensor]) -> None:
+        self._flat = torch.cat([grad.reshape(-1) for grad in grads])
+        self._shapes = [grad.shape for grad in grads]
+
+    def buffer(self) -> Tensor:
+        return self._flat
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+    def gradients(self) -> list[Tensor]:
+        parts = self._flat.split([shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+
+@pytest.mark.parametrize("rank_of_products", [1, 2, 4])
+@pytest.mark.parametrize("place", ["2 hosts", "3 hosts"])
+def test_the_averages_are_those_of_ddps_hook(place, rank_of_products):
+    """With the same first Q, and a start in step 2, the first that DDP's hook can have."""
+    store = dist.HashStore()
+    numbers = [number for number, shape in enumerate(SHAPES) if shape]
+
+    def rank(group: Group) -> None:
+        gloo = dist.ProcessGroupGloo(store, group.rank, group.size, timedelta(seconds=60))
+        state = ddps.PowerSGDState(gloo, rank_of_products, 2, min_compression_rate=1.5, random_seed=3)
+        job = Job(group, rank=rank_of_products, start_step=2, dtype=torch.float64)
+        q, flat = {}, []
+        for number in numbers:
+            rows, cols = SHAPES[number][0], torch.Size(SHAPES[number][1:]).numel()
+            if len(SHAPES[number]) > 1 and (rows + cols) * rank_of_products * 1.5 < rows * cols:
+                first = gradient(0, 99, number, (cols, rank_of_products)).double()
+                q[f"p{number}"] = first.t().contiguous()
+                flat.append((rows * rank_of_products, first.view(-1)))
+        # Given so, since the hook draws its own from the generator that all threads share.
+        state.p_memory_dict[0] = torch.empty(sum(numel for numel, _ in flat), dtype=torch.float64)
+        state.q_memory_dict[0] = torch.cat([first for _, first in flat])
+        steps = {f"p{number}": 0 for number in range(len(SHAPES))}
+        exchanged = {"codec": repr(job.optimizer._compression), "residuals": {}, "q": q, "steps": steps}
+        job.optimizer.load_state_dict({**job.optimizer.state_dict(), "hvdlite": {"exchange": exchanged}})
+        for step in range(8):
+            bucket = FakeBucket([gradient(group.rank, step, number).double() for number in numbers])
+            ddps.powerSGD_hook(state, bucket).wait()
+            averages = job.average(step)
+            for number, theirs in zip(numbers, bucket.gradients(), strict=True):
+                mine = averages[number]
+                assert torch.allclose(mine, theirs, atol=1e-5), (step, number, (mine - theirs).abs().max())
+
+    on(place, rank)
+
+
+@everywhere
+def test_ten_steps_a_checkpoint_and_ten_more_equal_twenty(place):
+    def rank(group: Group) -> None:
+        straight = Job(group, start_step=3)
+        for step in range(10):
+            straight.average(step)
+        again = Job(group, start_step=3, like=straight)
+        again.optimizer.load_state_dict(copy.deepcopy(straight.optimizer.state_dict()))
+        bare = Job(group, start_step=0, like=straight)
+        for step in range(10, 20):
+            straight.average(step)
+            again.average(step)
+            bare.average(step)
+        for left, right, other in zip(straight.params, again.params, bare.params, strict=True):
+            assert torch.equal(left, right)
+            assert other.dim() < 2 or left.numel() == 12 or not torch.equal(left, other)
+
+    on(place, rank)
+
+
+@everywhere
+def test_a_consolidated_state_goes_on_at_any_number_of_ranks(place):
+    saved: list[Any] = []
+    parts: list[Tensor] = []
+
+    def rank(group: Group) -> None:
+        job = Job(group, start_step=1)
+        for step in range(4):
+            job.average(step)
+        parts.append(job.kept("p0"))
+        local = {name: q.clone() for name, q in job.state["q"].items()}
+        job.optimizer.consolidate_state_dict()
+        if group.rank == 0:
+            saved.append(copy.deepcopy(job.optimizer.state_dict()))
+        for name, q in local.items():
+            assert job.state["q"][name].tolist() == q.tolist()
+
+    size = len(on(place, rank))
+    state = saved[0]["hvdlite"]["exchange"]
+    assert set(state["q"]) == set(COMPRESSED)
+    assert set(state["steps"].values()) == {4}
+    assert torch.allclose(state["residuals"]["p0"]["mean"][2].view(40, 30), sum(parts) / size, atol=1e-6)
+
+    def elsewhere(group: Group) -> Any:
+        job = Job(group, start_step=1)
+        job.optimizer.load_state_dict(copy.deepcopy(saved[0]))
+        averages = job.average(4)
+        return averages, job.kept("p0")
+
+    for other in PLACES:
+        shares = on(other, elsewhere)
+        ranks = len(shares)
+        total = shares[0][0][0] + sum(kept for _, kept in shares) / ranks
+        expected = sum(gradient(each, 4, 0) for each in range(ranks)) / ranks + sum(parts) / size
+        assert torch.allclose(total, expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@everywhere
+def test_what_is_not_finite_reaches_every_rank_and_leaves_no_trace(place, bad):
+    def rank(group: Group) -> None:
+        jobs = [Job(group), Job(group)]
+        for step in range(2):
+            for job in jobs:
+                job.average(step)
+        jobs[0].optimizer.zero_grad()
+        for number, param in enumerate(jobs[0].params):
+            param.grad = gradient(group.rank, 9, number)
+        if group.rank == 0:
+            jobs[0].params[0].grad[3, 4] = bad
+        jobs[0].optimizer.synchronize()
+        assert not jobs[0].params[0].grad.isfinite().any()
+        for name in COMPRESSED[:1]:
+            assert torch.equal(jobs[0].kept(name), jobs[1].kept(name))
+            for own, other in zip(*(job.state["q"].get(name, torch.zeros(1)) for job in jobs), strict=True):
+                assert torch.equal(own, other)
+
+    on(place, rank)
+
+
+@everywhere
+def test_a_matrix_that_no_rank_of_a_host_has_is_zeros_and_keeps_its_residual(place):
+    hosts = PLACES[place]
+
+    def rank(group: Group) -> Any:
+        job = Job(group)
+        job.average(0)
+        before = job.kept("p0")
+        q = job.state["q"].get("p0")
+        averages = job.average(1, without=(0,))
+        assert averages[0] is None
+        assert torch.equal(job.kept("p0"), before)
+        if q is not None:
+            assert torch.equal(job.state["q"]["p0"], q)
+        # Now the first host has one.
+        averages = job.average(2, without=() if hosts[group.rank] == "a" else (0,))
+        return before, averages[0], job.kept("p0")
+
+    ranks = on(place, rank)
+    having = [number for number, host in enumerate(hosts) if host == "a"]
+    size = len(hosts)
+    total = sum(before for before, _, _ in ranks) + sum(gradient(number, 2, 0) for number in having)
+    assert torch.allclose(total, ranks[0][1] * size + sum(after for _, _, after in ranks), atol=1e-4)
+
+
+def test_accumulated_gradients_get_the_residual_once():
+    def rank(group: Group) -> list[Tensor]:
+        found = []
+        for passes in (1, 2):
+            param = nn.Parameter(torch.zeros(40, 30))
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD([param], lr=1.0),
+                [("p0", param)],
+                compression=hvd.Compression.powersgd(2, 0),
+                process_set=set_of(group),
+                backward_passes_per_step=passes,
+            )
+            for step in range(3):
+                for _ in range(passes):
+                    (param * gradient(group.rank, step, 0) / passes).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(param.detach())
+        return found
+
+    for once, twice in on("2 hosts", rank):
+        assert torch.equal(once, twice)
+
+
+@pytest.mark.parametrize("place", ["2 hosts", "2 hosts of 2"])
+def test_two_hosts_get_the_bits_of_the_steps_in_one_process(place):
+    hosts = PLACES[place]
+
+    def rank(group: Group) -> list[Tensor]:
+        job = Job(group)
+        return [job.average(step)[0] for step in range(4)]
+
+    ranks = on(place, rank)
+    residuals = {host: torch.zeros(40, 30) for host in "ab"}
+    generator = torch.Generator().manual_seed(zlib.crc32(b"p0"))
+    q = torch.randn(2, 30, generator=generator)
+    for step in range(4):
+        sums = {}
+        for host in "ab":
+            first, *others = [gradient(number, step, 0) for number, name in enumerate(hosts) if name == host]
+            sums[host] = sum(others, first) + residuals[host]
+        (basis,) = orthonormal([q])
+        p = sum((total @ basis.t()).t().contiguous() for total in sums.values())
+        (p,) = orthonormal([p])
+        q = sum(p @ total for total in sums.values())
+        whole = p[0].unsqueeze(1) * q[0] + p[1].unsqueeze(1) * q[1]
+        residuals = {host: torch.sub(total, whole, alpha=0.5) for host, total in sums.items()}
+        for each in ranks:
+            assert torch.equal(each[step], whole / len(hosts))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.complex64])
+def test_gradients_of_other_dtypes_are_averaged(dtype):
+    def rank(group: Group) -> Tensor:
+        param = nn.Parameter(torch.zeros(40, 30, dtype=dtype))
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD([param], lr=1.0), compression=hvd.Compression.powersgd(2, 0), process_set=set_of(group)
+        )
+        row = torch.linspace(-1, 1, 30).to(dtype) * (group.rank + 1)
+        param.grad = torch.outer(torch.linspace(1, 2, 40).to(dtype), row)
+        optimizer.synchronize()
+        return param.grad
+
+    first, *others = on("3 hosts", rank)
+    assert all(torch.equal(other, first) for other in others)
+    mean = torch.outer(torch.linspace(1, 2, 40), torch.linspace(-1, 1, 30)) * 2
+    assert torch.allclose(first.to(torch.complex128), mean.to(torch.complex128), atol=0.05)
+
+
+def test_nothing_is_compressed_before_the_start_and_then_only_two_thin_matrices_are_sent():
+    def rank(group: Group) -> list[int]:
+        job = Job(group, start_step=2)
+        counts = []
+        for step in range(4):
+            seen = len(group.engine.calls)
+            job.average(step)
+            counts.append(sum(numel for name, numel in group.engine.calls[seen:] if name == "allreduce"))
+        return counts
+
+    whole = sum(torch.Size(shape).numel() for shape in SHAPES)
+    thin = 2 * (40 + 30) + 2 * (24 + 36) + 2 * (20 + 25)
+    rest = 30 + 12 + 1
+    # Besides: counts, the comparison of steps, and the gaps between gradients.
+    few = 100
+    for _, uncompressed, *compressed in on("2 hosts", rank, make_wrapper=counting):
+        assert whole <= uncompressed <= whole + few
+        assert all(thin + rest <= each <= thin + rest + few for each in compressed)
+
+
+def test_ranks_whose_state_differs_begin_anew_together():
+    def rank(group: Group) -> Any:
+        job = Job(group, start_step=2)
+        for step in range(4):
+            job.average(step)
+        state = copy.deepcopy(job.optimizer.state_dict())
+        job.average(4)
+        if group.rank == 0:
+            job.optimizer.load_state_dict(state)
+        averages = [job.average(step) for step in range(5, 8)]
+        newcomer = Job(group, start_step=2)
+        if group.rank == 0:
+            newcomer.optimizer.load_state_dict(state)
+        averages += [newcomer.average(step) for step in range(8, 10)]
+        return averages, newcomer.state["steps"]["p0"]
+
+    (first, steps), *others = on("3 hosts", rank)
+    assert steps == 6
+    for other, other_steps in others:
+        assert other_steps == 6
+        for mine, theirs in zip(first, other, strict=True):
+            assert all(torch.equal(left, right) for left, right in zip(mine, theirs, strict=True))
+
+
+def test_rows_are_made_orthonormal_and_dependent_ones_zero():
+    rows = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    rows[2] = rows[0] * 3 - rows[1]
+    short = torch.tensor([[3.0, 4.0]])
+    made, other, empty = orthonormal([rows, short, torch.zeros(2, 7)])
+    assert torch.allclose(made @ made.t(), torch.diag(torch.tensor([1.0, 1.0, 0.0, 1.0])), atol=1e-6)
+    assert torch.allclose(other, torch.tensor([[0.6, 0.8]]))
+    assert not empty.any()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (100, 700), (3, 40000)])
+def test_a_product_in_pieces_is_the_product(shape):
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(3, length, generator=generator) for length in shape)
+    product = Product(p, q)
+    made = torch.cat([product.piece(*bounds).clone() for bounds in product.pieces()])
+    assert torch.allclose(made, p.t() @ q, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rank": 0}, "rank=0 is not a whole number of at least 1"),
+        ({"rank": 1.5}, "rank=1.5 is not a whole number"),
+        ({"start_step": -1}, "start_step=-1 is not a number of steps"),
+        ({"min_ratio": 0}, "min_ratio=0 is not a positive number"),
+    ],
+)
+def test_bad_settings_are_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        hvd.Compression.powersgd(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"op": hvd.Adasum}, r"powersgd.* does not work with op=hvd.Adasum"),
+        ({"exchange": hvd.Exchange}, "leave out compression"),
+        ({"autotune": True}, r"which compression=Compression\.powersgd.* replaces"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        hvd.DistributedOptimizer(
+            torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=1.0),
+            compression=hvd.Compression.powersgd(),
+            **options,
+        )
+
+
+def test_ranks_with_different_settings_are_told_and_so_is_a_state_of_others():
+    def rank(group: Group) -> None:
+        with pytest.raises(hvd.MismatchError, match=r"powersgd\(rank=1.*powersgd\(rank=2"):
+            Job(group, rank=group.rank + 1).average(0)
+
+    run_ranks(2, rank)
+
+    def other(group: Group) -> None:
+        job = Job(group)
+        job.average(0)
+        with pytest.raises(ValueError, match=r"has the state of .*rank=2.* has compression=.*rank=3"):
+            Job(group, rank=3).optimizer.load_state_dict(job.optimizer.state_dict())
+
+    run_ranks(2, other)
