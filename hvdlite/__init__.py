@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from .optim.exchange import Exchange, ExchangeWork, Gradients, Links
     from .optim.optimizer import DistributedOptimizer
     from .optim.optimizer_state import broadcast_optimizer_state
+    from .optim.outer import DiLoCo, LocalSGD
     from .run_in_workers import run
     from .runtime.built import (
         ccl_built,
@@ -115,6 +116,7 @@ __all__ = [
     "CommunicationError",
     "Compression",
     "Compressor",
+    "DiLoCo",
     "DistributedOptimizer",
     "Exchange",
     "ExchangeWork",
@@ -124,6 +126,7 @@ __all__ = [
     "HvdliteError",
     "LaunchEnvironmentError",
     "Links",
+    "LocalSGD",
     "Max",
     "Min",
     "MismatchError",
@@ -218,6 +221,7 @@ _NAMES_OF = {
         "reducescatter_async sparse_allreduce_async synchronize"
     ),
     "optim.exchange": "Exchange ExchangeWork Gradients Links",
+    "optim.outer": "DiLoCo LocalSGD",
     "optim.optimizer": "DistributedOptimizer",
     "optim.optimizer_state": "broadcast_optimizer_state",
     "run_in_workers": "run",

@@ -27,6 +27,7 @@ from ..ops.reduction import DTYPES
 from ..ops.sendable import check_sendable, check_writable
 from ..values import MOST, real_number, shown, whole_number
 from .exchange import Exchange
+from .outer import AnyOuter, DiLoCo, LocalSGD
 from .settings import Settings
 
 MEBIBYTE = 2**20
@@ -107,6 +108,29 @@ def check_step_on_arrival(wanted: object, op: ReduceOp) -> bool:
     return wanted
 
 
+def check_outer(outer: object, settings: Settings) -> AnyOuter | None:
+    """Returns the argument. Raises TypeError for another type, and ValueError with what does not work beside it."""
+    if outer is None:
+        return None
+    if not isinstance(outer, LocalSGD | DiLoCo):
+        raise TypeError(
+            f"outer={shown(outer)} is neither an hvd.LocalSGD nor an hvd.DiLoCo: pass one, such as "
+            "hvd.LocalSGD(sync_every=8)"
+        )
+    why = {
+        "op=hvd.Adasum, which combines the changes of every step": settings.op == Adasum,
+        "step_on_arrival=True, since no averages arrive from other hosts": settings.step_on_arrival,
+        "exchange=, which decides itself what is sent": settings.exchange is not None,
+        f"compression={settings.codec!r}, since no gradients go between hosts (DiLoCo has a compression= of its own)": (
+            settings.codec is not None
+        ),
+    }
+    for what, is_given in why.items():
+        if is_given:
+            raise ValueError(f"outer={outer!r} does not work with {what}: leave one of them out")
+    return outer
+
+
 def check_max_norm(max_norm: object, op: ReduceOp, *, step_on_arrival: bool) -> float | None:
     """Returns the argument as a float, or None. Raises ValueError where the norm of the averages is known too late."""
     if max_norm is None:
@@ -134,6 +158,7 @@ def check_survivable(settings: Settings, *, has_all_ranks: bool, params: Iterabl
         "op=hvd.Adasum, whose step is taken before ranks combine it": settings.op == Adasum,
         "an exchange= of your own, whose state would change twice in such a step": settings.exchange is not None,
         f"compression={settings.codec!r}, whose residuals would change twice": settings.codec is not None,
+        f"outer={settings.outer!r}, whose outer steps would be taken twice": settings.outer is not None,
         "a process_set, whose ranks are those of a world that may end": not has_all_ranks,
         "parameters on GPUs": any(param.is_cuda for param in params),
     }
@@ -193,6 +218,7 @@ def check_autotune(
     environment: Environment,
     exchange: Callable[[], Exchange] | None = None,
     codec: Codec | LowRank | None = None,
+    outer: object = None,
 ) -> bool:
     """Returns whether autotune is to choose the bucket cap.
 
@@ -213,6 +239,8 @@ def check_autotune(
         obstacle = f"it measures all-reduces, which exchange={shown(exchange)} replaces: pass bucket_cap_mb"
     elif codec is not None:
         obstacle = f"it measures all-reduces, which compression={codec!r} replaces: pass bucket_cap_mb"
+    elif outer is not None:
+        obstacle = f"outer={shown(outer)} sends no gradients between hosts: pass bucket_cap_mb"
     else:
         return autotune or environment.autotune
     if autotune:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +29,9 @@ _KEY = "hvdlite"
 
 # The part of the exchange; and its key in checkpoints that were written before there were parts.
 _EXCHANGE = "exchange"
+
+# The part of the outer steps.
+_OUTER = "outer"
 
 # Warn after this many steps with a single backward pass: fewer may be an accident.
 _SINGLE_PASSES = 3
@@ -52,8 +55,9 @@ class AveragingOptimizer(HorovodsAttributes):
         """
         self._reducer = reducer
         # If False, GradScaler unscales the averages itself before it decides whether to step. With Adasum each rank has
-        # its own gradients, so the ranks must decide together: see `Reducer.agree_to_step`.
-        self._step_supports_amp_scaling = reducer.steps_first
+        # its own gradients, so the ranks must decide together, and outer steps count skipped steps too: see
+        # `Reducer.agree_to_step`.
+        self._step_supports_amp_scaling = reducer.scales_itself
         self._by_bucket: StepByBucket | None = None
         if reducer.settings.step_on_arrival:
             self._by_bucket = StepByBucket(self._optimizer, reducer)
@@ -125,6 +129,20 @@ class AveragingOptimizer(HorovodsAttributes):
     def no_sync(self) -> Iterator[None]:
         """A context in which backward passes only add to the gradients. The next pass outside averages the sum."""
         with self._reducer.only_accumulating():
+            yield
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A context in which the parameters are those that all hosts share, to evaluate or save the model.
+
+        With ``outer=`` that is the anchor: equal bits on all ranks. Afterwards, also after an exception, the
+        parameters are again the host's own, bit for bit. Buffers, such as BatchNorm's statistics, stay this rank's own.
+        It keeps a copy of the parameters meanwhile, and ``step()`` raises GradientError.
+
+        Where hosts have several ranks, all ranks of a host must enter it together; no other host is waited for. Without
+        ``outer=`` all ranks have equal parameters anyway, and it does nothing.
+        """
+        with nullcontext() if self._reducer.outer is None else self._reducer.outer.showing_anchor():
             yield
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -225,21 +243,24 @@ class AveragingOptimizer(HorovodsAttributes):
     def state_dict(self) -> dict[str, Any]:
         """Returns the wrapped optimizer's state dict, so that checkpoints do not depend on the wrapping.
 
-        What this rank's exchange or compression keeps is added under the key ``"hvdlite"``, which PyTorch's optimizers
-        ignore. It differs by rank: see `consolidate_state_dict`.
+        What this rank's exchange, compression or outer steps keep is added under the key ``"hvdlite"``, which PyTorch's
+        optimizers ignore. It differs by rank: see `consolidate_state_dict`. Waits for outer gradients that are being
+        averaged.
         """
-        state, parts = super().state_dict(), {_EXCHANGE: self._reducer.exchange_state()}
+        parts = {_EXCHANGE: self._reducer.exchange_state(), _OUTER: self._reducer.outer_state()}
+        state = super().state_dict()
         kept = {owner: part for owner, part in parts.items() if part}
         return {**state, _KEY: kept} if kept else state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the wrapped optimizer's state, and what this rank's exchange or compression keeps.
+        """Loads the wrapped optimizer's state, and what this rank's exchange, compression and outer steps keep.
 
         Call it on every rank, or on one and then `broadcast_optimizer_state`, which does not send the latter. If
-        ``state_dict`` has nothing under the key ``"hvdlite"``, the exchange starts with empty state.
+        ``state_dict`` has nothing under the key ``"hvdlite"``, these start anew.
         """
         kept = state_dict.get(_KEY, {_EXCHANGE: state_dict.get(_EXCHANGE, {})})
         self._reducer.load_exchange_state(kept.get(_EXCHANGE, {}))
+        self._reducer.load_outer_state(kept.get(_OUTER, {}))
         super().load_state_dict({key: value for key, value in state_dict.items() if key not in (_KEY, _EXCHANGE)})
 
     def consolidate_state_dict(self, to: int = 0) -> None:
@@ -247,8 +268,9 @@ class AveragingOptimizer(HorovodsAttributes):
 
         Every rank must call it, between two steps; it waits for all. What the compression has kept of gradients on
         each rank is replaced in that state by its mean, so that it enters the next average where every rank loads the
-        same file. Training goes on as without it, and after the next step ``state_dict()`` is local again. Raises
-        ValueError for an exchange of your own that keeps a state, and has no `Exchange.consolidate`.
+        same file. Of outer steps that state has the whole anchor and velocity. Training goes on as without it; after
+        the next step ``state_dict()`` is local again. Raises ValueError for an exchange of your own that keeps a state,
+        and has no `Exchange.consolidate`.
         """
         self._reducer.consolidate(to)
 

@@ -82,8 +82,8 @@ class GradientHooks(ABC):
 
     @property
     @abstractmethod
-    def _collecting(self) -> bool:
-        """Whether a step is in progress, so that collectives may be running on the communicator."""
+    def _is_sending(self) -> bool:
+        """Whether collectives may be running on the communicator."""
 
     @abstractmethod
     def sit_out(self, average_of_active: bool) -> bool:
@@ -183,7 +183,7 @@ class GradientHooks(ABC):
     def _give_back(self) -> None:
         with self._pinning:
             # With a collective running on it, the communicator stays open until the group is closed.
-            if not self._is_closed or self._pins or (self._collecting and self._group is not None):
+            if not self._is_closed or self._pins or (self._is_sending and self._group is not None):
                 return
             opening, self._group = self._opening, None
         if opening is not None:

@@ -80,16 +80,15 @@ class Opening:
         *,
         arguments: Arguments | None,
         description: Description,
-        by_host: bool,
-        legs: int,
+        open_links: Callable[[Group], Links],
         tune: Tune | None,
         device: torch.device | None,
     ) -> None:
         """``number`` is the optimizer's number among those of these ranks. ``member`` sits out steps for `join`.
 
         ``submit`` is the method of the world's controller, or None if there is no world. The ranks compare
-        ``arguments`` and ``description``. ``tune`` chooses the bucket cap over the new engine. ``device`` is the GPU of
-        the parameters, or None.
+        ``arguments`` and ``description``. ``open_links`` opens the links of the exchange over the new engine, and
+        ``tune`` chooses the bucket cap. ``device`` is the GPU of the parameters, or None.
         """
         self.ranks = ranks
         self.number = number
@@ -98,8 +97,7 @@ class Opening:
         self._submit = submit
         self._arguments = arguments
         self._description = description
-        self._by_host = by_host
-        self._legs = legs
+        self._open_links = open_links
         self._tune = tune
         self._device = device
         self._handle: Handle | None = None
@@ -149,7 +147,7 @@ class Opening:
         group = self.ranks.duplicate()
         try:
             with self._on_device():
-                links = Links(group, by_host=self._by_host, legs=self._legs)
+                links = self._open_links(group)
                 opened = Opened(group, links, None if self._tune is None else self._tune.cap(group))
         except BaseException:
             group.close()

@@ -9,6 +9,7 @@ Its methods, such as ``step``, are those of its base class in `averaging_optimiz
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,7 @@ from .arguments import (
     check_named_parameters,
     check_op,
     check_optimizer,
+    check_outer,
     check_positive_int,
     check_predivide,
     check_sparse_as_dense,
@@ -43,6 +45,7 @@ from .autotune import tuned_cap
 from .averaging_optimizer import AveragingOptimizer
 from .exchange import Exchange
 from .opening import Arguments
+from .outer import AnyOuter
 from .reducer import Connection, Described, Reducer
 from .settings import Settings
 
@@ -124,6 +127,12 @@ class DistributedOptimizer(AveragingOptimizer):
     costs no collective. On a CPU gradients are measured while others are still being sent, and are not multiplied if
     the norm is small enough. It does not work with Adasum or ``step_on_arrival``.
 
+    ``outer``: `LocalSGD` or `DiLoCo`, for hosts that train apart for several steps. Gradients are then averaged only
+    over the ranks of a host (of each rank alone where hosts have different numbers of ranks). Use `averaged` to
+    evaluate and to save the model. ``state_dict()`` has this rank's part of the state under ``["hvdlite"]["outer"]``:
+    save and load it on every rank. Each call of ``step()`` counts, also one in which GradScaler skips the update, so
+    every rank must call it equally often. A single host trains as without it.
+
     An average is bit-identical on all ranks, and from run to run.
     """
 
@@ -145,6 +154,7 @@ class DistributedOptimizer(AveragingOptimizer):
         step_on_arrival: bool = False,
         exchange: Callable[[], Exchange] | None = None,
         max_norm: float | None = None,
+        outer: AnyOuter | None = None,
     ) -> None:
         if isinstance(optimizer, DistributedOptimizer):
             raise ValueError("this optimizer is a DistributedOptimizer already: wrap the original one, once")
@@ -155,7 +165,7 @@ class DistributedOptimizer(AveragingOptimizer):
         predivide = check_predivide(gradient_predivide_factor, op)
         travels, codec = check_codec(compression, op)
         exchange = check_exchange(exchange, op, codec or travels, predivide)
-        tunes = check_autotune(autotune, bucket_cap_mb, op, environment, exchange, codec)
+        tunes = check_autotune(autotune, bucket_cap_mb, op, environment, exchange, codec, outer)
         settings = Settings(
             travels,
             op,
@@ -167,6 +177,7 @@ class DistributedOptimizer(AveragingOptimizer):
             codec,
             check_max_norm(max_norm, op, step_on_arrival=step_on_arrival),
         )
+        settings = replace(settings, outer=check_outer(outer, settings))
         if is_initialized() and current_world().survival is not None:
             params = [param for entry in optimizer.param_groups for param in entry["params"]]
             check_survivable(settings, has_all_ranks=process_set is global_process_set, params=params)
@@ -202,6 +213,7 @@ class DistributedOptimizer(AveragingOptimizer):
             # False once autotune has run: the chosen cap is in the settings.
             "autotune": self._reducer.is_to_be_tuned,
             "exchange_state": self._reducer.exchange.state_dict(),
+            "outer_state": self._reducer.outer_state(),
         }
 
     def __setstate__(self, pickled: dict[str, Any]) -> None:
@@ -220,6 +232,7 @@ class DistributedOptimizer(AveragingOptimizer):
         reducer.exchange.load_state_dict(pickled["exchange_state"])
         _compare_and_tune(reducer, named, pickled["groups"], is_tuned_here=lambda: pickled["autotune"])
         self._connect(reducer, named, pickled["groups"], claims=False)
+        reducer.load_outer_state(pickled["outer_state"])
 
     def _params(self) -> list[Tensor]:
         return [param for entry in self._optimizer.param_groups for param in entry["params"]]
@@ -243,7 +256,7 @@ def _compare_and_tune(
         values = (*settings.signature(exchange), passes, groups, tunes)
         words = (
             f"({'compression' if settings.exchange is None else 'exchange'}, op, predivide, bucket cap in bytes, "
-            "sparse_as_dense, step_on_arrival, max_norm, passes per step, groups, autotune)"
+            "sparse_as_dense, step_on_arrival, max_norm, outer, passes per step, groups, autotune)"
         )
         if not tunes:
             return Arguments(values, words), None

@@ -44,6 +44,7 @@ from .in_flight import BucketQueue
 from .kept_gradients import KeptGradients
 from .layout import Layout
 from .opening import Arguments, Opened, Opening, Submit, Tune
+from .outer_steps import outer_steps_of
 from .plan import Description
 from .settings import Settings
 from .sparse_gather import SparseParameters
@@ -132,7 +133,10 @@ class Reducer(GradientHooks):
         """Creates the exchange and an empty layout, for the connection's settings and ranks."""
         settings, group = connection.settings, connection.group
         self.settings = settings
-        self.exchange = exchange_of(settings, group.size)
+        self.outer = outer_steps_of(settings, group, self._trace, compares=connection.check_parameters is not False)
+        # The ranks that average gradients in every step.
+        self._inner = RankAndSize(group.rank, group.size) if self.outer is None else self.outer.inner
+        self.exchange = exchange_of(settings, self._inner.size)
         self._world = connection.world
         self._survival = connection.survival
         self._kept = None if connection.survival is None else KeptGradients()
@@ -148,9 +152,9 @@ class Reducer(GradientHooks):
 
     def _lay_out(self) -> None:
         """Creates an empty layout, and the objects that work on it."""
-        settings, size = self.settings, self._ranks.size
+        settings, size = self.settings, self._inner.size
         self._layout = Layout(
-            ranks=RankAndSize(self._ranks.rank, size),
+            ranks=self._inner,
             cap_bytes=settings.cap_bytes,
             scale_of=lambda dtype: self.exchange.scale_before(dtype, size),
             densify=settings.sparse_as_dense,
@@ -192,6 +196,26 @@ class Reducer(GradientHooks):
         for params, groups in self._added:
             self._take_in(params, groups)
 
+    def outer_state(self) -> dict[str, Any]:
+        """Returns this rank's part of the state of the outer steps; empty if there are none."""
+        return {} if self.outer is None else self.outer.state_dict()
+
+    def load_outer_state(self, state: Mapping[str, Any]) -> None:
+        """Loads what `outer_state` returned, or begins a new interval if it is empty."""
+        if self.outer is not None:
+            self.outer.load_state_dict(state)
+        elif state:
+            reason = "all ranks are on one host" if self.settings.outer is not None else "the optimizer has no outer="
+            raise ValueError(
+                f"the checkpoint has the state of outer={state['outer']}, and {reason}: make the optimizer as it was, "
+                "or delete the key 'outer' of state_dict()['hvdlite'] on every rank"
+            )
+
+    @property
+    def scales_itself(self) -> bool:
+        """Whether `agree_to_step` must see GradScaler's decision, even if that is not to step."""
+        return self.steps_first or self.settings.outer is not None
+
     @property
     def steps_first(self) -> bool:
         """Whether each rank steps with its own gradients, and the changes are combined afterwards (Adasum)."""
@@ -224,6 +248,8 @@ class Reducer(GradientHooks):
             self._clock.follow(param.device)
         if self._deltas is not None:
             self._deltas.add(plans, params)
+        if self.outer is not None:
+            self.outer.add(params, groups)
         self._compare_later(params, description)
 
     def connect(self) -> Group:
@@ -234,12 +260,15 @@ class Reducer(GradientHooks):
     def _take_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # From the engine: if that has shared memory, gradients in it are summed without a copy. In the first step the
         # engine is not open yet.
-        if self._links is None or self._group is None:
+        if self._links is None:
             return torch.zeros(numel, dtype=dtype, device=device)
-        return self._group.zeros(numel, dtype, device)
+        return self._links.all.zeros(numel, dtype, device)
 
     def _make_opening(self, number: int, description: Description) -> Opening:
         devices = [param.device for params, _ in self._added for param in params.values() if param.is_cuda]
+        open_links: Callable[[Group], Links] = partial(Links, by_host=self.exchange.by_host, legs=self.exchange.legs)
+        if self.outer is not None:
+            open_links = self.outer.open
         return Opening(
             self._ranks,
             self._reducers,
@@ -248,8 +277,7 @@ class Reducer(GradientHooks):
             self._submit,
             arguments=self._arguments,
             description=description,
-            by_host=self.exchange.by_host,
-            legs=self.exchange.legs,
+            open_links=open_links,
             tune=None if self._tune is None else Tune(self._tune, self._known_cap()),
             device=devices[0] if devices else None,
         )
@@ -277,7 +305,7 @@ class Reducer(GradientHooks):
             self._lay_out()
             for params, groups in self._added:
                 self._layout.add(params, groups)
-        elif self._group is not None and isinstance(self._group.engine, HasMemory):
+        elif self._links is not None and isinstance(self._links.all.engine, HasMemory):
             for bucket in self._layout.buckets:
                 bucket.renew()
 
@@ -536,13 +564,16 @@ class Reducer(GradientHooks):
     def consolidate(self, to: int) -> None:
         """Makes `exchange_state` on global rank ``to`` that of all ranks, until the next step. It waits for all."""
         self.require_nothing_pending("optimizer.consolidate_state_dict() was called", "call step() first")
-        links = self._connected()
-        group, named = links.all, whole_number(to)
+        links, group = self._connected(), self.connect()
+        named = whole_number(to)
         if named not in group.ranks:
             ranks = ", ".join(map(str, group.ranks))
             raise ValueError(f"consolidate_state_dict: to={shown(to)} is not one of the optimizer's ranks: {ranks}")
         state = self.exchange.consolidate([bucket.plan for bucket in self._layout.buckets], links)
-        self._consolidated = state if group.ranks[group.rank] == named else {}
+        is_asked = group.ranks[group.rank] == named
+        self._consolidated = state if is_asked else {}
+        if self.outer is not None:
+            self.outer.consolidate(keeps=is_asked)
 
     # -- the step
 
@@ -551,10 +582,20 @@ class Reducer(GradientHooks):
 
         With Adasum, whose ranks see only their own gradients, no rank steps if GradScaler has found one that is not
         finite on any rank (``found_inf``). Otherwise this divides the gradients by ``grad_scale``. Both are None
-        without a GradScaler. Without Adasum it always returns True.
+        without a GradScaler. With outer steps it does the same for the ranks of a host, which have found the same, and
+        counts the step that is not taken. Otherwise it always returns True.
         """
         if not self._collecting:
             self.follow_world()
+        if self.settings.outer is not None and found_inf is not None:
+            if found_inf.item() > 0:
+                with self.stepping():
+                    return False
+            if grad_scale is not None:
+                inverse = 1.0 / float(grad_scale)
+                for state in self._layout.states.values():
+                    if state.param.grad is not None:
+                        state.param.grad.mul_(inverse)
         if self._deltas is None:
             return True
         self._require_not_closed()
@@ -565,11 +606,16 @@ class Reducer(GradientHooks):
     def stepping(self) -> Iterator[None]:
         """A context in which the optimizer takes its step. With Adasum, combines the ranks' changes at the end."""
         with self._clock.stepping():
-            if self._deltas is None:
-                yield
-            else:
+            if self._deltas is not None:
                 with self._deltas.stepping():
                     yield
+            elif self.outer is not None:
+                self._require_not_closed()
+                self._connected()
+                with self.outer.stepping():
+                    yield
+            else:
+                yield
         self._stepped()
 
     def _stepped(self) -> None:
@@ -591,6 +637,12 @@ class Reducer(GradientHooks):
         If some gradients are complete already, they are averaged in that step. Otherwise no parameter has a gradient
         afterwards. With Adasum the parameters change as on the other ranks.
         """
+        if self.outer is not None:
+            raise GradientError(
+                f"hvd.join() does not work with outer={self.settings.outer!r}: hosts take outer steps together, and "
+                "one that has joined would not come to them. Give every rank as many batches, for example with "
+                "drop_last=True in its sampler"
+            )
         if self._deltas is not None:
             is_stepping = self._deltas.sit_out()
             if is_stepping:
@@ -621,6 +673,10 @@ class Reducer(GradientHooks):
     @property
     def _collecting(self) -> bool:
         return self._phase in _UNDER_WAY
+
+    @property
+    def _is_sending(self) -> bool:
+        return self._collecting or (self.outer is not None and self.outer.is_sending())
 
     def _begin_step(self) -> None:
         self.follow_world()

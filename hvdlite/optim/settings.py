@@ -23,6 +23,7 @@ from ..compression.low_rank import LowRank
 from ..ops.reduction import Reduction
 from .exchange import Exchange
 from .flags import ParticipantCount
+from .outer import AnyOuter
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,8 @@ class Settings:
     codec: Codec | LowRank | None = None
     # The global norm to which gradients are clipped, or None.
     max_norm: float | None = None
+    # How hosts train apart, if they do.
+    outer: AnyOuter | None = None
 
     def signature(self, exchange: Exchange) -> tuple[object, ...]:
         """Returns the values that ranks compare. ``exchange`` was made by these settings.
@@ -81,7 +84,8 @@ class Settings:
         """
         how = repr((self.codec or self.compression) if self.exchange is None else exchange)
         scaling = (self.op, self.gradient_predivide_factor)
-        return (how, *scaling, self.cap_bytes, self.sparse_as_dense, self.step_on_arrival, self.max_norm)
+        options = (self.cap_bytes, self.sparse_as_dense, self.step_on_arrival, self.max_norm, repr(self.outer))
+        return (how, *scaling, *options)
 
     @property
     def packs(self) -> bool:
@@ -99,7 +103,7 @@ class Settings:
 
     def for_nonmember(self) -> Settings:
         """Returns the settings of a rank outside the process set, whose gradients stay bit-identical."""
-        return replace(self, compression=Compression.none, op=Sum, exchange=None, codec=None)
+        return replace(self, compression=Compression.none, op=Sum, exchange=None, codec=None, outer=None)
 
     def scaling(self, dtype: torch.dtype, size: int) -> Scaling:
         """Returns the scaling of gradients of this dtype, before and after their sum over ``size`` ranks."""

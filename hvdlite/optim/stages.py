@@ -80,7 +80,7 @@ class Stages:
 
 
 class StageRunner:
-    """Starts `Stages`. Its thread begins with the first of them, and ends when the runner is garbage-collected."""
+    """Starts `Stages`. Its thread begins with the first of them, and ends after the runner is garbage-collected."""
 
     def __init__(self) -> None:
         self._todo: SimpleQueue[Stages | None] = SimpleQueue()
@@ -101,7 +101,13 @@ class StageRunner:
 @torch.no_grad()
 def _run(todo: SimpleQueue[Stages | None]) -> None:
     running: list[Stages] = []
-    while (woken := todo.get()) is not None:
+    is_abandoned = False
+    # Stages that have begun are brought to their end all the same: other ranks are in their collectives.
+    while running or not is_abandoned:
+        woken = todo.get()
+        if woken is None:
+            is_abandoned = True
+            continue
         if woken not in running and not woken.is_completed():
             running.append(woken)
         ahead = math.inf

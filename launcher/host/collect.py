@@ -21,7 +21,10 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import psutil
 
 from ..wire.messages import Reported
 
@@ -107,7 +110,7 @@ def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, dict[str, Any
     with a first line about its libraries; else None. ``can_answer``: whether it has called hvd.init(). ``load`` and
     ``cores`` are the host's.
     """
-    processes = {worker: _processes_of(pid) for worker, pid in workers.items()}
+    processes = _processes_of_all(workers)
     asked = {
         worker: _Asked(each["pid"], path)
         for worker, found in processes.items()
@@ -134,26 +137,42 @@ def collect(workers: Mapping[int, int], job_dir: str) -> dict[int, dict[str, Any
     return facts
 
 
-def _processes_of(pid: int) -> list[dict[str, Any]]:
+def _processes_of_all(workers: Mapping[int, int]) -> dict[int, list[dict[str, Any]]]:
+    """Returns what the system says of each worker's process and its descendants, the outermost first."""
     import psutil  # noqa: PLC0415  # costs 20 ms, seldom needed
 
-    found: list[dict[str, Any]] = []
-    with contextlib.suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(pid)
-        for process in [parent, *parent.children(recursive=True)][:_MOST_PROCESSES]:
-            with contextlib.suppress(psutil.Error, OSError), process.oneshot():
-                times = process.cpu_times()
-                found.append(
-                    {
-                        "pid": process.pid,
-                        "name": process.name(),
-                        "state": process.status(),
-                        "cpu_s": round(times.user + times.system, 2),
-                        "memory": process.memory_info().rss,
-                        "command": " ".join(process.cmdline())[:200],
-                    }
-                )
+    # The system's processes are read once for all workers: there may be hundreds, and as many workers.
+    children: dict[int, list[psutil.Process]] = {}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            children.setdefault(process.ppid(), []).append(process)
+    found: dict[int, list[dict[str, Any]]] = {}
+    for worker, pid in workers.items():
+        processes: list[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes = [psutil.Process(pid)]
+            for process in processes:  # which grows
+                processes += children.get(process.pid, ())
+                if len(processes) >= _MOST_PROCESSES:
+                    break
+        found[worker] = list(filter(None, map(_described, processes[:_MOST_PROCESSES])))
     return found
+
+
+def _described(process: psutil.Process) -> dict[str, Any] | None:
+    import psutil  # noqa: PLC0415  # as above
+
+    with contextlib.suppress(psutil.Error, OSError), process.oneshot():
+        times = process.cpu_times()
+        return {
+            "pid": process.pid,
+            "name": process.name(),
+            "state": process.status(),
+            "cpu_s": round(times.user + times.system, 2),
+            "memory": process.memory_info().rss,
+            "command": " ".join(process.cmdline())[:200],
+        }
+    return None
 
 
 def _ask(asked: list[_Asked]) -> None:

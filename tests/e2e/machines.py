@@ -67,7 +67,8 @@ def program(name: str) -> str | None:
 class Machine:
     """A test machine; it starts when constructed, with only a loopback interface.
 
-    ``home`` and ``tmp`` are its own directories. All pids are as seen from outside the machine.
+    ``home`` and ``tmp`` are its own directories, and ``hosts_file`` is its /etc/hosts. All pids are as seen from
+    outside the machine.
     """
 
     def __init__(self, name: str, state: Path, etc_hosts: str = "") -> None:
@@ -80,7 +81,8 @@ class Machine:
         (etc / "passwd").write_text(f"root:x:0:0:root:{self.home}:/bin/bash\n{sshd}\n")
         (etc / "shadow").write_text("root:*:20000:0:99999:7:::\n")
         # As in Debian: a machine resolves its own name to an address that others cannot use.
-        (etc / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {name}\n{etc_hosts}")
+        self.hosts_file = etc / "hosts"
+        self.hosts_file.write_text(f"127.0.0.1 localhost\n::1 localhost\n127.0.1.1 {name}\n{etc_hosts}")
         self._holder = subprocess.Popen(
             ["unshare", *_NEW_NAMESPACES, "sh", "-c", _INIT, "init", name, str(etc), sys.executable],
             env={"PATH": _PATH},

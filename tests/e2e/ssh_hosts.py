@@ -70,9 +70,19 @@ class Host(Machine):
         """Makes a new host key; call it before `start_sshd`."""
         make_key(self._host_key)
 
-    def change_host_key(self) -> None:
+    def stop_sshd(self) -> None:
         self._sshd.kill()
         self._sshd.wait()
+
+    def vanish(self) -> None:
+        """Ends sshd and all else that runs here, as where a pod is deleted; `change_host_key` starts it anew."""
+        self.stop_sshd()
+        kill_all(self.processes())
+
+    def change_host_key(self) -> None:
+        """Starts sshd with another key."""
+        if self._sshd.is_running():
+            self.stop_sshd()
         self._host_key.unlink()
         self.make_host_key()
         self.start_sshd()

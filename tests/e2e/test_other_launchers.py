@@ -365,6 +365,68 @@ def test_slurm_hands_on_the_exit_code_of_a_failed_task(slurm, tmp_path):
     assert code == 7, err
 
 
+CHECKPOINTED = """
+import os, time
+from pathlib import Path
+import torch
+import hvdlite as hvd
+
+hvd.init(timeout_s=60)
+checkpoint, run = Path("checkpoint"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+first = int(checkpoint.read_text()) if checkpoint.exists() else 0
+saver = hvd.save_on_signal(lambda: hvd.rank() or checkpoint.write_text(str(step)), requeue=True)
+for step in range(first, first + 5) if run else range(1, 10**6):
+    hvd.allreduce(torch.ones(1), name="x")
+    Path(f"run.{run}.rank.{hvd.rank()}").touch()
+    time.sleep(0.01)
+    saver.step()
+if hvd.rank() == 0:
+    Path("new").write_text(f"run {run} of {hvd.size()} ranks from {first}")
+    Path("new").rename("done")
+"""
+
+
+@pytest.mark.parametrize("limit", chosen(["signal", "time"], few=["signal"]))
+@pytest.mark.parametrize("script", ["srun", "hvdlite-run"])
+def test_a_job_saves_on_all_ranks_before_its_time_limit_and_goes_on_in_the_queue(script, limit, slurm, tmp_path):
+    """Slurm counts limits in minutes, so the short form sends what it sends before the limit by `scancel`."""
+    enter, environment = slurm
+    example = (Path(__file__).parents[2] / f"examples/slurm/{script}.sbatch").read_text()
+    for theirs, ours in (
+        ("#SBATCH --gpus-per-node=4\n", ""),  # there are none
+        ("--mpi=pmix", "--mpi=pmi2"),  # which Debian's Slurm has, too
+        ("--time=04:00:00", "--time=00:03:00"),
+        ("@90", "@30"),  # Slurm sends it up to a minute earlier
+        ("s/$/:4/", "s/$/:1/"),
+        ("--ntasks-per-node=4", "--ntasks-per-node=1"),
+    ):
+        example = example.replace(theirs, ours)
+    (tmp_path / "job.sbatch").write_text(example)
+    (tmp_path / "train.py").write_text(CHECKPOINTED)
+    environment = {**environment, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+
+    def told(*command: str) -> str:
+        code, out, err = run([*enter, *command], tmp_path, **environment)
+        assert code == 0, err
+        return out
+
+    output = tmp_path / "output"
+    options = ["--parsable", f"--chdir={tmp_path}", f"--output={output}", "--open-mode=append"]
+    job = told("sbatch", *options, str(tmp_path / "job.sbatch")).strip()
+    wait_until(lambda: len(list(tmp_path.glob("run.0.rank.*"))) == 2, message=output.read_text)
+    if limit == "signal":
+        told("scancel", *(["--batch"] if script == "hvdlite-run" else []), "--signal=USR1", job)
+    wait_until((tmp_path / "checkpoint").exists, message=output.read_text)
+    wait_until(lambda: "JobState=PENDING" in told("scontrol", "show", "job", job), message=output.read_text)
+    told("scontrol", "update", f"JobId={job}", "StartTime=now")  # instead of two minutes after it was queued again
+    wait_until((tmp_path / "done").exists, message=output.read_text)
+    saved = (tmp_path / "checkpoint").read_text()
+    assert (tmp_path / "done").read_text() == f"run 1 of 2 ranks from {saved}"
+    assert int(saved) > 0
+    wait_until(lambda: "JobState=COMPLETED" in told("scontrol", "show", "job", job))
+    assert "Restarts=1 " in told("scontrol", "show", "job", job)
+
+
 # --- a secret of the user's own ---
 
 GREET = """

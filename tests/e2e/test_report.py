@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
 import time
 
 import pytest
 from e2e.conftest import wait_until
+from hvdlite_launcher.report.console import ask_for_report, running_jobs
 
 pytestmark = pytest.mark.slow
 
@@ -164,3 +167,58 @@ def test_a_job_that_is_gone_is_refused(launch):
     code, out, err = launch("--report", "1").ended(PATIENCE_S)
     assert (code, out) == (2, b"")
     assert err.startswith(b"hvdlite-run: --report: no hvdlite-run with the process number 1 runs here")
+
+
+# Answers as `hvdlite.runtime.hang_report` does, without torch, of which 64 processes need much memory. Rank 37 sleeps.
+ANSWERS = """
+import json, os, socket
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(os.path.join(os.environ["HVDLITE_JOB_DIR"], f"r{os.getpid()}"))
+listener.listen()
+library = [["/usr/lib/python3/library.py", line, "function"] for line in range(40)]
+is_odd = os.environ["HVDLITE_RANK"] == "37"
+own = [["train.py", 41 if is_odd else 60, "load" if is_odd else "train"]]
+threads = [{"name": "MainThread", "is_main": True, "frames": own + library}]
+threads += [{"name": f"hvdlite-{number}", "is_main": False, "frames": library} for number in range(6)]
+waits = [] if is_odd else [["the all-reduce of the gradients of 0.weight", 60.0]]
+answer = {"libraries": ["/usr/lib"], "threads": threads, "waits": waits, "optimizers": []}
+while True:
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(16)
+        connection.sendall(json.dumps(answer).encode())
+"""
+
+
+def test_of_64_ranks_all_answer_before_a_report_is_closed(launch):
+    job = launch("-np", "64", "--grace", "0", sys.executable, "-ISc", ANSWERS)
+    wait_until(lambda: job.launcher().pid in running_jobs())
+    pid, data = str(job.launcher().pid), {"ranks": []}
+    # Ranks that take long to begin, or to answer, are known by less than that.
+    wait_until(lambda: data.update(ask_for_report(pid)[1]) or all(each["source"] == "answer" for each in data["ranks"]))
+    assert [each["rank"] for each in data["ranks"]] == list(range(64))
+    assert data["cause"]["ranks"] == [37]
+    assert len(data["cause"]["waiting"]) == 63
+    job.process.send_signal(signal.SIGTERM)
+    job.ended(PATIENCE_S)
+    job.assert_gone()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount a small file system")
+def test_a_full_directory_is_told_once_and_the_job_goes_on(launch, tmp_path):
+    reports, over = tmp_path / "reports", tmp_path / "over"
+    reports.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "none", str(reports)], check=True)
+    try:
+        (reports / "full").write_bytes(b"x" * 4096)
+        wait_for_the_end = f"while [ ! -e {over} ]; do sleep 0.1; done"
+        job = launch("-np", "1", "--report-dir", str(reports), "sh", "-c", wait_for_the_end)
+        wait_until(lambda: job.launcher().pid in running_jobs())
+        answers = [ask_for_report(str(job.launcher().pid)) for _ in range(2)]
+        assert [data["report"] for _, data in answers] == [1, 2]
+        over.touch()
+        code, _, err = job.ended(PATIENCE_S)
+    finally:
+        subprocess.run(["umount", "--lazy", str(reports)], check=True)
+    assert code == 0
+    assert err.decode() == f"hvdlite-run: --report-dir {reports}: reports are not written: No space left on device\n"

@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
+from long_run import IS_LONG, chosen
+from slow_ranks import PHASE_OF, as_argument, seeded_trials
+from slow_ranks import PROGRAM as SLOW_RANK_PROGRAM
 
 pytestmark = pytest.mark.slow
 
@@ -75,3 +78,50 @@ def test_a_slow_rank_is_named_with_its_phase(launch, tmp_path, phase, slow):
     assert f"{slow} {phase}\n" in shown
     assert f"straggler: rank {slow} (localhost) holds up the other ranks" in shown
     assert f"It takes longest in {phase}:" in shown
+
+
+@pytest.mark.parametrize("seed", chosen(range(5), few=[0]))
+def test_in_each_trial_the_slow_rank_and_its_phase_are_named(launch, seed):
+    size = 2 + seed % 2
+    plan = seeded_trials(seed, size, 10 if IS_LONG else len(PHASE_OF))
+    words = ("-np", str(size), sys.executable, str(SLOW_RANK_PROGRAM), as_argument(plan))
+    code, out, err = launch(*words, env={"OMP_NUM_THREADS": "1"}).ended()
+    assert code == 0, err.decode()
+    lines = [line.partition(">:")[2] for line in out.decode().splitlines()]
+    assert len(lines) == len(plan)
+    assert [line.partition(":")[0] for line in lines] == [trial.told for trial in plan], out.decode()
+
+
+SLOW_LINK = """
+import torch
+import hvdlite as hvd
+from hvdlite.control import pace_reports, stragglers
+
+stragglers.WINDOW_S = 1.0
+pace_reports._READING_S = 0.2
+hvd.init()
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Linear(256, 1024)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01), model.named_parameters())
+for step in range(12):
+    model(torch.ones(1, 256)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+hvd.barrier()
+if hvd.rank() == 0:
+    for pace in hvd.stragglers():
+        print(pace.cost < 0.1, pace.wait_s > 2 * sum(pace.seconds.values()), pace)
+"""
+
+
+def test_a_slow_link_makes_all_ranks_wait_and_none_a_straggler(launch, make_lan, tmp_path):
+    lan = make_lan("a", "b")
+    lan.shape("40mbit")  # 0.2 s for each megabyte of gradients
+    (tmp_path / "train.py").write_text(SLOW_LINK)
+    hosts = ",".join(f"{host.spec}:1" for host in lan.hosts)
+    code, out, err = launch("-H", hosts, sys.executable, str(tmp_path / "train.py"), on=lan.desk).ended()
+    assert code == 0, err.decode()
+    lines = [line.partition(">:")[2] for line in out.decode().splitlines()]
+    assert len(lines) == 2
+    assert all(line.startswith("True True ") for line in lines), out.decode()

@@ -84,6 +84,27 @@ def test_another_users_launcher_is_refused_by_the_one_who_asks_and_another_user_
     assert asked == []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_is_told_that_the_job_may_be_another_users():
+    asked = []
+    with Console(asked.append, about):
+        reads, writes = os.pipe()
+        if os.fork() == 0:
+            try:
+                os.setuid(65534)
+                ask_for_report(OWN)
+            except LauncherError as error:
+                os.write(writes, str(error).encode())
+            finally:
+                os._exit(0)
+        os.close(writes)
+        with os.fdopen(reads) as pipe:
+            said = pipe.read()
+        os.wait()
+    assert said == f"--report: hvdlite-run {OWN} gave no report: its job is ending, or is another user's"
+    assert asked == []
+
+
 def _uid_of(connection: socket.socket) -> int:
     uid: int = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
     return uid

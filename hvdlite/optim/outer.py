@@ -1,0 +1,156 @@
+"""
+`LocalSGD` and `DiLoCo`: how hosts train apart for several steps, for ``hvd.DistributedOptimizer(outer=...)``.
+
+    steps of the wrapped optimizer, within each host ── every sync_every steps: anchor - parameters, averaged over hosts
+                                                     ── the outer optimizer's step changes the anchor
+
+Plain values, compared by the ranks like the other arguments. `outer_steps` does what they say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from ..compression.casts import AnyCompression, CastCompression, Compression, NoCompression, check_compression
+from ..compression.codecs import Codec
+from ..compression.low_rank import LowRank
+from ..values import MOST, real_number, shown, whole_number
+
+
+class OuterRule(NamedTuple):
+    """The checked numbers of `LocalSGD` or `DiLoCo`, and ``words``, its ``repr``."""
+
+    sync_every: int
+    lr: float
+    momentum: float
+    fragments: int
+    delay: int
+    mix: float
+    compression: NoCompression | CastCompression | Codec
+    words: str
+
+    def fragment_due(self, step: int) -> int | None:
+        """Returns the fragment whose outer gradients are taken after this step, counted from 1. None: no fragment.
+
+        Fragments take turns at equal distances, and the last one's turn is after each ``sync_every`` steps.
+        """
+        place = (step - 1) % self.sync_every + 1
+        turns = [(number + 1) * self.sync_every // self.fragments for number in range(self.fragments)]
+        return turns.index(place) if place in turns else None
+
+
+@dataclass(frozen=True)
+class LocalSGD:
+    """Averages the parameters of all hosts each ``sync_every`` steps, and sends no gradients between hosts.
+
+    See arXiv 1805.09767. Averaging more seldom sends less, and costs more of the loss; 2 to 16 steps are usual. Raises
+    ValueError if ``sync_every`` is below 1.
+    """
+
+    sync_every: int
+
+    def __post_init__(self) -> None:
+        _check_whole(self.sync_every, "LocalSGD: sync_every", 1)
+
+    def rule(self) -> OuterRule:
+        """Returns the numbers: an outer step of plain SGD whose learning rate is 1 sets the anchor to the average."""
+        return OuterRule(self.sync_every, 1.0, 0.0, 1, 0, 0.0, Compression.none, repr(self))
+
+
+@dataclass(frozen=True)
+class DiLoCo:
+    """Lets hosts train apart, and every ``sync_every`` steps averages how far they have come (arXiv 2311.08105).
+
+    A host's outer gradient is the anchor, the parameters that all hosts shared last, minus its own parameters. Its
+    average over the hosts is the gradient for an outer step of Nesterov's SGD on the anchor, with ``lr`` and
+    ``momentum``::
+
+        velocity = momentum * velocity + average
+        anchor   = anchor - lr * (average + momentum * velocity)
+
+    The rest is from Streaming DiLoCo (arXiv 2501.18512). ``fragments`` splits the parameters: fragment i has every
+    ``fragments``-th bucket from the i-th on, and fragments take turns, ``sync_every / fragments`` steps apart. So the
+    bytes at a time are fewer, and as many in all. ``delay`` is the number of steps from the taking of a fragment's
+    outer gradients to its outer step, in which they are averaged while training goes on. Then parameters become::
+
+        parameters = mix * parameters + (1 - mix) * anchor
+
+    With ``mix=0`` what was learnt during the delay is dropped, and with 1 the parameters stay the host's own. The
+    default is 0 without a delay, and 0.5 with one, as in the paper.
+
+    ``compression`` is the format in which outer gradients are sent: none, fp16, bf16, or a `Codec` such as int4. What
+    a codec's rounding takes is added to the next outer gradient, which takes the memory of the parameters once more.
+
+    Raises ValueError for numbers outside their range: ``sync_every`` and ``fragments`` are at least 1, ``fragments``
+    at most ``sync_every``, ``delay`` at least 0 and below ``sync_every``, ``lr`` positive, ``momentum`` from 0 to below
+    1, and ``mix`` from 0 to 1.
+    """
+
+    sync_every: int
+    lr: float = 0.7
+    momentum: float = 0.9
+    fragments: int = 1
+    delay: int = 0
+    mix: float | None = None
+    compression: AnyCompression = Compression.none
+
+    def __post_init__(self) -> None:
+        every = _check_whole(self.sync_every, "DiLoCo: sync_every", 1)
+        if _check_whole(self.fragments, "DiLoCo: fragments", 1) > every:
+            raise ValueError(
+                f"DiLoCo: fragments={self.fragments} is above sync_every={every}: each fragment needs a step of its "
+                "own, so use fewer fragments"
+            )
+        if _check_whole(self.delay, "DiLoCo: delay", 0) >= every:
+            raise ValueError(
+                f"DiLoCo: delay={self.delay} is not below sync_every={every}: a fragment must arrive before its next "
+                "turn, so use a shorter delay"
+            )
+        _check_real(self.lr, "DiLoCo: lr", lambda number: 0 < number < math.inf, "a positive number, such as 0.7")
+        _check_real(self.momentum, "DiLoCo: momentum", lambda number: 0 <= number < 1, "from 0 to below 1")
+        if self.mix is not None:
+            _check_real(self.mix, "DiLoCo: mix", lambda number: 0 <= number <= 1, "from 0 to 1")
+        _resolved(self.compression)
+
+    def rule(self) -> OuterRule:
+        """Returns the numbers, with the default of ``mix``."""
+        mix = self.mix
+        if mix is None:
+            mix = 0.5 if self.delay else 0.0
+        compression = _resolved(self.compression)
+        return OuterRule(
+            self.sync_every, self.lr, self.momentum, self.fragments, self.delay, mix, compression, repr(self)
+        )
+
+
+AnyOuter: TypeAlias = LocalSGD | DiLoCo
+"""What ``outer=`` takes."""
+
+
+def _resolved(compression: object) -> NoCompression | CastCompression | Codec:
+    if isinstance(compression, Codec):
+        return compression
+    if not isinstance(compression, LowRank):
+        known = check_compression(compression)
+        if isinstance(known, NoCompression | CastCompression):
+            return known
+    raise ValueError(
+        f"DiLoCo: compression={shown(compression)} is no format of outer gradients: use hvd.Compression.none, .fp16, "
+        ".bf16, .int8 or .int4, or an hvd.Codec of your own"
+    )
+
+
+def _check_whole(value: object, what: str, least: int) -> int:
+    number = whole_number(value)
+    if number is None or not least <= number <= MOST:
+        raise ValueError(f"{what}={shown(value)} is not a whole number of at least {least}, and {MOST} at most")
+    return number
+
+
+def _check_real(value: object, what: str, fits: Callable[[float], bool], words: str) -> None:
+    number = real_number(value)
+    if number is None or not fits(number):
+        raise ValueError(f"{what}={shown(value)} is not {words}")
