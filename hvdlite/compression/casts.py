@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from ..values import shown
-from .codecs import Codec, Int4, Int8
+from .codecs import Int4, Int8
 from .custom import CustomCompression
 from .horovod_compressors import BF16Compressor, FP16Compressor, NoneCompressor
 from .horovod_compressors import Compressor as HorovodCompressor
 from .kernels import scale_cast
 from .low_rank import LowRank
+from .top_k import Encoding, EncodingTypes, TopK
 
 
 @runtime_checkable
@@ -47,7 +48,7 @@ class Compressor(Protocol):
 
 
 # The types of compression that users may pass; one in Horovod's style as a class or an instance.
-AnyCompression: TypeAlias = Compressor | HorovodCompressor | type[HorovodCompressor] | Codec | LowRank
+AnyCompression: TypeAlias = Compressor | HorovodCompressor | type[HorovodCompressor] | Encoding
 
 
 class NoCompression:
@@ -110,7 +111,8 @@ def is_narrow(dtype: torch.dtype) -> bool:
 class Compression:
     """The built-in compressions. Any object with the two methods of `Compressor` is one too, and any `Codec`.
 
-    ``int8``, ``int4`` and `powersgd` are for the gradients of a `DistributedOptimizer`, between hosts with slow links.
+    ``int8``, ``int4``, `powersgd` and `topk` are for the gradients of a `DistributedOptimizer`, between hosts with slow
+    links.
     """
 
     none = NoCompression()
@@ -128,6 +130,15 @@ class Compression:
         ``min_ratio`` times shorter. What the product does not hold is added to the next step's gradients.
         """
         return LowRank(rank, start_step, min_ratio)
+
+    @staticmethod
+    def topk(density: float = 0.01) -> TopK:
+        """Returns top-k (arXiv 1712.01887): of each bucket only the largest values are sent, with their places.
+
+        ``density`` is the part of the values that is sent, above 0 and 1 at most. Each takes 6 bytes. The others are
+        added to the next step's gradients.
+        """
+        return TopK(density)
 
 
 # A compression after `check_compression`.
@@ -147,7 +158,7 @@ def check_compression(compression: object) -> ResolvedCompression:
         return Compression.fp16
     if compression is BF16Compressor:
         return Compression.bf16
-    if isinstance(compression, (Codec, LowRank)):
+    if isinstance(compression, EncodingTypes):
         raise ValueError(
             f"compression={compression!r} makes wires that cannot be summed: it is for the gradients of an "
             "hvd.DistributedOptimizer; use hvd.Compression.fp16 or .bf16 here"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..comm.reduce_op import Adasum, Average, ReduceOp, Sum
 from ..compression.casts import Compression, ResolvedCompression, check_compression
 from ..compression.codecs import Codec
-from ..compression.low_rank import LowRank
+from ..compression.top_k import Encoding, EncodingTypes
 from ..environment import Environment
 from ..errors import WrongTypeError
 from ..log import log
@@ -70,16 +70,16 @@ def check_predivide(factor: object, op: ReduceOp) -> float:
     return number
 
 
-def check_codec(compression: object, op: ReduceOp) -> tuple[ResolvedCompression, Codec | LowRank | None]:
+def check_codec(compression: object, op: ReduceOp) -> tuple[ResolvedCompression, Encoding | None]:
     """Returns the compression, or none and the codec that was given in its place; ValueError for that with Adasum."""
-    if not isinstance(compression, (Codec, LowRank)):
+    if not isinstance(compression, EncodingTypes):
         return check_compression(compression), None
     if op == Adasum:
         raise ValueError(
             f"compression={compression!r} does not work with op=hvd.Adasum, which needs all ranks' steps as they are: "
             "use hvd.Compression.fp16, or another op"
         )
-    if isinstance(compression, LowRank):
+    if not isinstance(compression, Codec):
         return Compression.none, compression
     if not isinstance(compression.block, int) or compression.block < 1 or compression.nbytes(compression.block) % 4:
         raise ValueError(
@@ -183,7 +183,7 @@ def check_cap(bucket_cap_mb: float | None, threshold_bytes: int | None, default_
 
 
 def check_exchange(
-    exchange: object, op: ReduceOp, compression: ResolvedCompression | Codec | LowRank, predivide: float
+    exchange: object, op: ReduceOp, compression: ResolvedCompression | Encoding, predivide: float
 ) -> Callable[[], Exchange] | None:
     """Returns the user's factory of exchanges, or None if there is none.
 
@@ -217,7 +217,7 @@ def check_autotune(
     op: ReduceOp,
     environment: Environment,
     exchange: Callable[[], Exchange] | None = None,
-    codec: Codec | LowRank | None = None,
+    codec: Encoding | None = None,
     outer: object = None,
 ) -> bool:
     """Returns whether autotune is to choose the bucket cap.

@@ -71,10 +71,10 @@ class DistributedOptimizer(AveragingOptimizer):
     ``compression``: the format in which gradients are sent, see `Compression`. Parameters and optimizer state keep
     their dtype. Your own compression gets only gradients: a whole bucket if it is a `Compressor`, or each gradient in
     its shape if it is in Horovod's style. The wires that it makes are summed and divided. They are sent in ``step()``,
-    not during backward. An error in it is raised on every rank. ``hvd.Compression.int8``, ``.int4``, ``.powersgd()``
-    or a `Codec` of your own are for slow links: they are used between hosts only, and what they take from a gradient is
-    added to the next. ``state_dict()`` has that under the key ``"hvdlite"``. It differs by rank: save and load it on
-    every rank, or call `consolidate_state_dict` first.
+    not during backward. An error in it is raised on every rank. ``hvd.Compression.int8``, ``.int4``, ``.topk()``,
+    ``.powersgd()`` or a `Codec` of your own are for slow links: they are used between hosts only, and what they take
+    from a gradient is added to the next. ``state_dict()`` has that under the key ``"hvdlite"``. It differs by rank:
+    save and load it on every rank, or call `consolidate_state_dict` first.
 
     ``backward_passes_per_step``: the number of backward passes that add to a gradient before it is averaged. They are
     summed, not averaged, as in Horovod. An earlier ``step()``, for example at the end of an epoch, averages the

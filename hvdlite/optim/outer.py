@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeAlias
 from ..compression.casts import AnyCompression, CastCompression, Compression, NoCompression, check_compression
 from ..compression.codecs import Codec
 from ..compression.low_rank import LowRank
+from ..compression.top_k import TopK
 from ..values import MOST, real_number, shown, whole_number
 
 
@@ -133,7 +134,7 @@ AnyOuter: TypeAlias = LocalSGD | DiLoCo
 def _resolved(compression: object) -> NoCompression | CastCompression | Codec:
     if isinstance(compression, Codec):
         return compression
-    if not isinstance(compression, LowRank):
+    if not isinstance(compression, (LowRank, TopK)):
         known = check_compression(compression)
         if isinstance(known, NoCompression | CastCompression):
             return known

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from ..comm.reduce_op import Average, ReduceOp, Sum
 from ..compression.casts import Compression, ResolvedCompression, is_narrow
-from ..compression.codecs import Codec
 from ..compression.custom import CustomCompression
 from ..compression.kernels import divide, divide_by, scale_by
-from ..compression.low_rank import LowRank
+from ..compression.top_k import Encoding
 from ..ops.reduction import Reduction
 from .exchange import Exchange
 from .flags import ParticipantCount
@@ -71,7 +70,7 @@ class Settings:
     # The user's factory of exchanges, if there is one.
     exchange: Callable[[], Exchange] | None = None
     # What is sent between hosts, if it is not the gradients, cast or not. Then there is no other compression.
-    codec: Codec | LowRank | None = None
+    codec: Encoding | None = None
     # The global norm to which gradients are clipped, or None.
     max_norm: float | None = None
     # How hosts train apart, if they do.

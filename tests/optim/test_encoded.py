@@ -28,8 +28,12 @@ PLACES = {
 }
 CODECS = {"int8": hvd.Compression.int8, "int4": hvd.Compression.int4}
 
+FORMS = {**CODECS, "topk": hvd.Compression.topk(0.05)}
+
 everywhere = pytest.mark.parametrize("place", PLACES)
 both = pytest.mark.parametrize("name", CODECS)
+
+each_form = pytest.mark.parametrize("name", FORMS)
 
 NUMEL = 1000
 
@@ -227,7 +231,7 @@ def test_a_gradient_that_no_rank_of_a_host_has_is_zero_and_keeps_its_residual(pl
         assert grad is None
 
 
-@both
+@each_form
 @pytest.mark.parametrize("place", ["2 hosts", "3 hosts of 2"])
 def test_ten_steps_a_checkpoint_and_ten_more_equal_twenty(place, name):
     def rank(group: Group) -> None:
@@ -238,10 +242,10 @@ def test_ten_steps_a_checkpoint_and_ten_more_equal_twenty(place, name):
                 optimizer.step()
 
         whole = nn.Parameter(torch.zeros(NUMEL))
-        straight = wrap(group, [whole], CODECS[name])
+        straight = wrap(group, [whole], FORMS[name])
         train(straight, whole, range(10))
         part = nn.Parameter(whole.detach().clone())
-        again = wrap(group, [part], CODECS[name])
+        again = wrap(group, [part], FORMS[name])
         saved = copy.deepcopy(straight.state_dict())
         again.load_state_dict(saved)
         assert residuals_of(straight)["p0"]["own"][2].any()
@@ -251,7 +255,7 @@ def test_ten_steps_a_checkpoint_and_ten_more_equal_twenty(place, name):
         assert torch.equal(whole, part)
         # Without the residuals it goes another way.
         third = nn.Parameter(whole.detach().clone())
-        bare = wrap(group, [third], CODECS[name])
+        bare = wrap(group, [third], FORMS[name])
         train(straight, whole, range(20, 25))
         train(bare, third, range(20, 25))
         assert not torch.equal(whole, third)
@@ -259,7 +263,7 @@ def test_ten_steps_a_checkpoint_and_ten_more_equal_twenty(place, name):
     on(place, rank)
 
 
-@both
+@each_form
 @everywhere
 def test_a_consolidated_state_resumes_at_any_number_of_ranks_and_changes_no_training(place, name):
     saved: list[Any] = []
@@ -267,7 +271,7 @@ def test_a_consolidated_state_resumes_at_any_number_of_ranks_and_changes_no_trai
 
     def rank(group: Group) -> None:
         models = [[nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(NUMEL))] for _ in range(2)]
-        optimizers = [wrap(group, model, CODECS[name]) for model in models]
+        optimizers = [wrap(group, model, FORMS[name]) for model in models]
 
         def step(number: int) -> None:
             for model, optimizer in zip(models, optimizers, strict=True):
@@ -298,7 +302,7 @@ def test_a_consolidated_state_resumes_at_any_number_of_ranks_and_changes_no_trai
 
     def elsewhere(group: Group) -> tuple[Tensor, Tensor]:
         model = [nn.Parameter(torch.zeros(300)), nn.Parameter(torch.zeros(NUMEL))]
-        optimizer = wrap(group, model, CODECS[name])
+        optimizer = wrap(group, model, FORMS[name])
         optimizer.load_state_dict(copy.deepcopy(saved[0]))
         # Consolidated again it is the same.
         optimizer.consolidate_state_dict()

@@ -1,0 +1,216 @@
+"""Top-k between hosts: equal bits on all ranks, those of one process; what is not sent is kept, exactly."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks, set_of
+from torch import Tensor, nn
+
+import hvdlite as hvd
+from hvdlite.comm.group import Group
+from hvdlite.compression.top_k import TopK
+
+PLACES = {
+    "2 hosts": ["a", "b"],
+    "3 hosts": ["a", "b", "c"],
+    "4 hosts": ["a", "b", "c", "d"],
+    "2 hosts of 2": ["a", "a", "b", "b"],
+    "uneven": ["a", "a", "b"],
+}
+everywhere = pytest.mark.parametrize("place", PLACES)
+
+NUMEL = 1024
+
+
+def on(place: str, function: Callable[[Group], Any]) -> list[Any]:
+    hosts = PLACES[place]
+
+    def rank(group: Group) -> Any:
+        group.hosts = tuple(hosts)
+        return function(group)
+
+    return run_ranks(len(hosts), rank)
+
+
+def wrap(group: Group, params: list[nn.Parameter], density: float = 0.05, **options: Any) -> hvd.DistributedOptimizer:
+    named = [(f"p{number}", param) for number, param in enumerate(params)]
+    form = hvd.Compression.topk(density)
+    inner = torch.optim.SGD(params, lr=1.0)
+    return hvd.DistributedOptimizer(inner, named, compression=form, process_set=set_of(group), **options)
+
+
+def kept_of(optimizer: hvd.DistributedOptimizer, name: str = "p0") -> Tensor:
+    total = torch.zeros(NUMEL)
+    residuals = optimizer.state_dict()["hvdlite"]["exchange"]["residuals"]
+    for start, _, values in residuals.get(name, {}).values():
+        total[start : start + len(values)] += values
+    return total
+
+
+def gradient(rank: int, step: int) -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(1000 * rank + step))
+
+
+@everywhere
+def test_all_ranks_get_the_bits_of_one_process(place):
+    hosts = PLACES[place]
+    members: dict[str, list[int]] = {}
+    for number, host in enumerate(hosts):
+        members.setdefault(host, []).append(number)
+    lanes = list(members.values()) if len({len(ranks) for ranks in members.values()}) == 1 else [[0], [1], [2]]
+    local = len(lanes[0])
+
+    def rank(group: Group) -> list[Tensor]:
+        param = nn.Parameter(torch.zeros(NUMEL))
+        optimizer = wrap(group, [param])
+        found = []
+        for step in range(4):
+            param.grad = gradient(group.rank, step)
+            optimizer.synchronize()
+            found.append(param.grad.clone())
+            optimizer.zero_grad()
+        return found
+
+    ranks = on(place, rank)
+    residuals = [torch.zeros(NUMEL) for _ in lanes]
+    for step in range(4):
+        result = torch.zeros(NUMEL)
+        for shard in range(local):
+            part = slice(shard * NUMEL // local, (shard + 1) * NUMEL // local)
+            for lane, residual in zip(lanes, residuals, strict=True):
+                first, *others = [gradient(each, step) for each in lane]
+                wanted = (residual + sum(others, first))[part]
+                places = wanted.abs().topk(math.ceil(0.05 * len(wanted))).indices
+                sent = torch.zeros_like(wanted)
+                sent[places] = wanted[places].bfloat16().float()
+                result[part] += sent
+                residual[part] = wanted - sent
+        for each in ranks:
+            assert torch.equal(each[step], result / len(hosts))
+
+
+@everywhere
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_what_is_not_finite_reaches_every_rank_and_leaves_no_trace(place, bad):
+    def rank(group: Group) -> None:
+        param = nn.Parameter(torch.zeros(NUMEL))
+        optimizer = wrap(group, [param])
+        param.grad = gradient(group.rank, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = kept_of(optimizer)
+        param.grad = gradient(group.rank, 1)
+        if group.rank == 0:
+            param.grad[700] = bad
+        optimizer.synchronize()
+        assert not param.grad.isfinite().all()
+        after = kept_of(optimizer)
+        assert after.isfinite().all()
+        # With several ranks on a host only the shard that has it stays as it was.
+        if group.rank == 0 and place != "2 hosts of 2":
+            assert torch.equal(after, before)
+
+    on(place, rank)
+
+
+@everywhere
+def test_a_gradient_that_no_rank_of_a_host_has_is_zeros_and_keeps_its_residual(place):
+    def rank(group: Group) -> None:
+        params = [nn.Parameter(torch.zeros(NUMEL)) for _ in range(2)]
+        optimizer = wrap(group, params)
+        for number, param in enumerate(params):
+            param.grad = gradient(group.rank, number)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = kept_of(optimizer, "p1")
+        params[0].grad = gradient(group.rank, 2)
+        optimizer.synchronize()
+        assert params[1].grad is None
+        assert torch.equal(kept_of(optimizer, "p1"), before)
+
+    on(place, rank)
+
+
+@pytest.mark.parametrize("numel", [1, 7, 1000, 100_000, 300_001])
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.3, 1])
+def test_a_wire_has_the_largest_and_the_rest_is_what_was_not_sent(numel, density):
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) ** 3
+    form = TopK(density)
+    wire, places, sent = form.encode(values)
+    assert len(wire) == form.nbytes(numel) == 6 * math.ceil(density * numel)
+    assert sent is not None
+    assert len(places.unique()) == len(places) <= form.count(numel)
+    # A threshold from a sample may let somewhat fewer pass.
+    assert len(places) >= form.count(numel) * 0.5
+    rest = values.clone()
+    rest[places] = 0
+    assert rest.abs().max() <= values[places].abs().min()
+    out = torch.zeros(numel)
+    form.add_decoded(wire, out)
+    kept = values.clone()
+    kept[places] -= sent.float()
+    assert torch.equal(out.double() + kept.double(), values.double())
+
+
+def test_zeros_and_ties_and_numbers_too_large_for_the_wire():
+    form = TopK(0.01)
+    for values in (torch.zeros(100_000), torch.ones(100_000)):
+        wire, places, _ = form.encode(values)
+        assert len(places) == 1000
+        out = torch.zeros(100_000)
+        form.add_decoded(wire, out)
+        assert out.sum() == 1000 * values[0]
+    wire, _, sent = form.encode(torch.full((10,), torch.finfo(torch.float32).max))
+    assert sent is None
+    out = torch.zeros(10)
+    form.add_decoded(wire, out)
+    assert out.isnan().any()
+
+
+def test_accumulated_gradients_get_the_residual_once():
+    def rank(group: Group) -> list[Tensor]:
+        found = []
+        for passes in (1, 2):
+            param = nn.Parameter(torch.zeros(NUMEL))
+            optimizer = wrap(group, [param], backward_passes_per_step=passes)
+            for step in range(3):
+                for _ in range(passes):
+                    (param * gradient(group.rank, step) / passes).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(param.detach())
+        return found
+
+    for once, twice in on("2 hosts", rank):
+        assert torch.equal(once, twice)
+
+
+@pytest.mark.parametrize("density", [0, -0.1, 1.5, math.nan, "few", None])
+def test_a_density_that_is_none_is_refused(density):
+    with pytest.raises(ValueError, match=r"topk: density=.* above 0, and 1 at most"):
+        hvd.Compression.topk(density)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"op": hvd.Adasum}, r"topk.* does not work with op=hvd.Adasum"),
+        ({"exchange": hvd.Exchange}, "leave out compression"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        run_ranks(1, lambda group: wrap(group, [nn.Parameter(torch.zeros(3))], **options))
+
+
+def test_ranks_with_different_densities_are_told():
+    def rank(group: Group) -> None:
+        with pytest.raises(hvd.MismatchError, match=r"topk\(density=0.1.*topk\(density=0.2"):
+            wrap(group, [nn.Parameter(torch.zeros(3))], 0.1 * (group.rank + 1)).step()
+
+    run_ranks(2, rank)
