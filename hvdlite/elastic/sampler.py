@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import Sampler
 
 from ..runtime.survival import Note
-from ..runtime.world import current_world, is_initialized, rank, size
+from ..runtime.world import current_world, is_initialized, note_samples, rank, size
 from .ledger import Division, Loss, Votes
 
 
@@ -90,6 +90,7 @@ class ElasticSampler(Sampler[int]):
     def _record(self, count: int) -> None:
         self.processed_num += count * self.num_replicas
         self._division.processed += count
+        note_samples(count)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
         """Return the indices of this rank's batch number ``batch_idx`` since the last call of `iter`."""

@@ -62,6 +62,8 @@ class ProcessState:
         """The connections to ranks on other hosts in an elastic job; None between worlds."""
         self.steps: Counter[str] = Counter()
         """The steps that its optimizers took in the worlds that it has left, by their names."""
+        self.samples: int | None = None
+        """The samples that it has processed; None if its program does not tell."""
         self.is_elastic = False
         """Whether the program has entered a function of `hvd.elastic.run`, and so can go on in another world."""
         self.newcomers = Newcomers.WELCOME

@@ -212,12 +212,20 @@ def _describe_briefly() -> dict[str, object]:
     """Returns how far this rank is, for JSON. Called on the reporter's thread, once a second under --watch."""
     world = _world
     steps, waits = Counter(_process.steps), None
+    more: dict[str, object] = {} if _process.samples is None else {"samples": _process.samples}
     if world is not None:
+        if world.topology.rank == 0:  # once in each job
+            more["paces"] = [(pace.rank, round(pace.cost, 4), pace.phase) for pace in world.controller.stragglers()]
         steps.update(dict(world.generation.reducers.steps))
         blocked = [(what, since_s) for what, since_s, _ in world.generation.watch.blocked().values()]
         first = min([*blocked, *world.controller.waits()], key=lambda each: each[1], default=None)
         waits = None if first is None else (first[0], round(time.monotonic() - first[1], 3))
-    return {"rank": None if world is None else world.topology.rank, "steps": steps, "waits": waits}
+    return {"rank": None if world is None else world.topology.rank, "steps": steps, "waits": waits, **more}
+
+
+def note_samples(count: int) -> None:
+    """Notes that this rank has processed so many more samples. Called by `elastic.sampler`."""
+    _process.samples = (_process.samples or 0) + count
 
 
 def _note_progress() -> None:

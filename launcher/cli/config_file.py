@@ -25,7 +25,7 @@ from .flag_parser import Parser, Value, closest
 
 _MAX_BYTES = 1 << 18
 # The first names the file itself; the others print something and start no job.
-_NO_KEYS = frozenset({"config-file", "help", "version", "cb", "check", "check-build"})
+_NO_KEYS = frozenset({"config-file", "help", "version", "cb", "check", "check-build", "ps", "report", "diagnose"})
 # The prefix of the flags in each section. In a section, `enabled` is the switch with the section's own name.
 _SECTIONS = {
     "params": "",

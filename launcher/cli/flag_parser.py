@@ -18,6 +18,7 @@ from . import elastic_flags, flag_values, horovodrun_flags
 # Written by hand, since argparse's own texts differ between versions of Python.
 HELP = f"""\
 usage: hvdlite-run [-np N] [-H HOSTS | --hostfile FILE] [FLAG ...] [--] COMMAND [ARGUMENT ...]
+       hvdlite-run --watch PID
        hvdlite-run --check [-H HOSTS | --hostfile FILE | --host-discovery-script COMMAND] [FLAG ...]
 
 Run COMMAND in N worker processes, each with its own rank, and show their output. When one fails, the others are
@@ -45,6 +46,9 @@ ended, the end of its stderr is shown again, and hvdlite-run exits with its exit
                         generations, losses, and each rank's steps and peak memory
   --log-json FILE       also write each line of the workers' output, and each event of the job, to FILE, as one line
                         of JSON each
+  --watch               on a terminal, show the job live below its output: hosts and ranks with their steps, memory,
+                        processor and GPU use, and who holds up the others; elsewhere, a line about it each 10 s.
+                        With a PID in place of COMMAND, the job of that hvdlite-run, on this machine. Needs rich
   --ps                  start no workers; print the jobs that you run on this machine, with their hvdlite-run's PID
   --diagnose PID        start no workers; print as JSON all that --report finds out, with a verdict, and exit with 0 if
                         the job goes on, 3 if it stands still, 4 if nothing is known of it
@@ -136,6 +140,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--metrics-textfile")
         self.add_argument("--summary")
         self.add_argument("--log-json")
+        self.add_argument("--watch", action="store_true")
         self.add_argument("--ps", action="store_true")
         self.add_argument("--diagnose")
         self.add_argument("--report")

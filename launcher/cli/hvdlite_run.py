@@ -32,6 +32,7 @@ from .flag_values import positive_seconds
 # The dests of flags about the workers of a job and not about its hosts.
 _OF_WORKERS = (
     *("num_proc", "dry_run", "output_filename", "report_dir", "metrics_textfile", "summary", "log_json"),
+    "watch",
     *("prefix_output_with_timestamp", "grace"),
 )
 
@@ -64,10 +65,8 @@ def _run(argv: Sequence[str]) -> int:
     if options.version:
         print(f"hvdlite-run {VERSION}")
         return 0
-    if (asked := _asked_of_running_jobs(options)) is not None:
-        if command:
-            raise UsageError(f"{asked} starts no command: leave out {command[0]!r}, and what follows it")
-        return _show_running_jobs(options)
+    if (asked := _asked_of_running_jobs(options, command)) is not None:
+        return _show_running_jobs(asked, options, command)
     if options.check:
         if command:
             raise UsageError(f"--check runs no command: leave out {command[0]!r}, and what follows it")
@@ -87,15 +86,26 @@ def _run(argv: Sequence[str]) -> int:
     return run_attempts(job).exit_code
 
 
-def _asked_of_running_jobs(options: argparse.Namespace) -> str | None:
+def _asked_of_running_jobs(options: argparse.Namespace, command: Sequence[str]) -> str | None:
     given = {"--ps": options.ps, "--report": options.report is not None, "--diagnose": options.diagnose is not None}
+    # A command is never a number alone.
+    given["--watch"] = options.watch and len(command) == 1 and command[0].isdecimal()
     flags = [flag for flag, is_given in given.items() if is_given]
     if len(flags) > 1:
         raise UsageError(f"{flags[0]} and {flags[1]} ask for different things: give only one of them")
     return flags[0] if flags else None
 
 
-def _show_running_jobs(options: argparse.Namespace) -> int:
+def _show_running_jobs(asked: str, options: argparse.Namespace, command: Sequence[str]) -> int:
+    for flag in Parser().flags:
+        if asked not in flag.option_strings and getattr(options, flag.dest) != flag.default:
+            raise UsageError(f"{asked} of a running job starts none: leave out {'/'.join(flag.option_strings)}")
+    if asked == "--watch":
+        from .watch_job import watch_job  # noqa: PLC0415  # seldom needed
+
+        return watch_job(command[0])
+    if command:
+        raise UsageError(f"{asked} starts no command: leave out {command[0]!r}, and what follows it")
     from ..report.console import ask_for_report, table_of_jobs  # noqa: PLC0415  # seldom needed
 
     if options.ps:
@@ -176,6 +186,7 @@ def job_of(options: argparse.Namespace, command: Sequence[str]) -> JobSpec:
         metrics_file=_absolute(options.metrics_textfile),
         summary_file=_absolute(options.summary),
         log_json=_absolute(options.log_json),
+        watch=options.watch,
         as_horovod=options.horovod,
         elastic=elastic_flags.elastic_of(options, hosts, _elastic_timeout_s()) if starts_elastic else None,
         restart=elastic_flags.restart_of(options),

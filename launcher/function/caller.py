@@ -24,7 +24,7 @@ from ..system.terminal_text import one_line, visible
 from .function_messages import FunctionCall, FunctionResults
 
 # These flags start no job, so nothing would be returned.
-_NO_ARGUMENTS = frozenset({"dry-run", "cb", "check", "check-build", "help", "version"})
+_NO_ARGUMENTS = frozenset({"dry-run", "cb", "check", "check-build", "ps", "report", "diagnose", "help", "version"})
 
 # One of these says how many workers there are.
 _NUMBERS_OF_WORKERS = (

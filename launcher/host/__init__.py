@@ -7,5 +7,5 @@ uses the other modules for the workers, and `wire.channel` to talk to the launch
 
 Modules import only what stands before them:
 
-    start_workers < worker_stdin < worker_output < collect < ask_progress < agent < remote_parent
+    start_workers < worker_stdin < worker_output < collect < host_load < ask_progress < agent < remote_parent
 """

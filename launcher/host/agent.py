@@ -54,6 +54,7 @@ from ..wire.messages import (
 from ..wire.store_messages import StoreCommand
 from .ask_progress import Progress
 from .collect import Collector
+from .host_load import HostLoad
 from .start_workers import CannotStartError, Worker, start_workers
 from .worker_output import WorkerOutput
 from .worker_stdin import WorkerStdin
@@ -85,7 +86,8 @@ class Agent:
         self._channel = Channel(commands, events, self._selector)
         self._worker_output = WorkerOutput(self._selector, self._channel)
         self._collector = Collector(self._selector, self._channel.send)
-        self._progress = Progress(self._selector, self._channel.send)
+        self._load = HostLoad(self._selector)
+        self._progress = Progress(self._selector, self._channel.send, self._load)
         self._greeting: Greet | None = None
         self._port: socket.socket | None = None  # reserves the port, see `network.reserve_port`
         self._workers: dict[int, Worker] = {}  # the running ones, by pid
@@ -194,6 +196,7 @@ class Agent:
         self._job = job
         try:
             self._interface = _interface_for(self._greeting.interface, job.peers)
+            self._load.interface = self._interface if job.peers else None
             path = job_dir(job.token, job_directory.temporary_directory())
             job_directory.clear_abandoned(os.path.dirname(path))
             self._held_dir = job_directory.make(path)

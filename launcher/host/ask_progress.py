@@ -1,7 +1,7 @@
 """`Progress`: finds out how far the workers of one host are, without any thread or process of its own.
 
     AskProgress ──► Progress ── "brief" ──► <job's directory>/r<pid>, of each process that has called hvd.init()
-    Progressed  ◄── JSON: processor time, memory, and what the worker answers
+    Progressed  ◄── JSON: processor time, memory, what the worker answers, and the load of the host
 
 A rank that does not answer until the next question, since it is stopped or its interpreter's lock is held, is told of
 without an answer. All reads are of /proc files that no other process can block; `collect` finds out more, in a child.
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..wire.messages import Progressed
+from .host_load import HostLoad
 
 _READ_BYTES = 1 << 14
 _MOST_BYTES = 1 << 16
@@ -40,10 +41,12 @@ class _Asked:
 class Progress:
     """The question that is being answered on this host."""
 
-    def __init__(self, selector: selectors.BaseSelector, send: Callable[[Progressed], None]) -> None:
+    def __init__(self, selector: selectors.BaseSelector, send: Callable[[Progressed], None], load: HostLoad) -> None:
         """``selector``: the data of each registration is a function without arguments, which the event loop calls."""
         self._selector = selector
         self._send = send
+        self._load = load
+        self._host: dict[str, object] = {}  # what is told of the host with the next worker
         self._number = 0
         self._asked: list[_Asked] = []
         self._silent: dict[int, int] = {}  # the pids of workers that have not answered, by their numbers
@@ -52,9 +55,12 @@ class Progress:
         """Sends a `Progressed` for each of the workers, given as pids by their numbers; returns at once.
 
         ``facts`` is JSON: ``pid`` of the process that has answered, or else the worker's own, ``cpu_s`` and ``memory``
-        (bytes) of that process, and ``answer``, None if there is none. ``can_answer``: whether any was asked.
+        (bytes) of that process, ``gpu``, the part of the time in which its GPU computes, if that is known, and
+        ``answer``, None if there is none. ``can_answer``: whether any was asked. The first one has ``host``, see
+        `HostLoad.facts`.
         """
         self._give_up()
+        self._host = self._load.facts()
         self._number, self._silent = number, dict(workers)
         for name in os.listdir(job_dir):
             if found := _SOCKET.fullmatch(name):
@@ -119,6 +125,10 @@ class Progress:
     def _tell(self, worker: int, pid: int, number: int, answer: dict[str, Any] | None, *, can_answer: bool) -> None:
         cpu_s, memory = _usage(pid)
         facts = {"pid": pid, "cpu_s": cpu_s, "memory": memory, "answer": answer, "can_answer": can_answer}
+        if (gpu := self._load.gpu_use(pid)) is not None:
+            facts["gpu"] = gpu
+        if self._host:
+            facts["host"], self._host = self._host, {}
         self._send(Progressed(worker, number, json.dumps(facts)))
 
 

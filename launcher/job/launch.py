@@ -41,15 +41,18 @@ from .generation_table import GenerationTable
 from .job_facts import JobFacts
 from .json_log import JsonLog
 from .launcher_stdin import Stdin, echoes
+from .live_view import LiveView
 from .log_events import LogEvents
 from .membership import Membership
 from .metrics import METRICS_EACH_S, Metrics, require_writable
 from .output_files import OutputFiles
 from .progress import JobProgress
 from .roster import Roster
-from .screen import Screen
+from .screen import Screen, draws_in_place
 from .summary import Summary
 from .supervisor import Judgement, Observer, Supervisor
+from .watch import EACH_S as WATCH_EACH_S
+from .watch import Watch
 
 _FOR_WORKERS = (signal.SIGUSR1, signal.SIGUSR2)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, *_FOR_WORKERS)
@@ -74,6 +77,7 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
     for flag, path in (("--metrics-textfile", job.metrics_file), ("--summary", job.summary_file)):
         if path is not None:
             require_writable(flag, path)
+    view = LiveView() if job.watch and draws_in_place() else None
     json_log = None if job.log_json is None else JsonLog(job.log_json, is_continued=job.attempt > 0)
     start = _start_static if job.elastic is None else _start_elastic
     shared = Store() if store is None else store
@@ -103,7 +107,7 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
             clock=time.monotonic,
             directory=job.report_dir,
         )
-        views = _Views(job, running, agents)
+        views = _Views(job, running, agents, view)
         supervisor = Supervisor(
             running.judgement,
             running.ending,
@@ -126,9 +130,7 @@ def launch(job: JobSpec, store: Store | None = None) -> Outcome:
         if outcome.message and store is None:
             screen.say(outcome.message)
         screen.close()
-        if _wait_for_screen(events, timeout_s=_HASTY_SCREEN_S if outcome.hasty else None):
-            outcome = replace(outcome, hasty=True)
-    return outcome
+        return replace(outcome, hasty=_wait_for_screen(screen, events, is_hasty=outcome.hasty))
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,8 @@ class _Running:
 class _Views:
     """What people and machines see of a running job besides its output. ``observers`` are told of all events."""
 
-    def __init__(self, job: JobSpec, running: _Running, agents: Agents) -> None:
+    def __init__(self, job: JobSpec, running: _Running, agents: Agents, view: LiveView | None) -> None:
+        """``view`` draws the job for ``--watch``; None if nothing can be drawn in place."""
         screen, ending, roster = running.screen, running.ending, running.roster
         self._screen = screen
         self._metrics: Metrics | None = None
@@ -162,13 +165,12 @@ class _Views:
             )
         if job.log_json is not None:
             self.observers.append(LogEvents(roster, screen.record))
-        if job.metrics_file is None and job.summary_file is None:
-            return
+        is_asked = job.metrics_file is not None or job.summary_file is not None
         progress = JobProgress(
             ask=agents.ask_progress,
             running=lambda: ending.running,
             roster=roster,
-            each_s=METRICS_EACH_S,
+            each_s=WATCH_EACH_S if job.watch else METRICS_EACH_S if is_asked else None,
             clock=ending.clock,
         )
         facts = JobFacts(
@@ -179,7 +181,12 @@ class _Views:
             table=running.table,
             clock=ending.clock,
         )
-        self.observers += [progress, facts]
+        watch = Watch(facts, job.command)
+        self.observers += [progress, facts, watch]
+        if view is not None:
+            watch.draw_with(view, screen.set_view)
+        elif job.watch:
+            watch.tell_with(screen.say)
         if job.metrics_file is not None:
             self._metrics = Metrics(job.metrics_file, facts, screen.say)
             progress.show_with(self._metrics.show)
@@ -357,14 +364,27 @@ def _pass_signals_on(pipe: int, events: SimpleQueue[Event]) -> None:
     os.close(pipe)
 
 
-def _wait_for_screen(events: SimpleQueue[Event], timeout_s: float | None) -> bool:
-    """Waits until all output is written, a signal is received, or ``timeout_s`` is over; returns whether one was."""
-    with contextlib.suppress(Empty):
-        while True:
-            event = events.get(timeout=timeout_s)
-            if isinstance(event, ScreenDone | Interrupted):
-                return isinstance(event, Interrupted)
-    return False
+def _wait_for_screen(screen: Screen, events: SimpleQueue[Event], *, is_hasty: bool) -> bool:
+    """Waits until all output is written, and returns whether the user waits for that: after a signal.
+
+    Then it takes a moment at most, after which what is left of the output is dropped, and the screen is tidied up.
+    """
+    is_dropping = False
+    while True:
+        try:
+            event = events.get(timeout=_HASTY_SCREEN_S if is_hasty else None)
+        except Empty:
+            if is_dropping:  # the terminal takes nothing
+                return True
+        else:
+            if isinstance(event, ScreenDone):
+                return is_hasty
+            if not isinstance(event, Interrupted):
+                continue
+            if is_dropping:
+                return True
+        is_hasty = is_dropping = True
+        screen.drop_rest()
 
 
 def _output_files(job: JobSpec, slots: Sequence[Slot]) -> OutputFiles | None:

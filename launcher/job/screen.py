@@ -12,7 +12,8 @@ worker is drawn in the `footer`, below all other lines, each time in the same pl
 
 A worker's unfinished line may be a prompt: on a terminal it is shown once the worker has been quiet for a moment. What
 the worker writes next continues this line, unless another worker's output has been shown since, or the user has typed
-an answer (`launch` reports that): then it becomes a line of its own.
+an answer (`launch` reports that): then it becomes a line of its own. Under the live view of ``--watch`` it is
+drawn in the footer instead, until it is complete.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ _QUIET_S = 0.15
 # How often the footer is drawn at most, while there is output without a pause.
 _REDRAW_S = 0.05
 _UNCOLOURED = b"\x1b[0m"
+
+View = Callable[[int, int], Sequence[str]]
+"""Returns lines for so many columns, and at most so many lines."""
 
 
 class Screen:
@@ -69,7 +73,7 @@ class Screen:
         self._events = events
         self._fds: dict[Stream, int] = {"stdout": stdout, "stderr": stderr}
         self._on_terminal = {s: os.isatty(fd) for s, fd in self._fds.items()}
-        self._in_place = {s: self._on_terminal[s] and environ.get("TERM") != "dumb" for s, fd in self._fds.items()}
+        self._in_place = {stream: draws_in_place(fd, environ) for stream, fd in self._fds.items()}
         self._coloured = not environ.get("NO_COLOR")
         self._stamp: Callable[[], bytes] = _now if timestamps else bytes
         self._files = files
@@ -79,6 +83,9 @@ class Screen:
         self._lines: dict[tuple[int, Stream], Lines] = {}
         self._bars: dict[tuple[int, Stream], Lines] = {}  # those that have a bar in place
         self._status: Sequence[bytes] = ()
+        self._view: View | None = None
+        self._view_lines: tuple[View | None, tuple[int, int], Sequence[bytes]] = (None, (0, 0), ())
+        self._unfinished: dict[tuple[int, Stream], bytes] = {}  # those that are drawn in the footer
         # The unfinished line on the terminal that the cursor is in, and its bytes there. Then no bar is drawn.
         self._open: tuple[Stream, Lines, bytes] | None = None
         self._quiet_s = quiet_s
@@ -87,6 +94,7 @@ class Screen:
         self._failed: set[Stream] = set()
         self._footers = self._make_footers(redraw_s)
         self._shown = shown
+        self._drops = False
         self._todo: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         threading.Thread(target=self._work, daemon=True, name="screen").start()
 
@@ -96,7 +104,7 @@ class Screen:
         devices: dict[int, Footer] = {}
         for stream, fd in self._fds.items():
             if self._in_place[stream]:
-                put, size = partial(self._put, stream), partial(_terminal_size, fd)
+                put, size = partial(self._put, stream), partial(terminal_size, fd)
                 own = Footer(put, size, clock=self._clock, redraw_s=redraw_s)
                 footers[stream] = devices.setdefault(os.fstat(fd).st_rdev, own)
         return footers
@@ -135,6 +143,10 @@ class Screen:
         """Draws these lines of the launcher below all output, in place of those before; none removes them."""
         self._todo.put(partial(self._set_status, lines))
 
+    def set_view(self, view: View) -> None:
+        """Draws what this returns below all output and above the bars, for the size that the terminal has then."""
+        self._todo.put(partial(self._set_view, view))
+
     def typed(self) -> None:
         """Reports that the user ended a line on the terminal, so that the cursor is at the beginning of the next."""
         self._todo.put(self._typed)
@@ -143,14 +155,20 @@ class Screen:
         """Ends the thread once everything is written. Its last event is `ScreenDone`."""
         self._todo.put(None)
 
+    def drop_rest(self) -> None:
+        """Shows no more output, also not what waits to be shown: the user waits for the end."""
+        self._drops = True
+
     # ------------------------------------------------------- in the own thread
 
     def _work(self) -> None:
         while (task := self._next_task()) is not None:
             task()
-        self._set_status(())
+        self._view, self._status = None, ()
         for worker, _ in list(self._lines):
             self._finish(worker)
+        for footer in self._footers.values():
+            footer.erase()
         if self._files is not None:
             self._files.close()
         if self._json_log is not None:
@@ -210,6 +228,9 @@ class Screen:
                 self._files = None
                 self._events.put(ScreenFailed(error.filename, error))
         self._log(lambda log: log.output(output, self._rank_now(output.worker)))
+        if self._drops:
+            self._shown(output)
+            return
         lines = self._lines.get((output.worker, output.stream))
         if lines is None:
             prefix = self._prefix(output.worker, output.stream)
@@ -217,6 +238,7 @@ class Screen:
             lines = Lines(prefix, self._in_place[output.stream], self._stamp, clean)
             self._lines[output.worker, output.stream] = lines
         text = lines.feed(output.data)
+        self._unfinished.pop((output.worker, output.stream), None)
         if lines.bar:
             self._bars[output.worker, output.stream] = lines
         self._write(output.stream, text, lines)
@@ -229,11 +251,21 @@ class Screen:
         del self._quiet_at[whose]
         stream, lines = whose[1], self._lines[whose]
         text = lines.show_unfinished()
+        if self._view is not None and stream in self._footers:
+            self._unfinished[whose] = text
+            self._draw()
+            return
         self._erase(stream)
         self._put(stream, self._after_open(stream, text, lines))
         self._open = stream, lines, text
 
     def _typed(self) -> None:
+        for footer in dict.fromkeys(self._footers.values()):
+            footer.note_newline()
+        if self._unfinished:  # what was typed stands after the newest one
+            whose = next(reversed(self._unfinished))
+            self._lines[whose].start_new_line()
+            self._write(whose[1], self._unfinished.pop(whose) + b"\n")
         if self._open is not None:
             self._open[1].start_new_line()
             self._open = None
@@ -244,6 +276,7 @@ class Screen:
         self._log(lambda log: log.finish(worker, self._rank_now(worker)))
         for stream in self._fds:
             self._quiet_at.pop((worker, stream), None)
+            self._unfinished.pop((worker, stream), None)
             if lines := self._lines.pop((worker, stream), None):
                 self._write(stream, lines.finish(), lines)
         self._ranks.pop(worker, None)
@@ -270,12 +303,17 @@ class Screen:
         self._status = [visible(line).encode(errors="surrogateescape") for line in lines]
         self._draw()
 
+    def _set_view(self, view: View) -> None:
+        self._view = view
+        self._draw()
+
     def _write(self, stream: Stream, text: bytes, source: Lines | None = None) -> None:
         """Writes whole lines, above the footer."""
         if self._open is not None and (text or (source is not None and source.bar)):
             text = self._after_open(stream, text, source)
-        if text:
-            self._erase(stream)
+        if text and (footer := self._footers.get(stream)):
+            footer.write(text)
+        elif text:
             self._put(stream, text)
         self._draw()
 
@@ -294,8 +332,23 @@ class Screen:
                 for (_, stream), lines in sorted(self._bars.items(), key=lambda each: each[0])
                 if self._footers[stream] is footer
             ]
-            status = self._status if footer is self._footers.get("stderr") else ()
-            footer.draw(_fitted(bars, status, footer.fits()[1]))
+            bars += [text for (_, stream), text in self._unfinished.items() if self._footers[stream] is footer]
+            columns, most = footer.fits()
+            is_own = footer is self._footers.get("stderr")
+            status = self._status if is_own else ()
+            view = self._lines_of_view(columns, most) if is_own else ()
+            footer.draw([*view, *_fitted(bars, status, most - len(view))])
+
+    def _lines_of_view(self, columns: int, most: int) -> Sequence[bytes]:
+        """Returns the live view, in half of the lines: the rest is left to output and bars."""
+        if self._view is None:
+            return ()
+        drawn, size, lines = self._view_lines
+        if drawn is not self._view or size != (columns, most):
+            rows = self._view(columns, max(1, most // 2))
+            lines = [visible(row).encode(errors="surrogateescape") for row in rows]
+            self._view_lines = self._view, (columns, most), lines
+        return lines
 
     def _after_open(self, stream: Stream, text: bytes, source: Lines | None) -> bytes:
         """Returns what to write of ``text`` after an unfinished line on the screen, and completes or ends that line."""
@@ -313,15 +366,18 @@ class Screen:
 
     def _put(self, stream: Stream, data: bytes) -> None:
         fd = self._fds[stream]
-        rest = memoryview(data)
-        while rest and stream not in self._failed:
-            try:
-                rest = rest[os.write(fd, rest) :]
-            except BlockingIOError:  # a process that shares the descriptor made it non-blocking
-                select.select([], [fd], [])
-            except OSError as error:
-                self._failed.add(stream)
-                self._events.put(ScreenFailed(stream, error))
+        if stream in self._failed:
+            return
+        try:
+            put_all(fd, data)
+        except OSError as error:
+            self._failed.add(stream)
+            self._events.put(ScreenFailed(stream, error))
+
+
+def draws_in_place(fd: int = 2, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this is a terminal on which lines can be drawn in place; by default, stderr."""
+    return os.isatty(fd) and environ.get("TERM") != "dumb"
 
 
 def _fitted(bars: Sequence[bytes], status: Sequence[bytes], most: int) -> list[bytes]:
@@ -332,7 +388,18 @@ def _fitted(bars: Sequence[bytes], status: Sequence[bytes], most: int) -> list[b
     return [*bars, *status]
 
 
-def _terminal_size(fd: int) -> tuple[int, int]:
+def put_all(fd: int, data: bytes) -> None:
+    """Writes all of it; raises OSError."""
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[os.write(fd, rest) :]
+        except BlockingIOError:  # a process that shares the descriptor made it non-blocking
+            select.select([], [fd], [])
+
+
+def terminal_size(fd: int) -> tuple[int, int]:
+    """Returns the columns and rows of a terminal; zeros if it does not tell."""
     try:
         return os.get_terminal_size(fd)
     except OSError:  # it is gone, which the next write to it tells

@@ -47,6 +47,7 @@ from ..wire.messages import (
     Stalled,
     Started,
     UserSignal,
+    WatchAsked,
 )
 from .ending import Ending
 from .failure_message import Outcome
@@ -192,7 +193,7 @@ class Supervisor:
                 self._reports.on_stalled(event)
             case Reported():
                 self._reports.on_reported(event)
-            case Progressed():
+            case Progressed() | WatchAsked():
                 pass  # for observers
             case ReportAsked():
                 self._reports.on_asked(event)

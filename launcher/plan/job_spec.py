@@ -21,7 +21,8 @@ class JobSpec:
     hosts; of several, separated by commas, a host uses the first that it has. ``timestamps``: shown lines begin
     with the time. ``record_dir`` is the directory for each worker's output, if it is written to files, and
     ``report_dir`` the one for reports. ``metrics_file`` is the file for Prometheus, ``summary_file`` the one that
-    is written at the end, and ``log_json`` the one for output and events. ``attempt`` counts the restarts before.
+    is written at the end, and ``log_json`` the one for output and events. ``watch``: the job is shown live.
+    ``attempt`` counts the restarts before.
     ``elastic`` is None for a job whose ranks stay the same; where a discovery script finds them, ``hosts`` is
     empty. ``restart`` is None for a job that ends with its first failure.
     """
@@ -42,6 +43,7 @@ class JobSpec:
     metrics_file: str | None = None
     summary_file: str | None = None
     log_json: str | None = None
+    watch: bool = False
     attempt: int = 0
     in_python: bool = False
     as_horovod: bool = False

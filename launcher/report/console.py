@@ -2,6 +2,8 @@
 
     hvdlite-run --report PID ── @hvdlite-run-<pid> (an abstract Unix socket) ── Console ── ReportAsked ──► supervisor
                              ◄── JSON: {"text": ..., "report": ...}
+    hvdlite-run --watch PID  ── each two seconds ── Console ── WatchAsked ──► supervisor
+                             ◄── JSON: `job.job_view.JobView`
     hvdlite-run --ps         ── each of them, at once ── Console
                              ◄── JSON: {"started_at": ..., "workers": ..., "hosts": ..., "command": ...}
 
@@ -23,12 +25,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from ..errors import LauncherError, UsageError
-from ..wire.messages import ReportAsked
+from ..wire.messages import ReportAsked, WatchAsked
 
-_REPORT, _ABOUT = b"report\n", b"about\n"
+_REPORT, _WATCH, _ABOUT = b"report\n", b"watch\n", b"about\n"
 _REQUEST_BYTES = 16
 _PATIENCE_S = 15.0
 _ABOUT_PATIENCE_S = 2.0
@@ -39,7 +42,9 @@ _PEER = struct.Struct("3i")
 class Console:
     """Listens until `close`. Where there are no abstract sockets (not Linux), it does nothing."""
 
-    def __init__(self, put: Callable[[ReportAsked], object], about: Callable[[], Mapping[str, object]]) -> None:
+    def __init__(
+        self, put: Callable[[ReportAsked | WatchAsked], object], about: Callable[[], Mapping[str, object]]
+    ) -> None:
         """``about`` returns what `--ps` shows of the job, for JSON. It is called in threads of this object."""
         self._put = put
         self._about = about
@@ -87,19 +92,15 @@ class Console:
             request = connection.recv(_REQUEST_BYTES)
             if request == _ABOUT:
                 connection.sendall(json.dumps(self._about()).encode())
-            if request != _REPORT:
+            answers: SimpleQueue[object] = SimpleQueue()
+            if request == _REPORT:
+                self._put(ReportAsked(lambda text, report: answers.put({"text": text, "report": report})))
+            elif request == _WATCH:
+                self._put(WatchAsked(answers.put))
+            else:
                 return
-            is_there = threading.Event()
-            found: list[tuple[str, object]] = []
-
-            def answer(text: str, report: object) -> None:
-                found.append((text, report))
-                is_there.set()
-
-            self._put(ReportAsked(answer))
-            if is_there.wait(_PATIENCE_S):
-                ((text, report),) = found
-                connection.sendall(json.dumps({"text": text, "report": report}).encode())
+            with contextlib.suppress(Empty):
+                connection.sendall(json.dumps(answers.get(timeout=_PATIENCE_S)).encode())
 
 
 def ask_for_report(job: str, flag: str = "--report") -> tuple[str, dict[str, Any]]:
@@ -108,6 +109,19 @@ def ask_for_report(job: str, flag: str = "--report") -> tuple[str, dict[str, Any
     ``flag`` is the one that errors name. Raises a UsageError if there is no such job, and a LauncherError if it does
     not answer.
     """
+    given = _asked(job, flag, _REPORT, "gave no report")
+    try:
+        return str(given["text"]), dict(given["report"])
+    except (KeyError, TypeError, ValueError):
+        raise LauncherError(f"{flag}: hvdlite-run {job} is of another version: use its own hvdlite-run") from None
+
+
+def ask_for_view(job: str, flag: str = "--watch") -> Any:
+    """Returns JSON's value of what there is to see of a running job; raises as `ask_for_report` does."""
+    return _asked(job, flag, _WATCH, "does not answer")
+
+
+def _asked(job: str, flag: str, request: bytes, without_answer: str) -> Any:
     if not re.fullmatch(r"[0-9]{1,10}", job):
         raise UsageError(f"{flag}: {job!r} is not the number of a process{_those_that_run()}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -121,11 +135,10 @@ def ask_for_report(job: str, flag: str = "--report") -> tuple[str, dict[str, Any
         if not _is_of_same_user(connection):
             raise UsageError(f"{flag}: process {job} is another user's")
         try:
-            given = _answer_to(_REPORT, connection)
-            return str(given["text"]), dict(given["report"])
-        except (OSError, ValueError, KeyError, TypeError):
+            return _answer_to(request, connection)
+        except (OSError, ValueError):
             raise LauncherError(
-                f"{flag}: hvdlite-run {job} gave no report: its job is ending, or is another user's"
+                f"{flag}: hvdlite-run {job} {without_answer}: its job is ending, or is another user's"
             ) from None
 
 

@@ -273,6 +273,16 @@ class ReportAsked:
 
 
 @dataclass(frozen=True)
+class WatchAsked:
+    """Another process asks what there is to see of the job (``hvdlite-run --watch PID``).
+
+    ``answer`` is called with it, as JSON's value; any thread may call it, and it never raises.
+    """
+
+    answer: Callable[[object], None]
+
+
+@dataclass(frozen=True)
 class InputRead:
     """Bytes from the launcher's standard input; empty at its end."""
 
@@ -308,7 +318,9 @@ OfWorker = (
 )
 WorkerEvent = OfWorker | Refused
 HostEvent = Answered | NotThereYet | HostsFound | DiscoveryFailed
-LauncherEvent = HostEvent | AgentSaid | Lost | FaultAsked | ReportAsked | UserSignal | Interrupted | InputRead
+LauncherEvent = (
+    HostEvent | AgentSaid | Lost | FaultAsked | ReportAsked | WatchAsked | UserSignal | Interrupted | InputRead
+)
 Event = WorkerEvent | LauncherEvent | ScreenFailed | ScreenDone
 
 

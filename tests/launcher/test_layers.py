@@ -91,9 +91,9 @@ def test_tests_lie_in_the_folder_of_what_they_test():
 
 
 def test_the_launcher_needs_the_standard_library_and_psutil_alone():
-    # The standard library has no YAML and cannot pickle functions of a notebook; both packages are imported only on
-    # use.
-    exceptions = {"cli.config_file": {"yaml"}, "function.caller": {"cloudpickle"}}
+    # The standard library has no YAML, cannot pickle functions of a notebook, and draws no tables; these packages are
+    # imported only on use.
+    exceptions = {"cli.config_file": {"yaml"}, "function.caller": {"cloudpickle"}, "job.live_view": {"rich"}}
     for name in ORDER:
         needed = set(foreign_imports(name))
         assert needed - sys.stdlib_module_names <= {"psutil"} | exceptions.get(name, set()), name
@@ -102,6 +102,6 @@ def test_the_launcher_needs_the_standard_library_and_psutil_alone():
 def test_a_plain_job_pays_for_neither_yaml_nor_pickling():
     program = (
         "import sys, hvdlite_launcher.cli.hvdlite_run; "
-        "assert not {'yaml', 'cloudpickle', 'pickle'} & sys.modules.keys()"
+        "assert not {'yaml', 'cloudpickle', 'pickle', 'rich'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=200)

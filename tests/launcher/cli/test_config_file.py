@@ -84,7 +84,7 @@ def test_every_flag_is_a_key_but_those_that_answer_a_question(flag, write):
     if flag.nargs == 2:
         words = config_words(write(f"{key}: [{value}, {value}]"), Parser())
         assert parsed(*words) == parsed(flag.option_strings[-1], value, value)
-    elif key in ("help", "version", "config-file", "check-build"):
+    elif key in ("help", "version", "config-file", "check-build", "ps", "report", "diagnose"):
         with pytest.raises(UsageError, match=f"unknown key '{key}'"):
             config_words(write(f"{key}: {value}"), Parser())
     else:

@@ -176,6 +176,24 @@ def test_two_questions_about_running_jobs_are_refused(capsys):
     assert "--ps and --diagnose ask for different things" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("asked", [["--ps"], ["--report", "1"], ["--diagnose", "1"], ["--watch"]])
+def test_flags_that_have_no_effect_on_a_running_job_are_refused(asked, capsys):
+    command = ["4242"] if asked == ["--watch"] else []
+    assert hvdlite_run.main([*asked, "-np", "2", *command]) == 2
+    assert f"{asked[0]} of a running job starts none: leave out -np/-n/--num-proc" in capsys.readouterr().err
+
+
+def test_a_job_that_is_gone_cannot_be_watched(capsys):
+    assert hvdlite_run.main(["--watch", str(os.getpid())]) == 2
+    assert f"--watch: no hvdlite-run with the process number {os.getpid()} runs here" in capsys.readouterr().err
+
+
+def test_a_job_of_another_version_cannot_be_watched(capsys):
+    with Console(lambda asked: asked.answer({"ranks": 3}), dict):
+        assert hvdlite_run.main(["--watch", str(os.getpid())]) == 1
+    assert "is of another version" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("verdict", "code"), [("goes on", 0), ("stands still", 3), ("not known", 4)])
 def test_the_exit_code_of_diagnose_is_its_verdict(verdict, code, capsys):
     def answer(asked):

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 from hvdlite_launcher.host.ask_progress import Progress
+from hvdlite_launcher.host.host_load import HostLoad
 
 
 class Host:
@@ -15,7 +16,8 @@ class Host:
     def __init__(self, directory):
         self.directory, self.told = directory, []
         self.selector = selectors.DefaultSelector()
-        self.progress = Progress(self.selector, self.told.append)
+        self.load = HostLoad(self.selector)
+        self.progress = Progress(self.selector, self.told.append, self.load)
         self.listeners = {}
 
     def listen(self, pid):

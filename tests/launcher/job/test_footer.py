@@ -65,3 +65,50 @@ def test_while_much_is_written_it_is_drawn_after_a_while_only():
     assert (on.draw(b"two"), on.footer.due_at) == (b"", 1.0)
     on.now = 1.0
     assert (on.draw(b"three"), on.footer.due_at) == (DRAWN % b"three", None)
+
+
+def test_output_scrolls_up_above_it_in_one_write():
+    on = Drawn()
+    on.draw(b"one", b"two")
+    on.footer.write(b"output\n")
+    assert on.written() == b""
+    assert on.draw(b"one", b"two") == b"\x1b[?2026h\r\x1b[1A\x1b[Joutput\n" + DRAWN % b"one\ntwo" + b"\x1b[?2026l"
+
+
+def test_while_much_is_written_it_is_drawn_a_few_times_a_second_and_stays_visible():
+    on = Drawn(redraw_s=1.0)
+    on.draw(b"bar")
+    for number in range(1000):
+        on.footer.write(b"%d\n" % number)
+        assert on.draw(b"bar") == b""
+    assert on.footer.due_at == 1.0
+    on.now = 1.0
+    drawn = on.draw(b"bar")
+    assert drawn.count(b"\n") == 1000
+    assert drawn.count(b"bar") == 1
+
+
+def test_what_is_held_back_is_never_much():
+    on = Drawn(redraw_s=1.0)
+    on.draw(b"bar")
+    on.footer.write(b"x" * 70_000)
+    assert len(on.draw(b"bar")) > 70_000
+
+
+def test_output_that_is_held_back_is_written_when_it_goes_away():
+    on = Drawn(redraw_s=1.0)
+    on.draw(b"bar")
+    on.footer.write(b"output\n")
+    assert on.erase() == b"\r\x1b[Koutput\n"
+    on.footer.write(b"more\n")
+    assert on.written() == b"more\n"
+
+
+def test_a_line_that_the_user_has_ended_below_it_is_erased_too():
+    on = Drawn()
+    on.draw(b"one", b"name?")
+    on.footer.note_newline()
+    assert on.erase() == b"\r\x1b[2A\x1b[J"
+    on.footer.note_newline()
+    on.draw(b"one")
+    assert on.erase() == b"\r\x1b[K"

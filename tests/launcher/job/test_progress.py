@@ -91,7 +91,9 @@ def test_the_last_word_of_a_worker_counts_and_leaves_its_memory():
 
 @pytest.mark.parametrize(
     "facts",
-    ["", "[]", "[" * 100_000, '{"answer": 3}', '{"answer": {"steps": 1, "waits": [1]}}', '{"pid": "x", "cpu_s": NaN}',
+    ['{"host": {"sent": "x", "gpus": [2, "y"]}, "gpu": 7}',
+     '{"answer": {"samples": 1.5, "paces": [[1], ["a", {}, "\\u001b"]]}}',
+     "", "[]", "[" * 100_000, '{"answer": 3}', '{"answer": {"steps": 1, "waits": [1]}}', '{"pid": "x", "cpu_s": NaN}',
      '{"answer": {"steps": {"a\\u001b": -1}, "waits": ["\\u001b[2J", 1e400]}}'],
 )  # fmt: skip
 def test_nonsense_of_an_agent_is_left_out(facts):
@@ -102,6 +104,68 @@ def test_nonsense_of_an_agent_is_left_out(facts):
     rank = job.progress.of(0)
     assert rank.waits_for.isprintable()
     assert (rank.memory, rank.cpu_s, rank.waited_s) == (0, 0.0, 0.0)
+
+
+def test_nobody_is_asked_until_somebody_looks_and_no_longer_than_that():
+    job = Job(each_s=None)
+    assert job.progress.time_left_s() is None
+    job.progress.hurry(2.0, for_s=6.0)
+    while job.progress.time_left_s() is not None:
+        job.go_on()
+    assert (job.asked, job.now) == ([1, 2, 3], 6.0)
+    job.progress.hurry(2.0, for_s=6.0)
+    job.go_on()
+    assert job.asked == [1, 2, 3, 4]
+
+
+def test_who_looks_has_those_asked_sooner_that_are_asked_anyway():
+    job = Job(each_s=10.0)
+    job.go_on()
+    job.go_on()
+    job.progress.hurry(2.0, for_s=3.0)
+    asked_at = []
+    while job.now < 30.0:
+        count = len(job.asked)
+        job.go_on()
+        asked_at += [job.now] * (len(job.asked) - count)
+    assert asked_at == [0.5, 2.5, 4.5, 14.5, 24.5, 34.5]
+
+
+def test_the_rate_begins_with_the_first_step_and_not_with_the_imports_before():
+    job = Job()
+    for second in range(5):
+        job.now = float(second)
+        job.progress.time_passes()
+        job.answer(0, {"optimizer 1": 10 * second} if second >= 3 else {})
+    assert job.progress.of(0).rate == 10.0
+
+
+def test_samples_and_what_a_rank_costs_the_others_are_told_by_the_program():
+    job = Job()
+    for second in range(3):
+        job.now = float(second)
+        job.progress.time_passes()
+        paces = [[0, 0.0, None], [1, 0.25, "data"]]
+        job.answer(0, answer={"samples": 64 * second, "paces": paces})
+        job.answer(1, answer={})
+    assert (job.progress.of(0).sample_rate, job.progress.of(1).sample_rate) == (64.0, None)
+    assert (job.progress.of(0).cost, job.progress.of(0).slow_phase) == (0.0, "")
+    assert (job.progress.of(1).cost, job.progress.of(1).slow_phase) == (0.25, "data")
+
+
+def test_the_load_of_a_host_comes_with_one_of_its_workers():
+    job = Job()
+    for second in range(3):
+        job.now = float(second)
+        job.progress.time_passes()
+        job.answer(1, host={"sent": 1000 * second, "received": 10 * second, "gpus": [0.5, 1.0]}, gpu=0.5)
+    host = job.progress.of_host("node1")
+    assert (host.sent, host.received, list(host.gpus)) == (1000.0, 10.0, [0.5, 1.0])
+    assert job.progress.of(1).gpu_use == 0.5
+    assert job.progress.of_host("node0").sent is None
+    job.now += 1.0
+    job.answer(1, host={"sent": 0, "received": 0})  # counters that began anew
+    assert job.progress.of_host("node1").sent is None
 
 
 def test_only_those_that_run_are_told_of_by_rank():

@@ -305,7 +305,7 @@ def test_a_bar_moves_in_place_on_a_terminal_below_the_lines_of_others():
     assert shown == b"".join(
         [
             bar % b" 10%",
-            erase + b"[1]<stdout>:line\n" + bar % b" 10%",
+            b"\x1b[?2026h" + erase + b"[1]<stdout>:line\n" + bar % b" 10%" + b"\x1b[?2026l",
             erase + b"[0]<stderr>:100%\n",
         ]
     )

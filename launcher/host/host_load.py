@@ -1,0 +1,122 @@
+"""`HostLoad`: what one host has to do besides its workers' processor time: bytes over its network, and its GPUs.
+
+    AskProgress ──► Progress ──► HostLoad ── /proc/net/dev, /sys/class/infiniband
+                                          └─ nvidia-smi, at most each 10 s, while the agent goes on
+
+Nothing is looked at unless somebody asks. Where there is no GPU, nvidia-smi is started once at most.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+import selectors
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+
+_EACH_S = 10.0
+_READ_BYTES = 1 << 14
+_MOST_BYTES = 1 << 18
+_QUERY = (
+    "nvidia-smi --query-gpu=uuid,utilization.gpu --format=csv,noheader,nounits && echo && "
+    "exec nvidia-smi --query-compute-apps=pid,gpu_uuid --format=csv,noheader,nounits"
+)
+# The kernel counts words of four bytes there.
+_RDMA = "/sys/class/infiniband/*/ports/*/counters/port_%s_data"
+_RDMA_WORD = 4
+
+
+class HostLoad:
+    """The load of this host. ``interface`` leads to the job's other hosts; None if there are none."""
+
+    def __init__(self, selector: selectors.BaseSelector, clock: Callable[[], float] = time.monotonic) -> None:
+        self._selector = selector
+        self._clock = clock
+        self._query_at = 0.0 if shutil.which("nvidia-smi") else None
+        self._is_asking = False
+        self.interface: str | None = None
+        self.gpus: Mapping[str, float] = {}
+        """The part of the time in which each GPU computes, by its UUID."""
+        self.gpu_of_pid: Mapping[int, str] = {}
+        """The GPU that a process uses, as far as the driver knows its number: in containers it may not."""
+
+    def facts(self) -> dict[str, object]:
+        """Returns ``sent`` and ``received``, bytes so far, and ``gpus``, parts of the time; only what is known."""
+        if self._query_at is not None and not self._is_asking and self._query_at <= self._clock():
+            self._ask_for_gpus()
+        found: dict[str, object] = {}
+        if self.interface is not None and (counts := network_bytes(self.interface)) is not None:
+            found["sent"], found["received"] = counts
+        if self.gpus:
+            found["gpus"] = list(self.gpus.values())
+        return found
+
+    def gpu_use(self, pid: int) -> float | None:
+        """Returns the use of the GPU on which this process computes; None if that is not known."""
+        return self.gpus.get(self.gpu_of_pid.get(pid, ""))
+
+    def _ask_for_gpus(self) -> None:
+        try:
+            asked = subprocess.Popen(
+                ["sh", "-c", _QUERY], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+            )
+        except OSError:  # no process can be started now
+            self._query_at = None
+            return
+        assert asked.stdout is not None
+        pipe, text = asked.stdout, bytearray()
+        os.set_blocking(pipe.fileno(), False)
+        self._is_asking = True
+
+        def read() -> None:
+            data = os.read(pipe.fileno(), _READ_BYTES)
+            text.extend(data)
+            if data and len(text) < _MOST_BYTES:
+                return
+            self._selector.unregister(pipe)
+            pipe.close()
+            asked.poll()  # the agent may have reaped it
+            self._is_asking = False
+            self.gpus, self.gpu_of_pid = read_nvidia_smi(text.decode(errors="replace"))
+            self._query_at = self._clock() + _EACH_S if self.gpus else None
+
+        self._selector.register(pipe, selectors.EVENT_READ, read)
+
+
+def network_bytes(interface: str, devices: str = "/proc/net/dev", rdma: str = _RDMA) -> tuple[int, int] | None:
+    """Returns the bytes that this interface, and all RDMA ports, have sent and received; None if it is not there."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(devices) as file:
+        for line in file:
+            name, _, counts = line.partition(":")
+            if name.strip() == interface:
+                columns = counts.split()
+                received, sent = int(columns[0]), int(columns[8])
+                return sent + _rdma_bytes(rdma % "xmit"), received + _rdma_bytes(rdma % "rcv")
+    return None
+
+
+def _rdma_bytes(pattern: str) -> int:
+    total = 0
+    for path in glob.iglob(pattern):
+        with contextlib.suppress(OSError, ValueError), open(path) as file:
+            total += int(file.read()) * _RDMA_WORD
+    return total
+
+
+def read_nvidia_smi(text: str) -> tuple[dict[str, float], dict[int, str]]:
+    """Returns the use of each GPU by its UUID, and the GPU of each process, from what nvidia-smi prints."""
+    gpus: dict[str, float] = {}
+    processes: dict[int, str] = {}
+    first, _, second = text.partition("\n\n")
+    for line in first.splitlines():
+        uuid, _, use = line.partition(", ")
+        if use.strip().isdigit():
+            gpus[uuid] = min(int(use) / 100, 1.0)
+    for line in second.splitlines():
+        pid, _, uuid = line.partition(", ")
+        if pid.strip().isdigit():
+            processes[int(pid)] = uuid.strip()
+    return gpus, processes
