@@ -37,7 +37,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from .given_place import GivenPlace
-from .responder import Links
+from .responder import Keepalive
 from .seat import Newcomers, Seat
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -58,7 +58,7 @@ class ProcessState:
         """The last generation of an elastic job in which this process was given a rank; 0 if there is none."""
         self.seat: Seat | None = None
         """Its rank in that generation."""
-        self.links: Links | None = None
+        self.keepalive: Keepalive | None = None
         """The connections to ranks on other hosts in an elastic job; None between worlds."""
         self.steps: Counter[str] = Counter()
         """The steps that its optimizers took in the worlds that it has left, by their names."""
@@ -112,7 +112,7 @@ class ProcessState:
 
     def world_left(self) -> None:
         """Unsets GLOO_SOCKET_IFNAME if `choose_interface` has set it, and forgets the world's connections."""
-        self.links = None
+        self.keepalive = None
         interface, self._own_interface = self._own_interface, None
         if interface is not None and os.environ.get(_INTERFACE) == interface:
             del os.environ[_INTERFACE]

@@ -1,7 +1,7 @@
 """
 `respond` starts the thread that shows hvdlite-run that a worker of an elastic job is alive.
 
-    hvdlite-run ── ping/<worker>/<n> ── respond ── ALIVE(worker, n, for how long it has waited, links) ── hvdlite-run
+    hvdlite-run ── ping/<worker>/<n> ── respond ── ALIVE(worker, n, how long it waits, silent hosts) ── hvdlite-run
 
 The thread lives as long as the process, in all worlds and between them. While the process is stopped, or a C extension
 holds the interpreter's lock, it cannot answer, and hvdlite-run ends a worker that others wait for (``--hang-timeout``).
@@ -20,8 +20,8 @@ from .launchers import ElasticWorker
 from .store_client import StoreClient, StoreRequest
 
 
-class Links(Protocol):
-    """The connections to the other ranks: `comm.links.Links`."""
+class Keepalive(Protocol):
+    """For how long nothing has come from other hosts: `comm.keepalive.Keepalive`."""
 
     @property
     def addresses(self) -> tuple[str, ...]: ...
@@ -31,17 +31,20 @@ class Links(Protocol):
 _MOST_MS = 10**9 - 1
 
 
-def respond(worker: ElasticWorker, waited_s: Callable[[], float], links: Callable[[], Links | None]) -> KeyListener:
+def respond(
+    worker: ElasticWorker, waited_s: Callable[[], float], keepalive: Callable[[], Keepalive | None]
+) -> KeyListener:
     """Starts the thread. ``waited_s`` returns for how long this process has waited for other ranks, 0 if it does not.
 
-    ``links`` returns the connections to ranks on other hosts, None if there are none. Both are called on that thread.
+    ``keepalive`` returns that of the connections to other hosts, None if there are none. Both are called on that
+    thread.
     """
     client = StoreClient.from_url(worker.store_url)
 
     def answer(number: bytes) -> None:
         waited_ms = min(int(1000 * waited_s()), _MOST_MS)
         parts = [b"%d" % worker.number, number, b"%d" % waited_ms]
-        if (now := links()) is not None:
+        if (now := keepalive()) is not None:
             parts.append(json.dumps([now.addresses, now.silences()]).encode())
         # Without an agent this process is ended, too.
         with contextlib.suppress(OSError):

@@ -29,7 +29,7 @@ from ..comm.engine import EngineFactory, SingleRankFactory, TorchEngineFactory, 
 from ..comm.gloo import ConnectingRanks, Connections, InitTimeout, open_proven
 from ..comm.group import Group
 from ..comm.hierarchy_selection import choose_levels
-from ..comm.links import Links
+from ..comm.keepalive import Keepalive
 from ..control.connect import make_controller
 from ..control.controller import Controller
 from ..control.generation import Generation
@@ -316,7 +316,7 @@ def _connect_all(
         default, connections = open_proven(make, dist.destroy_process_group, ranks.connecting, "default")
         undo.callback(connections.cut)
         if seat is not None and len({info.placement.node for info in infos}) > 1:
-            process.links = Links(connections)
+            process.keepalive = Keepalive(connections)
     except (LaunchEnvironmentError, CommunicationError, MismatchError):
         raise
     except RuntimeError as error:

@@ -136,7 +136,7 @@ def _init(
     }
     if (worker := read_elastic_worker(os.environ)) is not None:
         _process.keep(
-            "responder", worker, lambda: respond(worker, _waited_s, lambda: _process.links), KeyListener.close
+            "responder", worker, lambda: respond(worker, _waited_s, lambda: _process.keepalive), KeyListener.close
         )
     _start_hang_reporter(environment.stall_warning_s if environment.stall_check else None)
     # The state of a process, like what `_process` keeps.

@@ -289,6 +289,7 @@ GIVEN: dict[str, Callable[[], Any]] = {
     "params": lambda: {"a": torch.ones(2)},
     "optimizer": lambda: torch.optim.SGD([weight()], lr=0.1),
     "num_features": lambda: 2,
+    "sync_every": lambda: 100,
 }
 # Where the function has no default for them, or where they must be given to tell two cases apart.
 GIVEN_TO: dict[str, dict[str, Callable[[], Any]]] = {

@@ -1,5 +1,5 @@
 """
-`Links`: for how long nothing has come over the connections of a gloo process group, by the other end's address.
+`Keepalive`: for how long nothing has come over the connections of a gloo process group, by the other end's address.
 
     Connections ── sockets ── keepalive probes of the kernel ── TCP_INFO ── silences() ── hvdlite-run (`responder`)
 
@@ -27,7 +27,7 @@ _LAST_RECEIVED = struct.Struct("=52xII")
 _SHORTEST_S = 2 * _PROBE_EVERY_S
 
 
-class Links:
+class Keepalive:
     """The connections of one process group. Any thread may call its methods."""
 
     def __init__(self, connections: Connections) -> None:

@@ -8,15 +8,15 @@ import time
 
 import pytest
 
-from hvdlite.comm import links
+from hvdlite.comm import keepalive
 from hvdlite.comm.gloo import Connections
-from hvdlite.comm.links import Links
+from hvdlite.comm.keepalive import Keepalive
 
 
 @pytest.fixture(autouse=True)
 def probed_every_second(monkeypatch):
-    monkeypatch.setattr(links, "_PROBE_EVERY_S", 1)
-    monkeypatch.setattr(links, "_SHORTEST_S", 2)
+    monkeypatch.setattr(keepalive, "_PROBE_EVERY_S", 1)
+    monkeypatch.setattr(keepalive, "_SHORTEST_S", 2)
 
 
 @pytest.fixture(params=[socket.AF_INET, socket.AF_INET6])
@@ -35,7 +35,7 @@ def connections_of(*sockets: socket.socket) -> Connections:
     return connections
 
 
-def until_silent(group: Links) -> dict[str, float]:
+def until_silent(group: Keepalive) -> dict[str, float]:
     while not (silences := group.silences()):
         time.sleep(0.1)
     return silences
@@ -43,7 +43,7 @@ def until_silent(group: Links) -> dict[str, float]:
 
 def test_it_knows_its_own_addresses_and_an_idle_connection_is_not_silent_since_the_kernel_is_asked(pair):
     one, _, address = pair
-    group = Links(connections_of(one))
+    group = Keepalive(connections_of(one))
     assert group.addresses == (address,)
     until_s = time.monotonic() + 3
     while time.monotonic() < until_s:
@@ -53,7 +53,7 @@ def test_it_knows_its_own_addresses_and_an_idle_connection_is_not_silent_since_t
 
 def test_a_connection_over_which_nothing_comes_is_silent(pair):
     one, other, address = pair
-    group = Links(connections_of(one))
+    group = Keepalive(connections_of(one))
     # What the network would drop, this kernel does not send: no probes, and nothing comes by itself.
     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
     silences = until_silent(group)
@@ -67,7 +67,7 @@ def test_a_connection_over_which_nothing_comes_is_silent(pair):
 def test_connections_that_are_closed_or_a_parent_s_have_no_silence(pair):
     one, _, _ = pair
     connections = connections_of(one)
-    group = Links(connections)
+    group = Keepalive(connections)
     one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 0)
     until_silent(group)
     pid, connections._pid = connections._pid, 1
