@@ -165,8 +165,9 @@ class Links(Comparison):
 
     def _run_on(self, hosts: Hosts, ranks: Ranks) -> None:
         self._names = hosts.names
-        if hosts.cores < self._count:
-            self.notes = [*self.notes, f"The {self._count} hosts share {show_count(hosts.cores, 'core')}."]
+        has_own = hosts.cores == self._count
+        shares = "Each host has a core of its own." if has_own else f"Hosts share {show_count(hosts.cores, 'core')}."
+        self.notes = [*self.notes, shares]
         for case in self._links:
             ranks.progress(case.label)
             hosts.limit(case.label)
@@ -186,7 +187,7 @@ class Links(Comparison):
         hosts.end_ranks()
 
     def title(self) -> str:
-        made = " (network namespaces, a core for each)" if self._makes_hosts else ""
+        made = " (network namespaces)" if self._makes_hosts else ""
         return f"a training step of {self._workload.name}, batch {self._rows}, on {self.job}{made}"
 
     def describe(self, case: Case, name: str, medians: Mapping[str, float]) -> Row:

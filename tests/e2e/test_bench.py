@@ -263,6 +263,18 @@ def test_links_counts_on_the_interface_that_int8_sends_a_quarter(links, tmp_path
     assert set(psutil.net_if_stats()) == interfaces
 
 
+def test_links_as_they_are_are_measured_between_the_hosts_of_a_job(launch, make_lan):
+    lan = make_lan("a", "b")
+    words = ["links", "--rates", "as-is", "--model", "resnet-small", "--batch", "1", "--steps", "1"]
+    job = launch("-H", "a,b", *BENCH, *words, "--techniques", "ddp,bf16", env=ENVIRONMENT, on=lan.desk)
+    code, out, err = job.ended(PATIENCE_S)
+    assert code == 0, err.decode()
+    rows = re.findall(r"^\[0\]<stdout>:as-is  (\S+) +(\S+) MB ", out.decode(), re.MULTILINE)
+    sent = {technique: float(megabytes) for technique, megabytes in rows}
+    assert 0.48 < sent["bf16"] / sent["ddp"] < 0.55
+    assert_clean(lan)
+
+
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_links_that_is_ended_leaves_neither_hosts_nor_ranks(links, signum):
     process = links("--steps", 1000000)
