@@ -20,6 +20,7 @@ from ..compression.casts import Compression
 from ..optim.outer import DiLoCo, LocalSGD
 from .ranks import Ranks
 from .variants import Training, ddp, in_fp16, own
+from .workloads import bytes_of
 
 DDP, DDP_FP16 = "ddp", "ddp-fp16"
 _RANK = 4  # of the thin matrices of both PowerSGDs
@@ -40,7 +41,14 @@ class Technique:
         return _WARM_UPS if self.interval == 1 else self.interval
 
 
-def _powersgd_of_ddp(group: dist.ProcessGroup, wrapped: DistributedDataParallel) -> None:
+def _ddp_powersgd(ranks: Ranks, model: nn.Module) -> Training:
+    # Over gloo in a single bucket. The hook starts its second and third all-reduce in callbacks, whose order between
+    # buckets may differ between ranks, and which then wait for each other: ranks end with an error, or hang.
+    cap_mb = None if ranks.device.type == "cuda" else bytes_of(model) // 2**20 + 1
+    return ddp(ranks, model, bucket_cap_mb=cap_mb, hook=_powersgd_hook)
+
+
+def _powersgd_hook(group: dist.ProcessGroup, wrapped: DistributedDataParallel) -> None:
     hooks = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook")
     state = hooks.PowerSGDState(group, matrix_approximation_rank=_RANK, start_powerSGD_iter=_DDP_START_STEP)
     wrapped.register_comm_hook(state, hooks.powerSGD_hook)
@@ -57,7 +65,7 @@ def _outer(outer: LocalSGD | DiLoCo) -> Technique:
 TECHNIQUES = {
     DDP: Technique(ddp),
     DDP_FP16: Technique(partial(ddp, hook=in_fp16)),
-    "ddp-powersgd": Technique(partial(ddp, hook=_powersgd_of_ddp)),
+    "ddp-powersgd": Technique(_ddp_powersgd),
     "none": _compressed(Compression.none),
     "fp16": _compressed(Compression.fp16),
     "bf16": _compressed(Compression.bf16),

@@ -81,12 +81,15 @@ def ddp(
     model: nn.Module,
     *,
     as_views: bool = False,
+    bucket_cap_mb: int | None = None,
     hook: Callable[[dist.ProcessGroup, DistributedDataParallel], None] | None = None,
 ) -> Training:
     """Returns training with DDP. ``hook`` registers a communication hook, and is given DDP's process group."""
     device_ids = None if ranks.device.type == "cpu" else [ranks.device.index]
     group = ranks.rival()
-    wrapped = DistributedDataParallel(model, device_ids, process_group=group, gradient_as_bucket_view=as_views)
+    wrapped = DistributedDataParallel(
+        model, device_ids, process_group=group, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=as_views
+    )
     if hook is not None:
         hook(group, wrapped)
     return Training(wrapped, _sgd(model))
