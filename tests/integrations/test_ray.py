@@ -9,6 +9,9 @@ import pytest
 import torch
 from e2e.conftest import Launch
 
+# Ray is there only where tests of all packages run: with a slow test it is asked for.
+pytestmark = pytest.mark.slow
+
 PROGRAM = str(Path(__file__).with_name("ray_programs.py"))
 
 
@@ -41,7 +44,6 @@ def assert_trained(ranks: list[dict[str, Any]], alone: list[torch.Tensor]) -> No
             torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_the_executors_ranks_train_the_weights_of_one_process(found):
     for ranks in (found["executor"]["ranks"], found["executor"]["later"]):
         assert_trained(ranks, found["alone"])
@@ -51,13 +53,11 @@ def test_the_executors_ranks_train_the_weights_of_one_process(found):
         assert rank["variables"] == variables | {"WORD": "set"}
 
 
-@pytest.mark.slow
 def test_the_executor_calls_functions_with_the_object_that_each_rank_has_made(found):
     executor = found["executor"]
     assert (executor["counts"], executor["of rank 0"], executor["after"]) == ([12, 12], 14, [14, 12])
 
 
-@pytest.mark.slow
 def test_the_executor_raises_the_error_that_is_the_cause_and_says_what_is_missing(found):
     executor = found["executor"]
     assert "ZeroDivisionError" in executor["failure"]
@@ -68,12 +68,10 @@ def test_the_executor_raises_the_error_that_is_the_cause_and_says_what_is_missin
     assert "has not found 2 times {'CPU': 1} on different nodes within" in executor["too large"]
 
 
-@pytest.mark.slow
 def test_a_program_written_for_horovods_executor_runs_unchanged(found):
     assert_trained(found["horovod"], found["alone"])
 
 
-@pytest.mark.slow
 def test_ray_trains_workers_are_ranks_with_hvdlites_backend_and_with_rays_own(found):
     for kind, ranks in found["train"].items():
         assert_trained(ranks, found["alone"])
