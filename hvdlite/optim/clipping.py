@@ -42,7 +42,7 @@ class NormClipper:
         for param in params:
             grad = param.grad
             if grad is not None and grad.device.type == "cpu":
-                self._measured[id(param)] = _Measured(grad, grad._version, torch.linalg.vector_norm(grad))
+                self._measured[id(param)] = _Measured(grad, grad._version, torch.linalg.vector_norm(_values_of(grad)))
 
     @torch.no_grad()
     def clip(self, params: Sequence[Tensor]) -> None:
@@ -54,7 +54,7 @@ class NormClipper:
             # What `get_total_norm` does on a CPU.
             norm = torch.linalg.vector_norm(torch.stack([self._norm_of(param) for param in having]))
         else:
-            norm = get_total_norm(grads)
+            norm = get_total_norm([_values_of(grad) for grad in grads])
         self._measured.clear()
         self.norm = norm
         # PyTorch multiplies by min(this, 1), and to multiply by 1 changes nothing. On a GPU, to look would wait for it.
@@ -66,5 +66,10 @@ class NormClipper:
         assert grad is not None, "the caller has looked"
         if measured is not None and measured.grad is grad and measured.version == grad._version:
             return measured.norm
-        norm: Tensor = torch.linalg.vector_norm(grad)
+        norm: Tensor = torch.linalg.vector_norm(_values_of(grad))
         return norm
+
+
+def _values_of(grad: Tensor) -> Tensor:
+    """Returns the gradient, or the values of a sparse one, whose norm PyTorch 2.11 cannot compute itself."""
+    return grad.coalesce().values() if grad.is_sparse else grad
