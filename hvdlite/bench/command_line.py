@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from .allreduce import AllReduce
 from .arguments import UsageError, flag, one_of
+from .links import Links
 from .memory import Memory
 from .plot import SUFFIXES, draw, require_matplotlib
 from .report import Command, Report
@@ -36,12 +37,15 @@ Start it with the launcher that you train with, or by itself for a single rank:
   hvdlite-run --hostfile hosts python -m hvdlite.bench step --models mlp,gpt --json step.json --plot step.png
   torchrun -nproc-per-node 4 -m hvdlite.bench memory
 
-soak starts jobs of its own: python -m hvdlite.bench soak -np 4
+Two start jobs of their own:
+
+  python -m hvdlite.bench links --rates 1gbit,100mbit
+  python -m hvdlite.bench soak -np 4
 
 Whatever is compared takes turns in one process. Tables show medians and quartiles, of the slowest rank. Ctrl-C keeps
 what has been measured so far. docs/measuring.md, in the sources, explains each figure.
 """
-_COMMANDS: dict[str, type[Command]] = {each.name: each for each in (AllReduce, Step, Memory, Scale, Soak)}
+_COMMANDS: dict[str, type[Command]] = {each.name: each for each in (AllReduce, Step, Memory, Scale, Links, Soak)}
 _DEVICES = one_of(("auto", "cpu", "cuda"), "a device")
 _DEVICE = flag("auto|cpu|cuda", _DEVICES, "where the tensors are; auto: cuda if there is a GPU")
 

@@ -164,11 +164,18 @@ class Ranks:
         self.synchronize()
         return (time.perf_counter() - begun) / repeats
 
-    def take_turns(self, what: str, blocks: Mapping[str, Callable[[], float]], rounds: int, samples: Samples) -> None:
+    def take_turns(
+        self,
+        what: str,
+        blocks: Mapping[str, Callable[[], float]],
+        rounds: int,
+        samples: Samples,
+        after_round: Callable[[], object] = lambda: None,
+    ) -> None:
         """Runs each block once per round, and appends its time on the slowest rank to ``samples``.
 
         All ranks must call it with the same blocks, and begin each block together. The order of blocks changes with
-        each round. ``what`` is the label of the progress bar.
+        each round. ``what`` is the label of the progress bar. ``after_round`` is called when all blocks had their turn.
         """
         self.progress(what)
         names = list(blocks)
@@ -179,6 +186,7 @@ class Ranks:
                 self.barrier()
                 samples[name].append(self.slowest(blocks[name]()))
             self.progress(what, 1)
+            after_round()
 
     def rival(self) -> dist.ProcessGroup:
         """Returns torch's own gloo or NCCL process group of all ranks. The first call must be made on every rank."""

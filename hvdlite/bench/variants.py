@@ -1,6 +1,8 @@
 """
 The variants of training that `step` and `memory` compare: hvdlite, DDP, Horovod, and training without communication.
 
+`techniques` has those of `links`, which are made by `ddp` and `own` too.
+
 docs/measuring.md has a table of them. To add one, write a function that returns its `Training`, with a model and an
 optimizer of its own, and add it to `VARIANTS`.
 """
@@ -74,16 +76,32 @@ def _per_parameter(ranks: Ranks, model: nn.Module) -> Training:
     return Training(model, _sgd(model), average)
 
 
-def _ddp(ranks: Ranks, model: nn.Module, *, as_views: bool = False, in_fp16: bool = False) -> Training:
+def ddp(
+    ranks: Ranks,
+    model: nn.Module,
+    *,
+    as_views: bool = False,
+    bucket_cap_mb: int | None = None,
+    hook: Callable[[dist.ProcessGroup, DistributedDataParallel], None] | None = None,
+) -> Training:
+    """Returns training with DDP. ``hook`` registers a communication hook, and is given DDP's process group."""
     device_ids = None if ranks.device.type == "cpu" else [ranks.device.index]
     group = ranks.rival()
-    wrapped = DistributedDataParallel(model, device_ids, process_group=group, gradient_as_bucket_view=as_views)
-    if in_fp16:
-        wrapped.register_comm_hook(group, fp16_compress_hook)
+    wrapped = DistributedDataParallel(
+        model, device_ids, process_group=group, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=as_views
+    )
+    if hook is not None:
+        hook(group, wrapped)
     return Training(wrapped, _sgd(model))
 
 
-def _hvdlite(ranks: Ranks, model: nn.Module, **options: Any) -> Training:
+def in_fp16(group: dist.ProcessGroup, wrapped: DistributedDataParallel) -> None:
+    """Makes DDP send gradients in fp16."""
+    wrapped.register_comm_hook(group, fp16_compress_hook)
+
+
+def own(ranks: Ranks, model: nn.Module, **options: Any) -> Training:
+    """Returns training with hvdlite's optimizer, with these options."""
     optimizer = DistributedOptimizer(_sgd(model), model.named_parameters(), **options)
     return Training(model, optimizer, close=optimizer.close)
 
@@ -118,14 +136,14 @@ def horovod_problem(ranks: Ranks) -> str | None:
 VARIANTS: dict[str, Callable[[Ranks, nn.Module], Training]] = {
     "none": lambda ranks, model: Training(model, _sgd(model)),
     "per-parameter": _per_parameter,
-    "ddp": _ddp,
-    "ddp-view": partial(_ddp, as_views=True),
-    "ddp-fp16": partial(_ddp, in_fp16=True),
-    "hvdlite": _hvdlite,
-    "hvdlite-fp16": partial(_hvdlite, compression=Compression.fp16),
-    "hvdlite-bf16": partial(_hvdlite, compression=Compression.bf16),
-    "hvdlite-tuned": partial(_hvdlite, autotune=True),
-    "hvdlite-arrival": partial(_hvdlite, step_on_arrival=True),
+    "ddp": ddp,
+    "ddp-view": partial(ddp, as_views=True),
+    "ddp-fp16": partial(ddp, hook=in_fp16),
+    "hvdlite": own,
+    "hvdlite-fp16": partial(own, compression=Compression.fp16),
+    "hvdlite-bf16": partial(own, compression=Compression.bf16),
+    "hvdlite-tuned": partial(own, autotune=True),
+    "hvdlite-arrival": partial(own, step_on_arrival=True),
     "horovod": _horovod,
 }
 

@@ -9,8 +9,12 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
-from e2e.conftest import assert_clean
+from e2e.conftest import TEARDOWN_S, assert_clean, wait_until
+from e2e.machines import why_there_are_none
+
+from hvdlite.bench.workloads import WORKLOADS
 
 pytestmark = pytest.mark.slow
 
@@ -221,3 +225,65 @@ def test_ctrl_c_keeps_what_was_measured(launch, tmp_path, to_ranks):
     assert {row["what"] for row in found["rows"]} == {"hvdlite resident", "hvdlite any", "gloo", "memcpy"}
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     job.assert_gone()
+
+
+@pytest.fixture
+def links(tmp_path):
+    """Provides ``links("--rates", "1gbit")``, which starts `bench links` of a small model, outside of any job."""
+    if reason := why_there_are_none():
+        pytest.skip(f"no hosts can be made here: {reason}")
+    started = []
+
+    def start(*words: object) -> psutil.Popen:
+        model = ("--model", "resnet-small", "--batch", "1", "--techniques", "none,int8", "--rates", "1gbit")
+        process = psutil.Popen(
+            [*BENCH, "links", *model, *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        for each in [*process.children(recursive=True), process] if process.is_running() else []:
+            each.kill()
+
+
+def test_links_counts_on_the_interface_that_int8_sends_a_quarter(links, tmp_path):
+    interfaces = set(psutil.net_if_stats())
+    process = links("--steps", 1, "--json", tmp_path / "l.json")
+    out, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, err.decode()
+    found = json.loads((tmp_path / "l.json").read_text())
+    sent = {row["technique"]: row["median_bytes"] for row in found["rows"]}
+    model_bytes = 4 * sum(param.numel() for param in WORKLOADS["resnet-small"].build().parameters())
+    assert 1 < sent["none"] / model_bytes < 1.1
+    assert 0.24 < sent["int8"] / sent["none"] < 0.28
+    assert (found["ranks"], found["hosts"], found["threads_per_rank"]) == (2, ["host0", "host1"], 1)
+    assert re.search(r"^1gbit  int8 .* MB ", out.decode(), re.MULTILINE)
+    assert set(psutil.net_if_stats()) == interfaces
+
+
+def test_links_as_they_are_are_measured_between_the_hosts_of_a_job(launch, make_lan):
+    lan = make_lan("a", "b")
+    words = ["links", "--rates", "as-is", "--model", "resnet-small", "--batch", "1", "--steps", "1"]
+    job = launch("-H", "a,b", *BENCH, *words, "--techniques", "ddp,bf16", env=ENVIRONMENT, on=lan.desk)
+    code, out, err = job.ended(PATIENCE_S)
+    assert code == 0, err.decode()
+    rows = re.findall(r"^\[0\]<stdout>:as-is  (\S+) +(\S+) MB ", out.decode(), re.MULTILINE)
+    sent = {technique: float(megabytes) for technique, megabytes in rows}
+    assert 0.48 < sent["bf16"] / sent["ddp"] < 0.55
+    assert_clean(lan)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_links_that_is_ended_leaves_neither_hosts_nor_ranks(links, signum):
+    process = links("--steps", 1000000)
+    # Two hosts and the switch between them, and a rank on each host.
+    wait_until(lambda: len(process.children()) == 5, PATIENCE_S, lambda: f"{process.children()}")
+    children = process.children(recursive=True)
+    namespaces = {os.readlink(f"/proc/{child.pid}/ns/net") for child in children}
+    assert os.readlink("/proc/self/ns/net") not in namespaces
+    process.send_signal(signum)
+    _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == (-signum if signum == signal.SIGKILL else 128 + signum), err.decode()
+    assert psutil.wait_procs(children, TEARDOWN_S)[1] == []

@@ -1,0 +1,106 @@
+"""
+The part of `links` that every rank runs: trains with each technique in turns, and counts time and bytes of each block.
+
+`links` calls `measure` in a user's own job. On hosts that it makes itself, it starts this module as the program of
+each rank, and reads a line of JSON from rank 0's stdout after each round. Its arguments are the model, the batch size,
+the number of rounds, and the techniques, joined by commas.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+from torch import nn
+
+from ..runtime.world import current_world, init
+from .ranks import Ranks, Samples
+from .techniques import TECHNIQUES
+from .variants import Training
+from .workloads import WORKLOADS, Batch
+
+COUNTERS = Path("/proc/net/dev")
+_FIRST_ROWS = 2  # of headings
+_SENT = 8  # the column of sent bytes, after the eight of what was received
+
+
+def measure(
+    ranks: Ranks,
+    model: nn.Module,
+    batch: Batch,
+    rounds: int,
+    times: Samples,
+    sent: Samples,
+    after_round: Callable[[], object] = lambda: None,
+) -> None:
+    """Appends, in each round, the seconds and the bytes of a step with each technique in ``times`` and ``sent``.
+
+    Seconds are of the slowest rank, bytes of the host that has sent most, and both are averages over the steps of a
+    block. Every rank must call it, with the same techniques.
+    """
+    with ExitStack() as stack:
+        blocks = {}
+        for name in times:
+            ranks.progress(f"{name}, unmeasured")
+            technique = TECHNIQUES[name]
+            training = technique.make(ranks, copy.deepcopy(model))
+            stack.callback(training.close)
+            for _ in range(technique.warm_ups):
+                training.step(batch)
+            blocks[name] = partial(_block, ranks, training, batch, technique.interval, sent[name])
+        ranks.take_turns("rounds", blocks, rounds, times, after_round)
+    gc.collect()
+
+
+def _block(ranks: Ranks, training: Training, batch: Batch, steps: int, sent: list[float]) -> float:
+    before = read_sent(COUNTERS.read_text())
+    seconds = ranks.timed(partial(training.step, batch), steps)
+    # What a rank has sent may wait in its host's queue until the others have received it.
+    ranks.barrier()
+    sent.append(ranks.slowest(most_sent(before, read_sent(COUNTERS.read_text())) / steps))
+    return seconds
+
+
+def read_sent(counters: str) -> dict[str, int]:
+    """Returns the bytes that each network interface has sent, but for loopback, from the text of /proc/net/dev.
+
+    These are the counters of /sys/class/net/*/statistics/tx_bytes, of the process's own network namespace.
+    """
+    rows = (line.partition(":") for line in counters.splitlines()[_FIRST_ROWS:])
+    sent = {name.strip(): int(numbers.split()[_SENT]) for name, _, numbers in rows}
+    return {name: nbytes for name, nbytes in sent.items() if name != "lo"}
+
+
+def most_sent(before: Mapping[str, int], after: Mapping[str, int]) -> int:
+    """Returns the bytes that the busiest interface has sent between the two counts.
+
+    It is no sum: what leaves through a bridge or a bond is counted on that, and again on the interface below.
+    """
+    return max((nbytes - before.get(name, 0) for name, nbytes in after.items()), default=0)
+
+
+def main(model_name: str, rows: int, rounds: int, names: list[str]) -> None:
+    """Measures on CPUs, and prints what was measured so far after each round. Every rank of the job must call it."""
+    init()
+    ranks = Ranks(current_world(), "cpu")
+    times: Samples = {name: [] for name in names}
+    sent: Samples = {name: [] for name in names}
+
+    def tell() -> None:
+        if ranks.rank == 0:
+            print(json.dumps({"times": times, "sent": sent}), flush=True)
+
+    workload = WORKLOADS[model_name]
+    batch = workload.batch(rows, 1 + ranks.rank, ranks.device)
+    measure(ranks, workload.make(ranks.device), batch, rounds, times, sent, tell)
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4].split(","))
