@@ -3,8 +3,9 @@
 
     bucket ── summed within the host ── shard of each local rank ── between hosts, its own way ── gathered in the host
 
-The part between hosts is the subclasses': `encoded` and `low_rank_exchange`. On a single host nothing is shortened.
-`stages` runs the stages of the buckets, so that those of several buckets overlap with each other and with backward.
+The part between hosts is the subclasses': `encoded`, `low_rank_exchange` and `top_k_exchange`. On a single host nothing
+is shortened. `stages` runs the stages of the buckets, so that those of several buckets overlap with each other and with
+backward.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from .flags import ParticipantCount, RankAndSize
 # The elements of a bucket for one rank's n, of 8 bits each, which bfloat16 holds exactly.
 _DIGITS = 5
 _BASE = 256
+_POWERS = torch.tensor([float(_BASE**digit) for digit in range(_DIGITS)], dtype=torch.float64)
 
 MOST_PER_STEP = _BASE**_DIGITS - 3
 """The largest sum of n of one rank in a step."""
@@ -103,8 +104,7 @@ class Weights:
         if slots.device.type != "cpu" and self.of_step is None:
             return
         real = slots.real if slots.is_complex() else slots
-        powers = torch.tensor([float(_BASE**digit) for digit in range(_DIGITS)], dtype=torch.float64)
-        codes = [int(code) for code in (real.cpu().double().view(-1, _DIGITS) @ powers).tolist()]
+        codes = [int(code) for code in (real.cpu().double().view(-1, _DIGITS) @ _POWERS).tolist()]
         numbers = [code - _LEAST for code in codes if code >= _LEAST]
         if not numbers:
             return

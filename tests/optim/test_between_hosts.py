@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_hosts import on
 from ranks import run_ranks, set_of
 from torch import Tensor, nn
 from worlds import run_generations
@@ -55,6 +56,31 @@ def test_sparse_gradients_go_round_it(name, size):
     assert torch.allclose(first[0], expected)
     for other in others:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, other, strict=True))
+
+
+@each_form
+def test_accumulated_gradients_get_the_residual_once(name):
+    def rank(group: Group) -> list[Tensor]:
+        found = []
+        for passes in (1, 2):
+            param = nn.Parameter(torch.zeros(40, 30))
+            optimizer = hvd.DistributedOptimizer(
+                torch.optim.SGD([param], lr=1.0),
+                [("p0", param)],
+                compression=FORMS[name],
+                process_set=set_of(group),
+                backward_passes_per_step=passes,
+            )
+            for step in range(3):
+                for _ in range(passes):
+                    (param * gradient(group.rank, step, (40, 30)) / passes).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(param.detach())
+        return found
+
+    for once, twice in on("2 hosts", rank):
+        assert torch.equal(once, twice)
 
 
 def kept_of(optimizer: hvd.DistributedOptimizer) -> Tensor:

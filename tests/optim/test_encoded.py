@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from fake_hosts import PLACES, on
 from ranks import run_ranks, set_of
 from torch import Tensor, nn
 from worlds import run_worlds
@@ -18,14 +18,6 @@ from hvdlite.comm.group import Group
 from hvdlite.compression.codecs import add_decoded, encode_all, wire_bytes
 
 # One rank per host, and two on each of two hosts.
-PLACES = {
-    "2 hosts": ["a", "b"],
-    "3 hosts": ["a", "b", "c"],
-    "4 hosts": ["a", "b", "c", "d"],
-    "2 hosts of 2": ["a", "a", "b", "b"],
-    "3 hosts of 2": ["a", "b", "c", "a", "b", "c"],
-    "uneven": ["a", "a", "b"],
-}
 CODECS = {"int8": hvd.Compression.int8, "int4": hvd.Compression.int4}
 
 FORMS = {**CODECS, "topk": hvd.Compression.topk(0.05)}
@@ -47,16 +39,6 @@ def wrap(group: Group, params: list[nn.Parameter], codec: Any, **options: Any) -
 def residuals_of(optimizer: hvd.DistributedOptimizer) -> Any:
     """By name and kind: (first element, scale, values)."""
     return optimizer.state_dict()["hvdlite"]["exchange"]["residuals"]
-
-
-def on(place: str, function: Callable[[Group], Any]) -> list[Any]:
-    hosts = PLACES[place]
-
-    def rank(group: Group) -> Any:
-        group.hosts = tuple(hosts)
-        return function(group)
-
-    return run_ranks(len(hosts), rank)
 
 
 def gradient(rank: int, step: int, numel: int = NUMEL) -> Tensor:
@@ -383,24 +365,6 @@ def test_infinities_reach_every_rank_and_leave_no_trace():
 
     for place in ("2 hosts", "3 hosts"):
         on(place, rank)
-
-
-def test_accumulated_gradients_get_the_residual_once():
-    def rank(group: Group) -> list[Tensor]:
-        found = []
-        for passes in (1, 2):
-            param = nn.Parameter(torch.zeros(NUMEL))
-            optimizer = wrap(group, [param], hvd.Compression.int4, backward_passes_per_step=passes)
-            for step in range(3):
-                for _ in range(passes):
-                    (param * gradient(group.rank, step) / passes).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(param.detach())
-        return found
-
-    for once, twice in on("2 hosts", rank):
-        assert torch.equal(once, twice)
 
 
 def test_ones_own_codec_is_a_class_of_two_methods():

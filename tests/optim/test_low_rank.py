@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from fake_hosts import PLACES, on
 from ranks import counting, run_ranks, set_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as ddps
@@ -19,28 +19,11 @@ import hvdlite as hvd
 from hvdlite.comm.group import Group
 from hvdlite.compression.low_rank import Product, orthonormal
 
-PLACES = {
-    "2 hosts": ["a", "b"],
-    "3 hosts": ["a", "b", "c"],
-    "4 hosts": ["a", "b", "c", "d"],
-    "2 hosts of 2": ["a", "a", "b", "b"],
-    "uneven": ["a", "a", "b"],
-}
 everywhere = pytest.mark.parametrize("place", PLACES)
 
 # Two matrices, a vector, a convolution's filters, a matrix that is too small, and a number.
 SHAPES = [(40, 30), (30,), (24, 4, 3, 3), (20, 25), (3, 4), ()]
 COMPRESSED = ["p0", "p2", "p3"]
-
-
-def on(place: str, function: Callable[[Group], Any], **options: Any) -> list[Any]:
-    hosts = PLACES[place]
-
-    def rank(group: Group) -> Any:
-        group.hosts = tuple(hosts)
-        return function(group)
-
-    return run_ranks(len(hosts), rank, **options)
 
 
 def gradient(rank: int, step: int, number: int, shape: tuple[int, ...] = ()) -> Tensor:
@@ -276,30 +259,6 @@ def test_a_matrix_that_no_rank_of_a_host_has_is_zeros_and_keeps_its_residual(pla
     size = len(hosts)
     total = sum(before for before, _, _ in ranks) + sum(gradient(number, 2, 0) for number in having)
     assert torch.allclose(total, ranks[0][1] * size + sum(after for _, _, after in ranks), atol=1e-4)
-
-
-def test_accumulated_gradients_get_the_residual_once():
-    def rank(group: Group) -> list[Tensor]:
-        found = []
-        for passes in (1, 2):
-            param = nn.Parameter(torch.zeros(40, 30))
-            optimizer = hvd.DistributedOptimizer(
-                torch.optim.SGD([param], lr=1.0),
-                [("p0", param)],
-                compression=hvd.Compression.powersgd(2, 0),
-                process_set=set_of(group),
-                backward_passes_per_step=passes,
-            )
-            for step in range(3):
-                for _ in range(passes):
-                    (param * gradient(group.rank, step, 0) / passes).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(param.detach())
-        return found
-
-    for once, twice in on("2 hosts", rank):
-        assert torch.equal(once, twice)
 
 
 @pytest.mark.parametrize("place", ["2 hosts", "2 hosts of 2"])

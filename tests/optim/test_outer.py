@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import attempt_ranks, counting, run_ranks, set_of
+from fake_hosts import PLACES, on
+from ranks import attempt_ranks, counting, set_of
 from torch import Tensor, nn
 from worlds import attempt_worlds, run_generations
 
@@ -19,14 +20,6 @@ from hvdlite.compression.codecs import add_decoded, encode_all, wire_bytes
 from hvdlite.optim.arguments import check_survivable
 from hvdlite.optim.settings import Settings
 
-# The hosts of the ranks; the last has hosts of different sizes, where each rank trains apart.
-PLACES = {
-    "2 hosts": ["a", "b"],
-    "3 hosts": ["a", "b", "c"],
-    "2 hosts of 2": ["a", "a", "b", "b"],
-    "3 hosts of 2": ["a", "b", "c", "a", "b", "c"],
-    "uneven": ["a", "a", "b"],
-}
 STREAMING = hvd.DiLoCo(sync_every=6, lr=0.7, momentum=0.9, fragments=3, delay=2, mix=0.25)
 OUTERS = {
     "LocalSGD": hvd.LocalSGD(sync_every=3),
@@ -78,17 +71,6 @@ def train(optimizer: torch.optim.Optimizer, model: nn.Module, rank: int, first: 
 
 def values_of(model: nn.Module) -> Tensor:
     return torch.cat([param.detach().reshape(-1) for param in model.parameters()]).clone()
-
-
-def on(place: str | list[str], function: Callable[[Group], Any], **options: Any) -> list[Any]:
-    """Calls the function on ranks that are on these hosts; returns its results, or raises the first rank's error."""
-    hosts = PLACES[place] if isinstance(place, str) else place
-
-    def rank(group: Group) -> Any:
-        group.hosts = tuple(hosts)
-        return function(group)
-
-    return run_ranks(len(hosts), rank, **options)
 
 
 def errors_on(hosts: list[str], function: Callable[[Group], Any]) -> list[BaseException]:
