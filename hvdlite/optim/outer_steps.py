@@ -17,26 +17,25 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..comm.flat_bytes import flat_of, pieces_of
+from ..comm.flat_bytes import flat_of
 from ..comm.group import Group
 from ..comm.host_groups import host_groups_of
 from ..comm.work import Work
-from ..compression.codecs import Codec, working_dtype
+from ..compression.codecs import Codec
 from ..control.mismatch import name_ranks
 from ..errors import GradientError, MismatchError
 from ..log import log
-from .between_hosts import split
 from .builtin_exchanges import as_real
 from .exchange import Links
 from .flags import RankAndSize
 from .outer import OuterRule
-from .outer_averages import OWN, Segment, outer_average
+from .outer_averages import OWN, Segment
+from .outer_bucket import RESIDUAL, OuterBucket
 from .parameter_check import fingerprints
 from .plan import ParamSpec, first_of, plan_buckets
 from .settings import Settings
@@ -45,9 +44,6 @@ from .step_trace import StepTrace
 
 # The size of the two counts of steps.
 _COUNT_BYTES = 16
-
-# The keys of a bucket's state; those of residuals go on with the kind of a residual.
-_ANCHOR, _VELOCITY, _RESIDUAL = "anchor", "velocity", "residual of "
 
 
 def outer_steps_of(
@@ -100,7 +96,7 @@ class OuterSteps:
         """This rank and the number of ranks among those of its host, which average gradients in every step."""
         self._hosts = ranks.size // len(within)
         self._links: Links | None = None
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[OuterBucket] = []
         self._frozen: list[tuple[str, Tensor]] = []
         # The steps of all training, and those in this world, which no checkpoint changes.
         self._steps = self._calls = 0
@@ -128,7 +124,7 @@ class OuterSteps:
         specs = [ParamSpec.of(name, param) for name, param in params.items() if param.requires_grad]
         for plan in plan_buckets(specs, cap_bytes=self._cap_bytes, groups=groups, aligned=False):
             names = [piece.spec.name for piece in plan.slices]
-            self._buckets.append(_Bucket({name: params[name] for name in names}, self.inner, self._rule))
+            self._buckets.append(OuterBucket({name: params[name] for name in names}, self.inner, self._rule))
 
     # -- steps
 
@@ -254,7 +250,7 @@ class OuterSteps:
                 words = [f"step {steps}, after {calls} calls of step()" for steps, calls in pairs]
                 raise MismatchError(self._words_of_steps(links.all, words))
 
-        def stages(bucket: _Bucket, values: Tensor) -> Iterator[Work]:
+        def stages(bucket: OuterBucket, values: Tensor) -> Iterator[Work]:
             yield counting
             require_same_step()
             yield from bucket.average.stages(values, across, what)
@@ -279,11 +275,11 @@ class OuterSteps:
                 self._write(bucket, bucket.merged())
             self._in_flight.popleft()
 
-    def _write(self, bucket: _Bucket, shard: Tensor) -> None:
+    def _write(self, bucket: OuterBucket, shard: Tensor) -> None:
         """Sets the bucket's parameters, of which this rank has a shard."""
         bucket.write(self._whole(bucket, shard))
 
-    def _whole(self, bucket: _Bucket, shard: Tensor) -> Tensor:
+    def _whole(self, bucket: OuterBucket, shard: Tensor) -> Tensor:
         """Returns the shards of all ranks of this host as one tensor."""
         if self.inner.size == 1:
             return shard
@@ -355,7 +351,7 @@ class OuterSteps:
             if mean is not None:
                 what = f"what is kept of the outer gradients of {first_of(list(bucket.params))}"
                 self._opened().all.all_reduce(mean, what).wait()
-                kinds[f"{_RESIDUAL}{OWN}"] = 0, mean.div_(self._hosts)
+                kinds[f"{RESIDUAL}{OWN}"] = 0, mean.div_(self._hosts)
             segments[bucket] = kinds
         averages = [
             {bucket: (0, self._whole(bucket, average)) for bucket, average in launch.averages}
@@ -378,8 +374,8 @@ class OuterSteps:
     def _state_of(
         self,
         ranks: list[int] | None,
-        segments: Mapping[_Bucket, Mapping[str, Segment]],
-        averages: Sequence[Mapping[_Bucket, Segment]],
+        segments: Mapping[OuterBucket, Mapping[str, Segment]],
+        averages: Sequence[Mapping[OuterBucket, Segment]],
     ) -> dict[str, Any]:
         """Returns the state dict. ``ranks`` are the numbers of hosts and of ranks on each; None: for any number."""
         parameters: dict[str, dict[str, Segment]] = {}
@@ -455,154 +451,6 @@ class OuterSteps:
             )
 
 
-class _Bucket:
-    """Parameters of one dtype on one device that are averaged together, and this rank's shard of their anchor."""
-
-    def __init__(self, params: Mapping[str, Tensor], inner: RankAndSize, rule: OuterRule) -> None:
-        self.params = params
-        self.average = outer_average(rule.compression)
-        self.anchor: Tensor | None = None
-        self._velocity: Tensor | None = None
-        self._rule = rule
-        first = next(iter(params.values()))
-        self._is_complex = first.is_complex()
-        self.dtype = first.dtype.to_real()
-        self._device = first.device
-        self._counts = [param.numel() * (2 if self._is_complex else 1) for param in params.values()]
-        bounds = split(sum(self._counts), inner.size, 1)
-        self.spans = list(pairwise(bounds))
-        """For each rank of the host: the first and last elements of its shard."""
-        self.start, self._stop = self.spans[inner.rank]
-
-    def begin(self) -> None:
-        """Sets the anchor to the parameters, if there is none."""
-        if self.anchor is None:
-            self.anchor = self._own()
-
-    def reset(self) -> None:
-        """Forgets the anchor and all that belongs to it."""
-        self.anchor = self._velocity = None
-        self.average = outer_average(self._rule.compression)
-
-    @property
-    def known_anchor(self) -> Tensor:
-        """The anchor of this rank's shard, of shape ``(stop - start,)``, in the working dtype."""
-        assert self.anchor is not None, "it has begun"
-        return self.anchor
-
-    def empty(self) -> Tensor:
-        """Returns an uninitialized tensor like the anchor."""
-        return torch.empty(self._stop - self.start, dtype=working_dtype(self.dtype), device=self._device)
-
-    def _own(self) -> Tensor:
-        """Returns a copy of this rank's shard of the parameters, in the working dtype."""
-        flat = as_real(flat_of(list(self.params.values())))
-        return self.empty().copy_(flat[self.start : self._stop])
-
-    def outer_gradient(self) -> Tensor:
-        """Returns the anchor minus the parameters, of this rank's shard."""
-        return torch.sub(self.known_anchor, self._own())
-
-    def step(self, average: Tensor) -> None:
-        """Takes the outer step of the anchor; it may overwrite ``average``."""
-        rule = self._rule
-        update = average
-        # Products and sums are separate operations, so that all processors get the same bits.
-        if rule.momentum:
-            if self._velocity is None:
-                self._velocity = torch.zeros_like(average)
-            self._velocity.mul_(rule.momentum).add_(average)
-            update = self._velocity.mul(rule.momentum).add_(average)
-        self.known_anchor.sub_(update.mul_(rule.lr))
-
-    def merged(self) -> Tensor:
-        """Returns this rank's shard of the parameters after the outer step, in their own dtype."""
-        mix = self._rule.mix
-        if mix == 0.0:
-            return self.known_anchor.to(self.dtype)
-        return self._own().mul_(mix).add_(self.known_anchor.mul(1.0 - mix)).to(self.dtype)
-
-    def write(self, flat: Tensor) -> None:
-        """Copies real numbers, flat and in the parameters' order, into the parameters."""
-        for param, piece in zip(self.params.values(), pieces_of(flat, self._counts), strict=True):
-            param.copy_(
-                torch.view_as_complex(piece.view(-1, 2)).view(param.shape)
-                if self._is_complex
-                else piece.view(param.shape)
-            )
-
-    # -- state by the names of parameters
-
-    def by_name(self, start: int, values: Tensor) -> Iterator[tuple[str, Segment]]:
-        """Yields the parts of a flat tensor, which begins at ``start`` of the bucket, that belong to each parameter.
-
-        A segment's own start is within its parameter. Parameters that have none of it are left out.
-        """
-        first = 0
-        for name, count in zip(self.params, self._counts, strict=True):
-            begin, end = max(first, start), min(first + count, start + len(values))
-            if begin < end:
-                yield name, (begin - first, values[begin - start : end - start])
-            first += count
-
-    def own_part(self, parts: Mapping[str, Segment]) -> Segment:
-        """Returns the part of this rank's shard that is in ``parts``, which `by_name` has yielded, as a segment."""
-        found: list[Segment] = []
-        first = 0
-        for name, count in zip(self.params, self._counts, strict=True):
-            if name in parts:
-                offset, values = parts[name]
-                begin, end = max(first + offset, self.start), min(first + offset + len(values), self._stop)
-                if begin < end:
-                    found.append((begin, values[begin - first - offset : end - first - offset].to(self._device)))
-            first += count
-        # A copy, also of a single one.
-        return (found[0][0], torch.cat([values for _, values in found])) if found else (self.start, self.empty())
-
-    def shared(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the anchor and the velocity of this rank's shard, which are the same on all hosts."""
-        yield _ANCHOR, self.known_anchor
-        if self._velocity is not None:
-            yield _VELOCITY, self._velocity
-
-    def sum_of_residuals(self) -> Tensor | None:
-        """Returns what this rank's wires could not hold, as a tensor of the whole bucket. None if nothing is kept."""
-        residuals = self.average.state_dict()
-        if not residuals:
-            return None
-        whole = torch.zeros(sum(self._counts), dtype=working_dtype(self.dtype), device=self._device)
-        for start, values in residuals.values():
-            whole[self.start + start : self.start + start + len(values)].add_(values)
-        return whole
-
-    def state_dict(self) -> dict[str, Segment]:
-        """Returns the anchor, the velocity and residuals as segments of the bucket, not copied."""
-        found = {kind: (self.start, values) for kind, values in self.shared()}
-        for kind, (start, values) in self.average.state_dict().items():
-            found[f"{_RESIDUAL}{kind}"] = self.start + start, values
-        return found
-
-    def load_state_dict(self, parameters: Mapping[str, Mapping[str, Segment]]) -> None:
-        """Loads copies of what `state_dict` returned, as `by_name` has split it."""
-        kinds = sorted({kind for name in self.params for kind in parameters.get(name, {})})
-        found = {
-            kind: self.own_part(
-                {name: parameters[name][kind] for name in self.params if kind in parameters.get(name, {})}
-            )
-            for kind in kinds
-        }
-        self.anchor = found[_ANCHOR][1] if kinds else self.empty()
-        self._velocity = found[_VELOCITY][1] if _VELOCITY in found else None
-        self.average = outer_average(self._rule.compression)
-        self.average.load_state_dict(
-            {
-                kind.removeprefix(_RESIDUAL): (start - self.start, values)
-                for kind, (start, values) in found.items()
-                if kind.startswith(_RESIDUAL)
-            }
-        )
-
-
 class _Waits(Protocol):
     """What a launched average is waited for by: a `Work`, or a stream of the GPU."""
 
@@ -617,10 +465,10 @@ class _Launch:
         """``due`` is the count of steps after which the outer step is taken."""
         self.fragment = fragment
         self.due = due
-        self.averages: list[tuple[_Bucket, Tensor]] = []
+        self.averages: list[tuple[OuterBucket, Tensor]] = []
         self._works: list[_Waits] = []
 
-    def add(self, bucket: _Bucket, average: Tensor, work: _Waits | None) -> None:
+    def add(self, bucket: OuterBucket, average: Tensor, work: _Waits | None) -> None:
         """Adds a bucket's average, which is there once ``work`` is done, or now."""
         self.averages.append((bucket, average))
         if work is not None:

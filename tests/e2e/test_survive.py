@@ -182,6 +182,35 @@ def test_two_workers_may_be_killed_in_the_same_step(launch, tmp_path, points):
     assert_all_have(by_one_process(died, size=4), survivors)
 
 
+# Each worker has a batch of another size.
+WEIGHTED = """
+model = made()
+optimizer = wrapped(model)
+for number in range(9):
+    maybe_die("begin")
+    optimizer.zero_grad()
+    rows = batch(number)[: worker + 1]
+    optimizer.weighted(model(rows).square().mean(), len(rows)).backward()
+    optimizer.step()
+    maybe_die("end")
+trained(model)
+"""
+
+
+@pytest.mark.parametrize("point", ["hook", "vote", "voted"])
+def test_averages_by_weight_are_those_of_the_samples_of_the_workers_that_are_left(launch, tmp_path, point):
+    died = f"2:4:{point}"
+    survivors, _, _ = survivors_of(launch, tmp_path, WEIGHTED, died)
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        alive = (0, 1, 2) if step < 4 or (step == 4 and point in IS_IN) else (0, 1)
+        optimizer.zero_grad()
+        model(torch.cat([batch(worker, step)[: worker + 1] for worker in alive])).square().mean().backward()
+        optimizer.step()
+    assert_all_have([param.detach() for param in model.parameters()], survivors)
+
+
 SECOND_DEATH = """
 from hvdlite.runtime import survival
 
